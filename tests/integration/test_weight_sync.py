@@ -1,0 +1,178 @@
+"""Real Ray, vLLM and DeepSpeed: after every update the engines compute what the trainer computes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny import make_tiny_model
+from trueline.algorithms.weighting import set_weights
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.rl import SyncConfig
+from trueline.data.types import Completion, Sample
+from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import EventLoop
+from trueline.runtime.actors import RayActor, Spot, Target
+from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine, worker_environment
+from trueline.runtime.transport import free_address
+from trueline.sync.weights import Canary, SyncFailure, WeightSync
+from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.worker import WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 400.0
+TOLERANCE = 1e-4
+UPDATES = 5
+PROMPTS = [[10, 20, 30, 40], [50, 60, 70], [80, 90, 100, 110, 120], [33, 44]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with ray_cluster(this_machine()):
+        yield
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EventLoop]:
+    event_loop = EventLoop(TIMEOUT)
+    yield event_loop
+    event_loop.stop()
+
+
+@pytest.fixture(scope="module")
+def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelGroup]:
+    """Two processes that serve every ZeRO stage and model in turn."""
+    logs = tmp_path_factory.mktemp("trainer")
+    spot = Spot(environment=worker_environment(this_machine(), 2) | {"PYTHONPATH": str(ROOT)})
+    target = Target("tests.support.restartable:RestartableWorker")
+    actors = [RayActor(f"policy-{rank}", target, [], spot, logs / f"{rank}.log") for rank in range(2)]
+    group = ModelGroup("policy", actors, TrainingConfig(micro_batch_samples=3), TIMEOUT)
+    yield group
+    group.stop()
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def engines(
+    request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, EnginePool]]:
+    """One engine on one device and one on two, for one model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = str(make_tiny_model(folder / "model", tied=request.param == "tied"))
+    spot = Spot(environment=engine_environment(this_machine(), 1.0))
+    actors = [
+        RayActor(f"engine-tp{width}", ENGINE, [engine_spec(model, width)], spot, folder / f"tp{width}.log")
+        for width in (1, 2)
+    ]
+    pool = EnginePool(actors)
+    yield model, pool
+    pool.stop()
+
+
+ENGINE = Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True)
+
+
+def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
+    return EngineSpec(
+        model=model,
+        dtype="float32",
+        context=64,
+        tensor_parallel=tensor_parallel,
+        max_sequences=32,
+        seed=0,
+        gpu_memory_share=0.3,
+        cuda_graphs=False,
+        sleeps=False,
+        trust_remote_code=False,
+    )
+
+
+def restart(trainer: ModelGroup, model: str, stage: int) -> None:
+    config = TrainingConfig(zero_stage=stage, learning_rate=1e-2)  # type: ignore[arg-type]
+    address = free_address()
+    model_config = ModelConfig(path=model, dtype="float32")
+    specs = [WorkerSpec(model_config, config, rank, 2, 100, 0, address) for rank in range(2)]
+    calls = [actor.submit("restart", spec) for actor, spec in zip(trainer.actors, specs, strict=True)]
+    for call in calls:
+        call.result(TIMEOUT)
+
+
+def sample_all(pool: EnginePool, loop: EventLoop, temperature: float, round_: int) -> list[Sample]:
+    """Each engine answers each prompt."""
+    params = SamplingParams(temperature, max_new_tokens=24, stop_tokens=(2,), seed=round_)
+
+    async def ask() -> list[Completion]:
+        calls = [
+            pool.generate(prompt, params, engine, f"{round_}-{temperature}-{engine}-{number}")
+            for number, prompt in enumerate(PROMPTS)
+            for engine in range(len(pool.actors))
+        ]
+        return list(await asyncio.gather(*calls))
+
+    prompts = [prompt for prompt in PROMPTS for _ in pool.actors]
+    answers = loop.run(ask(), "sampling")
+    return [as_sample(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def as_sample(prompt: list[int], completion: Completion) -> Sample:
+    tokens = torch.tensor(prompt + completion.tokens)
+    sample = Sample(tokens, torch.arange(len(tokens)) >= len(prompt), version=completion.version)
+    sample.rollout_logprobs = torch.tensor([0.0] * len(prompt) + completion.logprobs)
+    return sample
+
+
+def largest_gap(trainer: ModelGroup, samples: list[Sample], temperature: float) -> float:
+    scores = trainer.score(samples, temperature)
+    gaps = [(score - one.rollout_logprobs)[one.mask].abs().max() for score, one in zip(scores, samples, strict=True)]
+    return float(torch.stack(gaps).max())
+
+
+def train_once(trainer: ModelGroup, samples: list[Sample], seed: int) -> dict[str, float]:
+    """One update whose `old` log-probs are the engine's own, so the ratio compares engine and trainer."""
+    generator = torch.Generator().manual_seed(seed)
+    for sample in samples:
+        sample.old_logprobs = sample.rollout_logprobs
+        sample.advantages = torch.randn(1, generator=generator) * sample.mask
+    set_weights(samples, "sequence_mean", 24)
+    algorithm = AlgorithmConfig.parse({"preset": "dr_grpo"})
+    return trainer.update(samples, "policy", LossSettings(1.0, algorithm))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_follow_the_trainer(
+    stage: int, trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
+) -> None:
+    model, pool = engines
+    restart(trainer, model, stage)
+    canary = Canary(list(range(5, 37)), 1e-3)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, "float32", False)
+    sync.publish(0)
+    first_weights = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT)) if stage < 3 else {}
+    for version in range(1, UPDATES + 1):
+        samples = sample_all(pool, loop, 1.0, version)
+        assert all(sample.version == version - 1 for sample in samples)
+        metrics = train_once(trainer, samples, version)
+        assert metrics["policy/ratio_deviation_max"] < TOLERANCE
+        assert largest_gap(trainer, samples, 1.0) > 100 * TOLERANCE  # the update moved the policy visibly
+        sync.publish(version)
+        assert sync.verify()["sync/canary_gap"] < TOLERANCE
+        assert largest_gap(trainer, sample_all(pool, loop, 1.0, 100 + version), 1.0) < TOLERANCE
+        assert largest_gap(trainer, sample_all(pool, loop, 0.7, 200 + version), 0.7) < TOLERANCE
+    if first_weights:
+        now = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT))
+        assert all(not torch.equal(first_weights[name], now[name]) for name in now)
+
+
+def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop) -> None:
+    """An update that is never published leaves engine and trainer apart, and the check says so."""
+    model, pool = engines
+    restart(trainer, model, 2)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), "float32", False)
+    sync.publish(0)
+    sync.verify()
+    train_once(trainer, sample_all(pool, loop, 1.0, 7), 7)
+    with pytest.raises(SyncFailure, match="does not compute with the weights that were sent"):
+        sync.verify()

@@ -1,0 +1,50 @@
+"""Small models and samples that tests make for themselves."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trueline.data.types import Sample
+from trueline.demo.material import make_tokenizer
+
+
+def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+    """A random Llama whose heads have size 32, the smallest that vLLM runs on a CPU."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_samples(count: int, seed: int = 0, longest: int = 24) -> list[Sample]:
+    """Samples of mixed lengths with all that the policy loss reads."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number in range(count):
+        length = int(torch.randint(4, longest + 1, (1,), generator=generator))
+        prompt = int(torch.randint(1, length - 1, (1,), generator=generator))
+        sample = Sample(torch.randint(3, 259, (length,), generator=generator), torch.arange(length) >= prompt)
+        sample.group = number // 2
+        noise = torch.randn(3, length, generator=generator)
+        sample.old_logprobs = (-5.5 + 0.1 * noise[0]) * sample.mask
+        sample.rollout_logprobs = sample.old_logprobs + 0.05 * noise[1] * sample.mask
+        sample.ref_logprobs = (-5.5 + 0.1 * noise[1]) * sample.mask
+        sample.advantages = noise[2] * sample.mask
+        samples.append(sample)
+    return samples

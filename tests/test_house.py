@@ -1,0 +1,350 @@
+"""The house rules: layers, homes of third-party libraries, sizes, typing, and documents that tell the truth."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+import yaml
+
+from trueline.cli import RL_FLAGS, SUPERVISED_FLAGS, load, make_parser
+from trueline.config.algorithm import PRESETS
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.config.supervised import SupervisedConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "trueline"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text()) for file in SOURCES}
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+# Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
+LAYERS = (
+    {"cli", "demo"},
+    {"trainers"},
+    {"rollout", "training", "sync"},
+    {"runtime"},
+    {"models", "environments", "rewards"},
+    {"algorithms"},
+    {"data"},
+    {"config", "monitoring"},
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+NEIGHBOURS = {("cli", "demo"), ("demo", "cli"), ("monitoring", "config")} | {
+    (one, other) for one in LAYERS[2] for other in LAYERS[2]
+}
+HOMES = {  # third-party library -> the files that may import it
+    "ray": r"runtime/.*",
+    "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py",
+    "deepspeed": r"training/deepspeed_\w+\.py",
+    "wandb": r"monitoring/trackers\.py",
+}
+USER_CODE = {"rewards/process.py"}  # the boundary where user code runs
+HOMELESS = {"utils.py", "common.py", "helpers.py", "misc.py", "constants.py"}
+
+FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, PERCENTILE_95_LINES = 400, 80, 12, 60
+NESTING, ANNOTATED_SHARE, EXAMPLE_LINES = 4, 0.95, 60
+DYNAMIC_ACCESS_PER_1000_LINES = 3.0  # getattr and hasattr; 1 is the aim
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Test = Callable[[str, ast.AST], str | None]
+
+
+def places(broken: Test) -> list[str]:
+    """`file:line: what` for every node that breaks a rule."""
+    found = [
+        f"trueline/{name}:{node.lineno}: {said}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (said := broken(name, node)) is not None
+    ]
+    return sorted(found)
+
+
+def accept(violations: list[str]) -> None:
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def functions() -> list[tuple[str, Function]]:
+    return [(name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def lines_of(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = "." * node.level + (node.module or "")
+        return [f"trueline.{alias.name}" for alias in node.names] if module == "trueline" else [module]
+    return []
+
+
+def called_name(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def part_of(name: str) -> str:
+    """`trainers/rl.py` -> trainers, `cli.py` -> cli, `__init__.py` -> the package itself, which has no layer."""
+    return name.split("/")[0].removesuffix(".py")
+
+
+# Layers and homes
+
+
+def test_every_part_has_a_layer() -> None:
+    assert {part_of(name) for name in TREES} - {"__init__"} <= set(LEVEL)
+
+
+def test_imports_go_down_only() -> None:
+    def broken(name: str, node: ast.AST) -> str | None:
+        upward = [module for module in imported_modules(node) if not may_import(part_of(name), module)]
+        return f"{part_of(name)} must not import {upward[0]}" if upward else None
+
+    accept(places(broken))
+
+
+def may_import(part: str, module: str) -> bool:
+    if module.split(".")[0] != "trueline":
+        return not module.startswith(".")  # relative imports hide the layer
+    target = module.split(".")[1] if "." in module else "__init__"
+    if part not in LEVEL or target not in LEVEL:
+        return part == target
+    return part == target or LEVEL[target] > LEVEL[part] or (part, target) in NEIGHBOURS
+
+
+@pytest.mark.parametrize(
+    ("part", "module", "allowed"),
+    [
+        ("trainers", "trueline.rollout.pool", True),
+        ("rollout", "trueline.trainers.rl", False),
+        ("sync", "trueline.training.group", True),
+        ("monitoring", "trueline.config.run", True),
+        ("config", "trueline.monitoring.progress", False),
+        ("data", "trueline.config.data", True),
+        ("runtime", "trueline.rollout.engine", False),
+        ("algorithms", "torch", True),
+    ],
+)
+def test_the_layer_rule_itself(part: str, module: str, allowed: bool) -> None:
+    assert may_import(part, module) is allowed
+
+
+def test_libraries_are_touched_in_their_home_only() -> None:
+    def broken(name: str, node: ast.AST) -> str | None:
+        libraries = {module.split(".")[0] for module in imported_modules(node)} & set(HOMES)
+        strays = [library for library in libraries if not re.fullmatch(HOMES[library], name)]
+        return f"{strays[0]} is imported in {HOMES[strays[0]]} only" if strays else None
+
+    accept(places(broken))
+
+
+def test_no_homeless_helpers() -> None:
+    accept([f"{file.relative_to(ROOT)}: name the concept" for file in SOURCES if file.name in HOMELESS])
+
+
+# Sizes and shape
+
+
+def test_files_are_short() -> None:
+    sizes = {file: len(file.read_text().splitlines()) for file in SOURCES}
+    accept([f"{file.relative_to(ROOT)}: {size} lines" for file, size in sizes.items() if size > FILE_LINES])
+
+
+def test_functions_are_short() -> None:
+    sizes = sorted(lines_of(function) for _, function in functions())
+    accept(
+        [
+            f"trueline/{name}:{function.lineno}: {function.name} has {lines_of(function)} lines"
+            for name, function in functions()
+            if lines_of(function) > FUNCTION_LINES
+        ]
+    )
+    assert median(sizes) <= MEDIAN_LINES
+    assert sizes[int(len(sizes) * 0.95)] <= PERCENTILE_95_LINES
+
+
+def test_nesting_is_shallow() -> None:
+    accept(
+        [
+            f"trueline/{name}:{function.lineno}: {function.name} nests {depth(function)} deep"
+            for name, function in functions()
+            if depth(function) > NESTING
+        ]
+    )
+
+
+def depth(node: ast.AST) -> int:
+    """Blocks inside blocks below `node`; an `elif` is no deeper than its `if`, an inner function starts anew."""
+    return max((deepest(node, child) for child in ast.iter_child_nodes(node)), default=0)
+
+
+def deepest(parent: ast.AST, child: ast.AST) -> int:
+    if isinstance(child, Function | ast.ClassDef | ast.Lambda):
+        return 0
+    is_elif = isinstance(parent, ast.If) and isinstance(child, ast.If) and child.col_offset == parent.col_offset
+    return depth(child) + (isinstance(child, BLOCKS) and not is_elif)
+
+
+def test_the_depth_rule_itself() -> None:
+    chain = "def f():\n if a:\n  pass\n elif b:\n  pass\n elif c:\n  for x in y:\n   pass"
+    assert depth(ast.parse(chain).body[0]) == 2
+    assert depth(ast.parse("def f():\n with a:\n  while b:\n   try:\n    pass\n   finally:\n    pass").body[0]) == 3
+
+
+# Habits
+
+
+def test_functions_are_annotated() -> None:
+    bare = [f"trueline/{name}:{one.lineno}: {one.name}" for name, one in functions() if not annotated(one)]
+    share = 1 - len(bare) / len(functions())
+    assert share >= ANNOTATED_SHARE, f"{share:.1%} annotated; bare:\n" + "\n".join(bare)
+
+
+def annotated(function: Function) -> bool:
+    return function.returns is not None and all(argument.annotation is not None for argument in parameters(function))
+
+
+def parameters(function: Function) -> Iterator[ast.arg]:
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    yield from positional[1:] if positional and positional[0].arg in ("self", "cls") else positional
+    yield from given.kwonlyargs
+    yield from (argument for argument in (given.vararg, given.kwarg) if argument is not None)
+
+
+def test_attributes_are_named_not_looked_up() -> None:
+    uses = places(lambda name, node: called_name(node) if called_name(node) in ("getattr", "hasattr") else None)
+    lines = sum(len(file.read_text().splitlines()) for file in SOURCES)
+    rate = len(uses) / (lines / 1000)
+    assert rate <= DYNAMIC_ACCESS_PER_1000_LINES, f"{rate:.1f} per 1,000 lines:\n" + "\n".join(uses)
+
+
+def test_everything_is_caught_only_where_user_code_runs() -> None:
+    def broken(name: str, node: ast.AST) -> str | None:
+        return "catches everything" if name not in USER_CODE and catches_all(node) else None
+
+    accept(places(broken))
+
+
+def catches_all(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught)
+
+
+def test_no_print() -> None:
+    accept(places(lambda name, node: "print" if called_name(node) == "print" else None))
+
+
+# Documents, examples and imports
+
+
+def verb_of(file: Path) -> str:
+    """The longest verb that the file's name begins with: `dr_grpo.yaml`, `grpo_two_gpus.yaml`."""
+    verbs = [verb for verb in [*PRESETS, "sft"] if re.match(rf"{verb}[._]", file.name)]
+    assert verbs, f"{file.name} begins with no verb: {', '.join([*PRESETS, 'sft'])}"
+    return max(verbs, key=len)
+
+
+def kind_of(verb: str) -> tuple[type[RunConfig], dict[str, str], dict[str, object]]:
+    if verb == "sft":
+        return SupervisedConfig, SUPERVISED_FLAGS, {}
+    return RLConfig, RL_FLAGS, {"algorithm": {"preset": verb}}
+
+
+def test_there_are_examples() -> None:
+    assert {verb_of(file) for file in EXAMPLES} == {*PRESETS, "sft"}
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_example_loads(file: Path) -> None:
+    kind, _, base = kind_of(verb_of(file))
+    kind.load([file], [], base)
+    assert isinstance(yaml.safe_load(file.read_text()), dict)
+    assert len(file.read_text().splitlines()) < EXAMPLE_LINES
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.match(r"trueline\b", line)]
+
+
+def test_readme_has_commands() -> None:
+    assert readme_commands()
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_readme_command_parses(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options, options.overrides = parsed(shlex.split(command, comments=True)[1:])
+    verb = vars(options).get("verb")
+    if verb is not None:
+        kind, flags, base = kind_of(verb)
+        options.resume = False  # there is no run to go on with
+        load(kind, options, flags, base)
+
+
+def parsed(words: list[str]):  # type: ignore[no-untyped-def]
+    options, overrides = make_parser().parse_known_args(words)
+    assert not [word for word in overrides if word.startswith("-")], f"unknown option in {words}"
+    assert options.takes_overrides or not overrides, f"no verb for {overrides}"
+    return options, overrides
+
+
+def test_configuration_and_command_line_start_without_torch() -> None:
+    modules = [f"trueline.config.{file.stem}" for file in sorted((PACKAGE / "config").glob("[!_]*.py"))]
+    program = f"import sys, trueline.cli, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_no_path_of_one_workplace() -> None:
+    """A path that exists on one machine only means nothing to a reader of the project."""
+    pattern = re.compile(r"(?<![\w.~])/(?:" + "|".join(["work", "root", "home"]) + r")/")
+    accept(
+        [
+            f"{file}:{number}: {line.strip()[:100]}"
+            for file in tracked_files()
+            for number, line in enumerate(text_of(ROOT / file).splitlines(), 1)
+            if pattern.search(line)
+        ]
+    )
+
+
+def test_nothing_ignored_is_tracked() -> None:
+    """.gitignore does not untrack what was added before or by force, and a virtual environment is full of paths."""
+    folders = Counter(name.split("/")[0] for name in git_files("--cached", "--ignored"))
+    accept([f"{folder}: {count} tracked files that .gitignore names" for folder, count in folders.items()])
+
+
+def tracked_files() -> list[str]:
+    """What git tracks or would track; what it tracks in spite of .gitignore has a test of its own."""
+    ignored = set(git_files("--cached", "--ignored"))
+    return [name for name in git_files("--cached", "--others") if name not in ignored and (ROOT / name).is_file()]
+
+
+def git_files(*options: str) -> list[str]:
+    command = ["git", "ls-files", "--exclude-standard", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:
+        pytest.skip(f"no git checkout: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def text_of(file: Path) -> str:
+    content = file.read_bytes()
+    return "" if b"\0" in content[:8192] else content.decode("utf-8", errors="replace")

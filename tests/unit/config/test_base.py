@@ -1,0 +1,158 @@
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from trueline.config.base import Config, ConfigError, merge, parse_override, read_tree
+from trueline.config.rl import RLConfig
+from trueline.config.supervised import SupervisedConfig
+
+
+class Engine(Config):
+    power: int = Field(3, ge=1)
+    """Power of the engine."""
+
+    fuel: str | None = None
+    """What it burns."""
+
+
+class Car(Config):
+    wheels: int = 4
+    """Number of wheels."""
+
+    speed: float = 1.0
+    """How fast it goes."""
+
+    engine: Engine = Engine()
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_later_files_win_and_overrides_win_over_files(tmp_path: Path) -> None:
+    first = write(tmp_path, "first.yaml", "wheels: 6\nspeed: 2.0\nengine: {power: 5, fuel: coal}\n")
+    second = write(tmp_path, "second.yaml", "speed: 3.0\nengine: {power: 7}\n")
+    car = Car.load([first, second], ["engine.power=9"], base={"wheels": 8, "engine": {"fuel": "wood"}})
+    assert (car.wheels, car.speed, car.engine.power, car.engine.fuel) == (6, 3.0, 9, "coal")
+
+
+def test_base_gives_way_to_everything_and_is_left_alone() -> None:
+    base = {"engine": {"power": 2}}
+    assert Car.load([], ["engine.power=4"], base).engine.power == 4
+    assert base == {"engine": {"power": 2}}
+
+
+def test_merge_goes_into_nested_trees_and_changes_neither_argument() -> None:
+    under, over = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}, {"a": {"c": {"f": 4}}, "e": {"g": 5}}
+    assert merge(under, over) == {"a": {"b": 1, "c": {"d": 2, "f": 4}}, "e": {"g": 5}}
+    assert under == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert over == {"a": {"c": {"f": 4}}, "e": {"g": 5}}
+
+
+def test_merge_replaces_lists_as_a_whole() -> None:
+    assert merge({"a": [1, 2]}, {"a": [3]}) == {"a": [3]}
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        ("wheel=3", "'wheels'"),
+        ("engine.powr=3", "'engine.power'"),
+        ("power=3", "'engine.power'"),  # the right key in the wrong place
+        ("engin.power=3", "'engine'"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(override: str, suggested: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Car.load([], [override])
+    message = str(caught.value)
+    assert "unknown key" in message
+    assert f"did you mean {suggested}?" in message
+
+
+def test_an_unknown_key_without_a_neighbour_points_to_the_list_of_keys() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'xyzzy'.*trueline config"):
+        Car.load([], ["xyzzy=1"])
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Car.load([], ["wheel=3", "engine.power=0"])
+    assert "wheel" in str(caught.value)
+    assert "engine.power" in str(caught.value)
+
+
+def test_a_wrong_value_is_told_with_key_and_value() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.power: .*greater than or equal to 1 \(got 0\)"):
+        Car.load([], ["engine.power=0"])
+    with pytest.raises(ConfigError, match=r"wheels: .*integer.*\(got 'many'\)"):
+        Car.load([], ["wheels=many"])
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("5e3", 5000.0), (".5", 0.5), ("3", 3.0)])
+def test_floats_are_read_as_people_write_them(text: str, value: float) -> None:
+    assert Car.load([], [f"speed={text}"]).speed == value
+
+
+def test_floats_in_files_are_read_as_people_write_them(tmp_path: Path) -> None:
+    assert Car.load([write(tmp_path, "car.yaml", "speed: 1e-4\n")], []).speed == 1e-4
+
+
+@pytest.mark.parametrize("override", ["wheels", "=3", ""])
+def test_what_is_no_override_is_refused_with_the_form(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        parse_override(override)
+
+
+def test_an_override_is_cut_at_its_first_equals_sign() -> None:
+    assert parse_override("engine.fuel=a=b") == {"engine": {"fuel": "a=b"}}
+
+
+def test_null_and_numbers_are_possible_values_of_a_text() -> None:
+    assert Car.load([], ["engine.fuel=null"], {"engine": {"fuel": "coal"}}).engine.fuel is None
+    assert Car.load([], ["engine.fuel=95"]).engine.fuel == "95"
+
+
+@pytest.mark.parametrize("text", ["#### (\\d+)", "a #b", "Answer: yes", "[0-9]", "2024-01-01", "007", "on"])
+def test_text_on_the_command_line_arrives_as_it_was_typed(text: str) -> None:
+    assert Car.load([], [f"engine.fuel={text}"]).engine.fuel == text
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.yaml: cannot be read"):
+        read_tree(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not valid YAML"):
+        read_tree(write(tmp_path, "broken.yaml", "a: [1\n"))
+    with pytest.raises(ConfigError, match=r"list\.yaml: .*found list"):
+        read_tree(write(tmp_path, "list.yaml", "- 1\n"))
+
+
+def test_values_are_fixed_after_loading() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Car().wheels = 3  # type: ignore[misc]
+
+
+def test_replaced_is_checked_like_a_file() -> None:
+    car = Car(wheels=3)
+    changed = car.replaced({"engine": {"power": 8}})
+    assert (changed.wheels, changed.engine.power, car.engine.power) == (3, 8, 3)
+    with pytest.raises(ConfigError, match=r"engine\.power"):
+        car.replaced({"engine": {"power": -1}})
+
+
+@pytest.mark.parametrize("kind", [RLConfig, SupervisedConfig])
+def test_every_key_has_a_meaning_of_one_line(kind: type[Config]) -> None:
+    keys = list(kind.leaves())
+    assert len(keys) > 30
+    assert [key.path for key in keys if not key.meaning.strip() or "\n" in key.meaning.strip()] == []
+    assert len({key.path for key in keys}) == len(keys)
+
+
+def test_leaves_are_paths_with_kind_and_default() -> None:
+    keys = {key.path: key for key in Car.leaves()}
+    assert list(keys) == ["wheels", "speed", "engine.power", "engine.fuel"]
+    assert (keys["engine.power"].kind, keys["engine.power"].default) == ("int", 3)
+    assert keys["engine.fuel"].kind == "str | null"

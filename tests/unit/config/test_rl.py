@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import pytest
+
+from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RLConfig.load([], list(overrides))
+    return str(caught.value)
+
+
+def test_the_dump_loads_back_equal(tmp_path: Path) -> None:
+    config = RLConfig.load(
+        [],
+        [
+            "algorithm.preset=dr_grpo",
+            "training.learning_rate=3e-7",
+            "training.betas=[0.8, 0.99]",
+            "rollout.max_new_tokens=17",
+            "data.system_prompt=größe",
+            "name=123",
+            "evaluation.temperature=0.25",
+        ],
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(config.dump())
+    assert RLConfig.load([file], []) == config
+    assert RLConfig.load([file], ["training.learning_rate=1e-6"]) != config
+
+
+def test_the_dump_names_every_key() -> None:
+    dumped = RLConfig().dump()
+    assert [key.path for key in RLConfig.leaves() if f"{key.path.rpartition('.')[2]}:" not in dumped] == []
+
+
+def test_a_number_on_the_command_line_reaches_its_key() -> None:
+    assert RLConfig.load([], ["training.learning_rate=1e-4"]).training.learning_rate == 1e-4
+
+
+def test_runtime_local_fills_the_engines_that_run_in_one_process() -> None:
+    local, ray = RLConfig.load([], ["runtime=local"]), RLConfig()
+    assert (local.rollout.engine, local.training.engine, local.reference.engine) == ("hf", "torch", "torch")
+    assert (ray.rollout.engine, ray.training.engine, ray.reference.engine) == ("vllm", "deepspeed", "deepspeed")
+
+
+def test_runtime_local_keeps_what_else_is_set_in_those_sections() -> None:
+    config = RLConfig.load([], ["runtime=local", "rollout.temperature=0.5", "training.learning_rate=1e-3"])
+    assert (config.rollout.temperature, config.training.learning_rate) == (0.5, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("rollout.engine", "vllm", "hf"),
+        ("training.engine", "deepspeed", "torch"),
+        ("reference.engine", "deepspeed", "torch"),
+    ],
+)
+def test_runtime_local_refuses_engines_with_processes(key: str, value: str, instead: str) -> None:
+    message = refused("runtime=local", f"{key}={value}")
+    assert "runtime=local" in message
+    assert f"{key}={instead}" in message
+
+
+def test_minibatches_must_divide_the_answers() -> None:
+    message = refused("groups_per_step=3", "algorithm.group_size=2", "minibatches=4")
+    for part in ("minibatches=4", "groups_per_step=3", "algorithm.group_size=2"):
+        assert part in message
+    assert RLConfig.load([], ["groups_per_step=3", "algorithm.group_size=2", "minibatches=6"]).minibatches == 6
+
+
+def test_colocated_models_cannot_lag() -> None:
+    message = refused("placement=colocated", "rollout.max_staleness=2")
+    assert "placement=colocated" in message
+    assert "rollout.max_staleness=0" in message
+    assert "got 2" in message
+    assert RLConfig.load([], ["placement=separate", "rollout.max_staleness=2"]).rollout.max_staleness == 2
+
+
+def test_the_torch_engine_has_one_rank() -> None:
+    message = refused("training.engine=torch", "training.ranks=2")
+    assert "training.engine=torch" in message
+    assert "training.ranks=1" in message
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "", ".hidden", "a b"])
+def test_a_name_is_one_folder_and_no_path(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        RLConfig.parse({"name": name})
+
+
+@pytest.mark.parametrize("override", ["training.zero_stage=4", "reference.zero_stage=2", "rollout.temperature=0"])
+def test_values_out_of_range_are_refused_by_key(override: str) -> None:
+    assert refused(override).startswith(override.partition("=")[0])

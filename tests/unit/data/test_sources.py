@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from trueline.config.base import ConfigError
+from trueline.data.sources import open_source
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "größe, \"x\"\nline", "answer": "3"}]
+
+
+def write_jsonl(file: Path) -> None:
+    file.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
+
+
+def write_json(file: Path) -> None:
+    file.write_text("\n" + json.dumps(ROWS, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def write_json_objects(file: Path) -> None:
+    write_jsonl(file)
+
+
+def write_csv(file: Path) -> None:
+    file.write_text('prompt,answer\n1+1=,2\n"größe, ""x""\nline",3\n', encoding="utf-8")
+
+
+def write_parquet(file: Path) -> None:
+    parquet.write_table(arrow.Table.from_pylist(ROWS), file)
+
+
+def write_arrow_file(file: Path) -> None:
+    table = arrow.Table.from_pylist(ROWS)
+    with arrow.ipc.new_file(str(file), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_arrow_stream(file: Path) -> None:
+    """The form in which Hugging Face's datasets keep their tables."""
+    table = arrow.Table.from_pylist(ROWS)
+    with arrow.ipc.new_stream(str(file), table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS = [
+    ("rows.jsonl", write_jsonl),
+    ("rows.json", write_json),
+    ("lines.json", write_json_objects),
+    ("rows.csv", write_csv),
+    ("rows.parquet", write_parquet),
+    ("file.arrow", write_arrow_file),
+    ("stream.arrow", write_arrow_stream),
+]
+
+
+def refused(path: Path | str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_source(str(path), "data.path")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "writer"), WRITERS, ids=[name for name, _ in WRITERS])
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, writer: object) -> None:
+    file = tmp_path / name
+    writer(file)  # type: ignore[operator]
+    rows = open_source(str(file), "data.path")
+    assert [located.row for located in rows] == ROWS
+    for number, located in enumerate(rows, 1):
+        assert str(file) in located.place
+        assert located.place.endswith(f" {number}")
+
+
+def test_messages_survive_parquet(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    assert [located.row for located in open_source(str(tmp_path), "data.path")] == rows
+
+
+def test_a_folder_is_read_file_by_file_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"prompt": "second"}\n')
+    (tmp_path / "a.csv").write_text("prompt\nfirst\n")
+    (tmp_path / "notes.txt").write_text("not data")
+    rows = open_source(str(tmp_path), "data.path")
+    assert [located.row["prompt"] for located in rows] == ["first", "second"]
+    assert "b.jsonl" in rows[1].place
+
+
+def test_a_line_number_counts_blank_lines(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert [located.place for located in open_source(str(file), "k")] == [f"{file}, line 1", f"{file}, line 3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("rows.jsonl", '{"a": 1}\n{"a": \n', "line 2"),
+        ("rows.jsonl", '{"a": 1}\n[1]\n', "line 2"),
+        ("rows.json", '[{"a": 1},\n{"a": }]', "line 2"),
+        ("rows.json", '[{"a": 1}, 3]', "row 2"),
+        ("rows.csv", "a,b\n1,2\n3\n", "row 2"),
+        ("rows.csv", "a,b\n1,2\n3,4,5\n", "row 2"),
+    ],
+)
+def test_a_broken_row_is_named_by_file_and_place(tmp_path: Path, name: str, text: str, place: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    message = refused(file)
+    assert str(file) in message
+    assert place in message
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"these are no columns at all, and certainly not a table")
+    message = refused(file)
+    assert f"data.path={file}" in message
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b'{"a": "\xff\xfe"}\n')
+    assert f"data.path={file}" in refused(file)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.json", "[]"), ("a.csv", "x\n")])
+def test_an_empty_dataset_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    message = refused(file)
+    assert str(file) in message
+    assert "empty" in message
+
+
+def test_an_empty_table_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), file)
+    assert "empty" in refused(file)
+
+
+def test_a_missing_file_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "none.jsonl"), "./none", "none.csv"):
+        message = refused(path)
+        assert f"data.path={path}" in message
+        assert "no such file" in message
+
+
+def test_no_path_no_known_ending_and_no_data_files_are_refused(tmp_path: Path) -> None:
+    assert "data.path is empty" in refused("")
+    (tmp_path / "rows.txt").write_text("x")
+    assert "'.txt'" in refused(tmp_path / "rows.txt")
+    assert "no data file" in refused(tmp_path)

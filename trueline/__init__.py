@@ -1,0 +1,1 @@
+"""Train language models from feedback."""

@@ -1,0 +1,40 @@
+"""Per-token estimates of the KL divergence from policy to reference, as loss terms."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+OFF_POLICY_LIMIT = 10.0
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Log-ratios are clamped before they are exponentiated."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def k2(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """l^2 / 2: its gradient is that of KL(policy || reference) at the token (arXiv:2510.01555)."""
+    return off_policy(ratio) * log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4): gradient of the forward KL(reference || policy)."""
+    limited = bounded(log_ratio)
+    return (torch.exp(-limited) - 1 + limited).clamp(max=K3_LIMIT)
+
+
+def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2."""
+    gradient = k2(log_ratio, ratio)
+    return (off_policy(ratio) * k3(log_ratio, ratio)).detach() + gradient - gradient.detach()
+
+
+def off_policy(ratio: Tensor) -> Tensor:
+    """Importance weight of a token drawn before the update."""
+    return ratio.detach().clamp(max=OFF_POLICY_LIMIT)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3, "k3+": k3_plus}

@@ -1,0 +1,142 @@
+"""The command line: one verb per algorithm and task. Heavy libraries are imported only once a run starts."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from trueline.config.algorithm import PRESETS
+from trueline.config.base import ConfigError, Tree, read_tree
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.config.supervised import SupervisedConfig
+
+Kind = TypeVar("Kind", bound=RunConfig)
+
+# Flag -> configuration key, for the few things that nearly every command names.
+RL_FLAGS = {
+    "--model": "model.path",
+    "--data": "data.path",
+    "--reward": "reward.function",
+    "--eval-data": "evaluation.data",
+    "--name": "name",
+}
+SUPERVISED_FLAGS = {"--model": "model.path", "--data": "data.path", "--name": "name"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options, overrides = parser.parse_known_args(arguments)
+    flags = [word for word in overrides if word.startswith("-")]
+    if flags or (overrides and not options.takes_overrides):
+        parser.error(f"unknown option {(flags or overrides)[0]}; keys are written as key=value")
+    options.overrides = overrides
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say("stopped")
+        return 130
+
+
+def say(message: str) -> None:
+    sys.stderr.write(message + "\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trueline", description="Train language models from feedback.")
+    parser.set_defaults(takes_overrides=False)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    for preset in PRESETS:
+        verb = verbs.add_parser(preset, help=f"reinforcement learning with {preset}")
+        add_run_options(verb, RL_FLAGS)
+        verb.set_defaults(run=run_rl, verb=preset)
+    sft = verbs.add_parser("sft", help="supervised fine-tuning")
+    add_run_options(sft, SUPERVISED_FLAGS)
+    sft.set_defaults(run=run_sft, verb="sft")
+    config = verbs.add_parser("config", help="list every key with its default and meaning")
+    config.add_argument("of", nargs="?", default="grpo", choices=[*PRESETS, "sft"], help="verb whose keys to list")
+    config.set_defaults(run=show_config)
+    demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def add_run_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
+    for flag, key in flags.items():
+        verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=f"same as {key}=...")
+    verb.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML; later files win")
+    verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
+    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or with the newest one")
+    verb.epilog = "Any key of `trueline config` can be set as key=value, e.g. training.learning_rate=1e-5"
+    verb.set_defaults(takes_overrides=True)
+
+
+def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> list[str]:
+    values = vars(options)
+    return [f"{key}={values[key]}" for key in flags.values() if values[key] is not None]
+
+
+def load(kind: type[Kind], options: argparse.Namespace, flags: dict[str, str], base: Tree) -> Kind:
+    overrides = [*given_flags(options, flags), *options.overrides]
+    if options.resume:
+        from trueline.monitoring.run_folder import RunFolder  # noqa: PLC0415
+
+        asked = kind.load(options.config, overrides, base)
+        folder = RunFolder.find(asked.folder, asked.name, options.verb)
+        config = kind.load(options.config, overrides, read_tree(folder.config))
+        return config.replaced({"name": folder.path.name})
+    return kind.load(options.config, overrides, base)
+
+
+def run_rl(options: argparse.Namespace) -> int:
+    config = load(RLConfig, options, RL_FLAGS, {"algorithm": {"preset": options.verb}})
+    quiet_libraries()
+    from trueline.trainers.launch import launch_rl  # noqa: PLC0415
+
+    return launch_rl(config, options.verb, dry_run=options.dry_run, resume=options.resume)
+
+
+def run_sft(options: argparse.Namespace) -> int:
+    config = load(SupervisedConfig, options, SUPERVISED_FLAGS, {})
+    quiet_libraries()
+    from trueline.trainers.launch import launch_supervised  # noqa: PLC0415
+
+    return launch_supervised(config, options.verb, dry_run=options.dry_run, resume=options.resume)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    quiet_libraries()
+    from trueline.demo.run import run  # noqa: PLC0415
+    from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
+
+    return run(options.folder or Path("runs") / default_name("demo"), options.seed)
+
+
+def show_config(options: argparse.Namespace) -> int:
+    kind = SupervisedConfig if options.of == "sft" else RLConfig
+    for key in kind.leaves():
+        sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Before they are imported: no progress bars, no advice, no telemetry on the user's screen."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

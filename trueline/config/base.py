@@ -1,0 +1,146 @@
+"""The strict base of every configuration, and how files and overrides become one validated tree."""
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+Tree = dict[str, Any]
+
+
+class ConfigError(ValueError):
+    """A mistake in what the user asked for; the message alone says what, where and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of a configuration tree, as `trueline config` shows it."""
+
+    path: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+class Config(BaseModel):
+    """Unknown keys are errors, values are fixed after loading, every field has a line of meaning."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+
+    @classmethod
+    def load(cls, files: list[Path], overrides: list[str], base: Tree | None = None) -> Self:
+        """Later files win over earlier ones, `a.b=value` overrides over files, all of them over `base`."""
+        tree: Tree = base or {}
+        for file in files:
+            tree = merge(tree, read_tree(file))
+        for override in overrides:
+            tree = merge(tree, parse_override(override))
+        return cls.parse(tree)
+
+    @classmethod
+    def parse(cls, tree: Tree) -> Self:
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            raise ConfigError(explain(cls, error)) from None
+
+    @classmethod
+    def leaves(cls, prefix: str = "") -> Iterator[Key]:
+        for name, field in cls.model_fields.items():
+            nested = nested_config(field.annotation)
+            if nested is not None:
+                yield from nested.leaves(f"{prefix}{name}.")
+            else:
+                default = field.get_default(call_default_factory=True) if not field.is_required() else "(required)"
+                yield Key(prefix + name, kind_name(field.annotation), default, field.description or "")
+
+    def replaced(self, values: Tree) -> Self:
+        """A copy with some values changed, checked as if it had been loaded so."""
+        return self.parse(merge(self.model_dump(), values))
+
+    def dump(self) -> str:
+        """The whole tree as YAML; loading it again gives an equal configuration."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def nested_config(annotation: Any) -> type[Config] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
+
+
+def kind_name(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " | ".join(kind_name(option) for option in get_args(annotation))
+    if annotation is type(None):
+        return "null"
+    if get_origin(annotation) is list:
+        return f"list of {kind_name(get_args(annotation)[0])}"
+    if get_args(annotation):
+        return " | ".join(str(option) for option in get_args(annotation))
+    return str(annotation.__name__)
+
+
+def merge(under: Tree, over: Tree) -> Tree:
+    """Nested dictionaries are merged key by key; anything else in `over` replaces what is in `under`."""
+    merged = dict(under)
+    for key, value in over.items():
+        both_trees = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both_trees else value
+    return merged
+
+
+def read_tree(file: Path) -> Tree:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {file}: cannot be read ({error.strerror}); give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {file}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {file}: expected `key: value` lines, found {type(tree).__name__}")
+    return tree
+
+
+def parse_override(override: str) -> Tree:
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise ConfigError(f"{override!r} is not an override: write it as section.key=value, e.g. training.ranks=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def explain(config: type[Config], error: ValidationError) -> str:
+    return "\n".join(explain_one(config, detail) for detail in error.errors())
+
+
+def explain_one(config: type[Config], detail: Any) -> str:
+    path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {path!r}{suggestion(config, path)}"
+    if detail["type"] == "missing":
+        return f"{path} is required: set {path}=..."
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return message if not path else f"{path}: {message}"
+    return f"{path}: {message[:1].lower()}{message[1:]} (got {detail['input']!r})"
+
+
+def suggestion(config: type[Config], path: str) -> str:
+    """The nearest key: by whole path first, then by the last word alone."""
+    keys = [key.path for key in config.leaves()]
+    sections = {key.rpartition(".")[0] for key in keys} - {""}
+    near = difflib.get_close_matches(path, [*keys, *sorted(sections)], n=1, cutoff=0.75)
+    if not near:
+        by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
+        leaves = difflib.get_close_matches(path.rpartition(".")[2], list(by_leaf), n=1, cutoff=0.6)
+        near = [by_leaf[leaf] for leaf in leaves]
+    return f"; did you mean {near[0]!r}?" if near else "; `trueline config` lists every key"

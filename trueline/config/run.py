@@ -1,0 +1,45 @@
+"""What a run keeps, says and where it lives."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trueline.config.base import Config
+
+
+class CheckpointConfig(Config):
+    every: int = Field(50, ge=0)
+    """Save every this many steps; 0 saves at the end only."""
+
+    keep: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay on disk."""
+
+
+class MonitoringConfig(Config):
+    transcripts_per_step: int = Field(4, ge=0)
+    """Sampled conversations written to transcripts.jsonl at every step."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+
+
+class RunConfig(Config):
+    """Keys that every kind of run shares."""
+
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Folder of the run below `folder`; null makes one from the verb and the time."""
+
+    folder: str = "runs"
+    """Where run folders are made."""
+
+    seed: int = Field(0, ge=0)
+    """Seeds data order, sampling and initialisation."""
+
+    runtime: Literal["ray", "local"] = "ray"
+    """ray: one process per rank and engine; local: everything in this process, for breakpoints."""
+
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """Longest wait for any one answer of a process (start, sampling, update) before the run stops and names it."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()

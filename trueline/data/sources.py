@@ -1,0 +1,146 @@
+"""Open datasets: local JSON, JSONL, CSV, Parquet and Arrow files, folders of them, and hub names."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+
+from trueline.config.base import ConfigError
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A row and where it stands, for messages about it."""
+
+    row: Row
+    place: str
+
+
+def open_source(path: str, key: str) -> list[Located]:
+    """All rows of `path`; `key` is the configuration key that named it."""
+    local = Path(path).expanduser()
+    if not path:
+        raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")
+    if local.is_dir():
+        rows = [row for file in data_files(local, key) for row in read_file(file, key)]
+    elif local.is_file():
+        rows = list(read_file(local, key))
+    elif looks_local(path):
+        raise ConfigError(f"{key}={path}: there is no such file or folder (looked in {Path.cwd()})")
+    else:
+        rows = list(read_hub(path, key))
+    if not rows:
+        raise ConfigError(f"{key}={path}: the dataset is empty; at least one row is needed")
+    return rows
+
+
+def looks_local(path: str) -> bool:
+    name, _, _ = path.partition(":")
+    return Path(name).suffix in READERS or path.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def data_files(folder: Path, key: str) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
+    if not files:
+        raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
+    return files
+
+
+def read_file(file: Path, key: str) -> Iterator[Located]:
+    reader = READERS.get(file.suffix)
+    if reader is None:
+        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; use one of {', '.join(READERS)}")
+    try:
+        yield from reader(file)
+    except (arrow.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
+
+
+def read_json_lines(file: Path) -> Iterator[Located]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                place = f"{file}, line {number}"
+                yield Located(parsed_object(line, place), place)
+
+
+def parsed_object(text: str, place: str) -> Row:
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
+    return row
+
+
+def read_json(file: Path) -> Iterator[Located]:
+    text = file.read_text(encoding="utf-8")
+    if not text.lstrip().startswith("["):
+        yield from read_json_lines(file)
+        return
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    for number, row in enumerate(rows, 1):
+        place = f"{file}, row {number}"
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
+        yield Located(row, place)
+
+
+def read_csv(file: Path) -> Iterator[Located]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines), 1):
+            if None in row or None in row.values():
+                raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
+            yield Located(dict(row), f"{file}, row {number}")
+
+
+def read_parquet(file: Path) -> Iterator[Located]:
+    yield from table_rows(parquet.read_table(file), file)
+
+
+def read_arrow(file: Path) -> Iterator[Located]:
+    with arrow.memory_map(str(file)) as source:
+        try:
+            table = arrow.ipc.open_file(source).read_all()
+        except arrow.ArrowInvalid:
+            table = arrow.ipc.open_stream(source).read_all()
+        yield from table_rows(table, file)
+
+
+def table_rows(table: arrow.Table, place: Path | str) -> Iterator[Located]:
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield Located(row, f"{place}, row {number}")
+
+
+def read_hub(name: str, key: str) -> Iterator[Located]:
+    """`owner/name` or `owner/name:split` from the Hugging Face hub or its local cache."""
+    import datasets  # noqa: PLC0415  (seconds to import, and only hub names need it)
+
+    repository, _, split = name.partition(":")
+    try:
+        dataset = datasets.load_dataset(repository, split=split or "train")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={name}: neither a local file nor a dataset that could be loaded from the hub ({error})"
+        ) from error
+    yield from table_rows(dataset.with_format("arrow")[:], name)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
+    ".jsonl": read_json_lines,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+}

@@ -1,0 +1,195 @@
+"""The records that flow through training: Prompt -> Trajectory -> Sample -> Batch."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Message = dict[str, str]  # role and content
+
+
+class Outcome(StrEnum):
+    """How an episode ended. The four failures carry no reward: a failure is never a fake zero."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    POLICY_ERROR = "policy_error"
+    ENVIRONMENT_ERROR = "environment_error"
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    INFRA_ERROR = "infra_error"
+
+    @property
+    def failed(self) -> bool:
+        return self in FAILURES
+
+
+FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR})
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """One row to answer: where it came from, and all that a reward may ask of it."""
+
+    id: int
+    messages: list[Message]
+    label: Any = None
+    source: str = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """One sampled continuation, as the engine sampled it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    version: int  # policy version of the weights
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One run of an environment. The lists have one entry per token."""
+
+    prompt: Prompt
+    group: int
+    tokens: list[int]
+    mask: list[bool]  # True on tokens that the policy sampled
+    logprobs: list[float]
+    versions: list[int]
+    reward: float | None = None
+    outcome: Outcome = Outcome.FINISHED
+    reply: str = ""
+    error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, prompt: Prompt, group: int, tokens: list[int]) -> "Trajectory":
+        count = len(tokens)
+        return cls(prompt, group, list(tokens), [False] * count, [0.0] * count, [-1] * count)
+
+    def add_action(self, completion: Completion) -> None:
+        count = len(completion.tokens)
+        self.tokens += completion.tokens
+        self.mask += [True] * count
+        self.logprobs += completion.logprobs
+        self.versions += [completion.version] * count
+
+    def add_observation(self, tokens: list[int]) -> None:
+        count = len(tokens)
+        self.tokens += tokens
+        self.mask += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [-1] * count
+
+    def oldest_version(self) -> int:
+        return min(version for version in self.versions if version >= 0)
+
+
+def later() -> Any:
+    """A field that a later stage fills. Reading it before that raises AttributeError by its name."""
+    return field(init=False, repr=False, compare=False)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One training sequence. A [T] field is aligned with `tokens`: index t speaks of token t."""
+
+    tokens: Tensor  # [T] int64
+    mask: Tensor  # [T] bool, True on tokens the loss applies to
+    group: int = 0
+    version: int = 0  # of the oldest sampled token
+    reward: float = 0.0
+    truncated: bool = False
+    weight: float = 0.0  # share of each masked token in the loss, set over the whole minibatch
+    rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
+    old_logprobs: Tensor = later()  # [T] by the trainer, before the update
+    ref_logprobs: Tensor = later()  # [T] by the reference model
+    advantages: Tensor = later()  # [T]
+
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def sampled_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+TOKEN_FIELDS = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+
+
+@dataclass(slots=True)
+class Batch:
+    """Samples collated for one forward pass, padded on the right. It never leaves a worker."""
+
+    tokens: Tensor  # [B, T]
+    mask: Tensor  # [B, T] bool
+    weights: Tensor  # [B, T] float32, zero where the mask is False
+    rollout_logprobs: Tensor = later()  # [B, T]
+    old_logprobs: Tensor = later()  # [B, T]
+    ref_logprobs: Tensor = later()  # [B, T]
+    advantages: Tensor = later()  # [B, T]
+
+
+def filled_fields(sample: Sample) -> list[str]:
+    """The token fields that have been filled so far."""
+    return [name for name in TOKEN_FIELDS if is_filled(sample, name)]
+
+
+def is_filled(sample: Sample, name: str) -> bool:
+    try:
+        object.__getattribute__(sample, name)
+    except AttributeError:
+        return False
+    return True
+
+
+@dataclass(slots=True, frozen=True)
+class PackedSamples:
+    """Samples on their way to another process: one flat array per field, and the lengths to cut it by."""
+
+    lengths: np.ndarray  # [N]
+    weights: np.ndarray  # [N]
+    arrays: dict[str, np.ndarray]  # [sum of lengths] each
+
+
+def pack_samples(samples: list[Sample]) -> PackedSamples:
+    names = filled_fields(samples[0])
+    arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
+    lengths = np.array([sample.length() for sample in samples])
+    return PackedSamples(lengths, np.array([sample.weight for sample in samples]), arrays)
+
+
+def to_sample(trajectory: Trajectory) -> Sample:
+    if trajectory.reward is None:
+        raise ValueError(f"a trajectory that ended in {trajectory.outcome} has no reward and cannot be trained on")
+    sample = Sample(
+        tokens=torch.tensor(trajectory.tokens),
+        mask=torch.tensor(trajectory.mask),
+        group=trajectory.group,
+        version=trajectory.oldest_version(),
+        reward=trajectory.reward,
+        truncated=trajectory.outcome is Outcome.TRUNCATED,
+    )
+    sample.rollout_logprobs = torch.tensor(trajectory.logprobs)
+    return sample
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """What a language model says of a batch, aligned with its tokens; zero where the mask is False."""
+
+    logprobs: Tensor  # [B, T] of token t given those before it
+    entropy: Tensor  # [B, T] of the distribution that token t was drawn from
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """A loss before averaging, and numbers to report that are averaged (or maximised) alongside."""
+
+    values: Tensor  # [B, T]
+    means: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each

@@ -1,0 +1,30 @@
+"""What the policy talks to."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from trueline.data.types import Message, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers to a reply."""
+
+    reward: float
+    done: bool
+    messages: list[Message] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One instance per episode."""
+
+    @abstractmethod
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        """The conversation that the policy answers."""
+
+    @abstractmethod
+    async def step(self, reply: str) -> Step: ...
+
+    async def close(self) -> None:  # noqa: B027  (optional)
+        """Give back what the episode held."""

@@ -1,0 +1,139 @@
+"""Hugging Face models and tokenizers: checked before anything heavy starts, then loaded."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+RESCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # the chunked head knows none
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What can be told of a model without loading it."""
+
+    parameters: int
+    context: int
+    heads: int
+    head_size: int
+    vocabulary: int
+    hidden_size: int
+    layers: int
+
+
+def check_model(config: ModelConfig) -> ModelFacts:
+    """Refuse a model that cannot be trained here, by name and with the remedy."""
+    if not config.path:
+        raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        check_folder(folder)
+    elif config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
+        raise ConfigError(f"model.path={config.path}: there is no such folder (looked in {Path.cwd()})")
+    settings = load_settings(config)
+    rescaled = [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]
+    if rescaled:
+        raise ConfigError(
+            f"model.path={config.path}: this architecture rescales its logits ({rescaled[0]}), "
+            "which the chunked head does not do; choose another model"
+        )
+    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    return ModelFacts(
+        parameters=count_parameters(folder, settings),
+        context=settings.get("max_position_embeddings") or 2048,
+        heads=heads,
+        head_size=settings.get("head_dim") or hidden // heads,
+        vocabulary=settings["vocab_size"],
+        hidden_size=hidden,
+        layers=settings["num_hidden_layers"],
+    )
+
+
+def check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.path={folder}: no .safetensors weights (pickled weights are not loaded); convert them"
+        )
+
+
+def load_settings(config: ModelConfig) -> dict[str, Any]:
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    try:
+        loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.path}: cannot be opened: {error}") from error
+    return dict(loaded.get_text_config().to_dict())
+
+
+def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
+    """Summed from the headers of the weight files, or estimated from the shape of a model not on disk."""
+    if folder.is_dir():
+        return sum(safetensors_numel(file) for file in folder.glob("*.safetensors"))
+    hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    return int(12 * layers * hidden * hidden + vocabulary * hidden)
+
+
+def safetensors_numel(file: Path) -> int:
+    with file.open("rb") as stream:
+        size = struct.unpack("<Q", stream.read(8))[0]
+        header = json.loads(stream.read(size))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.path}: its tokenizer cannot be loaded: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.path={config.path}: its tokenizer has no end-of-sequence token; set eos_token")
+    return tokenizer
+
+
+def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
+    """Every token that ends an answer: the tokenizer's, and those of the model's generation settings."""
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    try:
+        ends = GenerationConfig.from_pretrained(config.path).eos_token_id
+    except OSError:
+        ends = None
+    listed = ends if isinstance(ends, list) else [ends]
+    return sorted({tokenizer.eos_token_id, *(end for end in listed if end is not None)})
+
+
+def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The model with dropout off everywhere: scoring and training must see the same function."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    for name, value in settings.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(settings, name, 0.0)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.path,
+        config=settings,
+        dtype=dtype,
+        attn_implementation="sdpa" if config.attention == "auto" else config.attention,
+        trust_remote_code=config.trust_remote_code,
+        use_safetensors=True,
+    )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

@@ -1,0 +1,80 @@
+"""What a person sees of a run: a live panel in a terminal, plain lines elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+# key in the metrics, name on the screen, format
+SHOWN = (
+    ("reward/mean", "reward", ".3f"),
+    ("loss", "loss", ".4f"),
+    ("answer/tokens_mean", "length", ".0f"),
+    ("answer/truncated_share", "truncated", ".0%"),
+    ("policy/kl", "kl", ".4f"),
+    ("policy/entropy", "entropy", ".3f"),
+    ("mismatch/logprob_gap_mean", "gap", ".1e"),
+    ("grad_norm", "grad", ".2f"),
+    ("evaluation/reward", "eval", ".3f"),
+    ("speed/tokens_per_second", "tok/s", ".0f"),
+)
+
+
+class Progress:
+    """Use as a context manager around the loop; `note` prints a line that stays."""
+
+    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
+        self.title, self.total = title, total
+        self.console = console or Console(highlight=False)
+        self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        self.first_step: int | None = None
+        self.started = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def note(self, message: str) -> None:
+        self.console.print(message, markup=False, soft_wrap=True)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if self.first_step is None:
+            self.first_step = step - 1
+        if self.live is None:
+            self.note(self.line(step, metrics))
+        else:
+            self.live.update(self.panel(step, metrics))
+
+    def line(self, step: int, metrics: dict[str, float]) -> str:
+        numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in SHOWN if key in metrics)
+        return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}"
+
+    def panel(self, step: int, metrics: dict[str, float]) -> Group:
+        table = Table.grid(padding=(0, 2))
+        shown = [(name, f"{metrics[key]:{form}}") for key, name, form in SHOWN if key in metrics]
+        table.add_row(*(f"[dim]{name}[/]" for name, _ in shown))
+        table.add_row(*(f"[bold]{value}[/]" for _, value in shown))
+        head = f"[bold]{self.title}[/] step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"
+        return Group(head, ProgressBar(total=self.total, completed=step, width=60), table)
+
+    def remaining(self, step: int) -> str:
+        assert self.first_step is not None
+        seconds = (time.monotonic() - self.started) / (step - self.first_step) * (self.total - step)
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def phases(metrics: dict[str, float]) -> str:
+    names = [key for key in metrics if key.startswith("time/") and key != "time/step"]
+    parts = " ".join(f"{key.removeprefix('time/')} {metrics[key]:.1f}" for key in names)
+    return f"{metrics['time/step']:.1f} s ({parts})" if "time/step" in metrics else ""

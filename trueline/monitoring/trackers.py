@@ -1,0 +1,48 @@
+"""Where numbers go: JSON lines always, TensorBoard where it is wanted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trueline.monitoring.run_folder import RunFolder
+
+
+class Tracker:
+    def __init__(self, folder: RunFolder, tensorboard: bool, resume_step: int = 0) -> None:
+        keep_until(folder.metrics, resume_step)
+        keep_until(folder.transcripts, resume_step)
+        self.metrics = folder.metrics.open("a")
+        self.transcripts = folder.transcripts.open("a")
+        self.board = make_board(folder.path / "tensorboard", resume_step) if tensorboard else None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.metrics.flush()
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+
+    def show(self, step: int, transcripts: list[dict[str, Any]]) -> None:
+        for transcript in transcripts:
+            self.transcripts.write(json.dumps({"step": step, **transcript}, ensure_ascii=False, default=str) + "\n")
+        self.transcripts.flush()
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.transcripts.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def keep_until(file: Path, step: int) -> None:
+    """Drop what was written after the checkpoint that a run resumes from: those steps come again."""
+    if not file.exists():
+        return
+    lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
+    file.write_text("".join(line + "\n" for line in lines))
+
+
+def make_board(folder: Path, resume_step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (seconds to import)
+
+    return SummaryWriter(folder, purge_step=resume_step + 1)  # type: ignore[no-untyped-call]

@@ -1,0 +1,63 @@
+"""What rollout asks of a sampler."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from trueline.data.types import Completion
+from trueline.runtime.transport import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    temperature: float  # 0 is greedy
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...]
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All that an engine must know to start."""
+
+    model: str
+    dtype: str
+    context: int  # longest prompt and answer together
+    tensor_parallel: int
+    max_sequences: int
+    seed: int
+    gpu_memory_share: float
+    cuda_graphs: bool
+    sleeps: bool  # gives its GPU memory back between steps
+    trust_remote_code: bool
+
+
+class RolloutEngine(Protocol):
+    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion: ...
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Log-probs of tokens[1:] at temperature 1, under the weights now in the engine."""
+
+    async def pause(self) -> None:
+        """Let running requests end, start no new ones."""
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give device memory back."""
+
+    async def wake(self, part: str) -> None:
+        """Take memory again for `weights` or `kv_cache`."""
+
+    async def processes(self) -> int:
+        """How many processes receive weights."""
+
+    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
+        """Join the trainer's broadcast group."""
+
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        """Take new weights from the group; a checksum per bucket from each process."""
+
+    async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights from this very process."""

@@ -1,0 +1,164 @@
+"""Sampling by Transformers alone: slow, simple, and it runs wherever PyTorch runs."""
+
+import asyncio
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trueline.config.model import ModelConfig
+from trueline.data.types import Completion
+from trueline.models.loading import DTYPES, load_model
+from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.runtime.transport import BroadcastGroup, Bucket, bucket_buffer, bucket_views, checksum
+
+
+@dataclass(slots=True)
+class Request:
+    tokens: list[int]
+    params: SamplingParams
+    answer: asyncio.Future[Completion]
+
+
+class HFEngine:
+    """Requests that arrive together and have prompts of one length are sampled as one batch."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = ModelConfig(path=spec.model, trust_remote_code=spec.trust_remote_code)
+        self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()
+        self.version = 0
+        self.waiting: list[Request] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.busy = asyncio.Lock()
+        self.channel: BroadcastGroup | None = None
+
+    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.waiting.append(Request(tokens, params, answer))
+        if len(self.waiting) == 1:
+            asyncio.get_running_loop().create_task(self._serve())
+        return await answer
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0.005)  # others that start now join the batch
+        await self.open.wait()
+        async with self.busy:
+            requests, self.waiting = self.waiting, []
+            try:
+                await asyncio.to_thread(self._answer, requests, asyncio.get_running_loop())
+            except RuntimeError as error:
+                for request in requests:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
+
+    def _answer(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> None:
+        by_length: dict[int, list[Request]] = {}
+        for request in requests:
+            by_length.setdefault(len(request.tokens), []).append(request)
+        for alike in by_length.values():
+            for start in range(0, len(alike), self.spec.max_sequences):
+                chosen = alike[start : start + self.spec.max_sequences]
+                for request, completion in zip(chosen, self._sample(chosen), strict=True):
+                    loop.call_soon_threadsafe(request.answer.set_result, completion)
+
+    def _sample(self, requests: list[Request]) -> list[Completion]:
+        rows = len(requests)
+        generators = [seeded(request.params.seed, self.device) for request in requests]
+        tokens: list[list[int]] = [[] for _ in range(rows)]
+        logprobs: list[list[float]] = [[] for _ in range(rows)]
+        reasons = [""] * rows
+        inputs = torch.tensor([request.tokens for request in requests], device=self.device)
+        cache = None
+        with torch.inference_mode():
+            while not all(reasons):
+                output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                cache = output.past_key_values
+                drawn, scores = draw(output.logits[:, -1].float(), requests, generators)
+                for row in [row for row in range(rows) if not reasons[row]]:
+                    tokens[row].append(drawn[row])
+                    logprobs[row].append(scores[row])
+                    reasons[row] = finish_reason(tokens[row], requests[row].params)
+                inputs = torch.tensor(drawn, device=self.device)[:, None]
+        parts = zip(tokens, logprobs, reasons, strict=True)
+        return [Completion(row, scores, self.version, reason) for row, scores, reason in parts]
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        async with self.busy:
+            with torch.inference_mode():
+                ids = torch.tensor([tokens], device=self.device)
+                scores = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                return scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+    async def pause(self) -> None:
+        self.open.clear()
+        async with self.busy:
+            pass
+
+    async def resume(self) -> None:
+        self.open.set()
+
+    async def sleep(self) -> None:
+        pass
+
+    async def wake(self, part: str) -> None:
+        pass
+
+    async def processes(self) -> int:
+        return 1
+
+    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
+        self.channel = await asyncio.to_thread(BroadcastGroup, address, first_rank, world, timeout_seconds)
+
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        return [await asyncio.to_thread(self._receive, buckets, version)]
+
+    def _receive(self, buckets: list[Bucket], version: int) -> list[int]:
+        assert self.channel is not None
+        sums = []
+        for bucket in buckets:
+            buffer = bucket_buffer(bucket)
+            self.channel.broadcast(buffer)
+            self._copy(list(bucket_views(bucket, buffer)))
+            sums.append(checksum(buffer))
+        self.version = version
+        return sums
+
+    async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        self._copy(weights)
+        self.version = version
+
+    def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
+        named = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in weights:
+                named[name].copy_(tensor)
+
+
+def seeded(seed: int | None, device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+def draw(logits: Tensor, requests: list[Request], generators: list[torch.Generator]) -> tuple[list[int], list[float]]:
+    """One token per row and its log-prob under the distribution that it was drawn from."""
+    temperatures = torch.tensor([request.params.temperature or 1.0 for request in requests], device=logits.device)
+    scores = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+    chosen = [
+        torch.multinomial(row.exp(), 1, generator=generator) if request.params.temperature else row.argmax()[None]
+        for row, request, generator in zip(scores, requests, generators, strict=True)
+    ]
+    drawn = torch.cat(chosen)
+    return drawn.tolist(), scores.gather(-1, drawn[:, None])[:, 0].tolist()
+
+
+def finish_reason(tokens: list[int], params: SamplingParams) -> str:
+    if tokens[-1] in params.stop_tokens:
+        return "stop"
+    return "length" if len(tokens) >= params.max_new_tokens else ""

@@ -1,0 +1,106 @@
+"""vLLM behind the engine protocol. It lives in a process of its own, together with vLLM's."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import AsyncEngineArgs
+from vllm import SamplingParams as VllmParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from trueline.data.types import Completion
+from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.runtime.transport import Bucket
+
+RECEIVER = "trueline.sync.vllm.WeightReceiver"
+
+
+class VllmEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        self.version = 0
+        self.workers = spec.tensor_parallel
+        on_gpu = torch.cuda.is_available()
+        self.sleeps = spec.sleeps and on_gpu
+        self.asleep = False
+        extra = {"gpu_memory_utilization": spec.gpu_memory_share, "enable_sleep_mode": self.sleeps} if on_gpu else {}
+        self.llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=spec.model,
+                dtype=spec.dtype,  # type: ignore[arg-type]
+                max_model_len=spec.context,
+                tensor_parallel_size=spec.tensor_parallel,
+                max_num_seqs=spec.max_sequences,
+                enforce_eager=not (spec.cuda_graphs and on_gpu),
+                distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",
+                # The log-probs of the tempered distribution that was sampled from, not of the raw logits.
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=RECEIVER,
+                skip_tokenizer_init=True,
+                seed=spec.seed,
+                disable_log_stats=True,
+                trust_remote_code=spec.trust_remote_code,
+                **extra,  # type: ignore[arg-type]
+            )
+        )
+
+    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        settings = VllmParams(
+            temperature=params.temperature,
+            max_tokens=params.max_new_tokens,
+            stop_token_ids=list(params.stop_tokens),
+            seed=params.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._run(tokens, settings, request)
+        answer = output.outputs[0]
+        chosen = list(answer.token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(answer.logprobs, chosen, strict=True)]
+        return Completion(chosen, logprobs, self.version, str(answer.finish_reason))
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        settings = VllmParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._run(tokens, settings, f"score-{self.version}")
+        entries = output.prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
+
+    async def _run(self, tokens: list[int], settings: VllmParams, request: str) -> Any:
+        outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request)]
+        return outputs[-1]
+
+    async def pause(self) -> None:
+        """Also empties the prefix cache, which holds what the old weights made of a prompt."""
+        await self.llm.pause_generation(mode="wait", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    async def sleep(self) -> None:
+        if self.sleeps:
+            await self.llm.sleep(level=2)
+            self.asleep = True
+
+    async def wake(self, part: str) -> None:
+        if self.asleep:
+            await self.llm.wake_up(tags=[part])
+            self.asleep = part == "weights"  # the cache still sleeps
+
+    async def processes(self) -> int:
+        return self.workers
+
+    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
+        await self.llm.collective_rpc("join_trainer", args=(address, first_rank, world, timeout_seconds))
+
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        plain = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
+        sums = await self.llm.collective_rpc("receive_weights", args=(plain,))
+        await self.llm.reset_prefix_cache()
+        self.version = version
+        return sums
+
+    async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        raise RuntimeError("a vLLM engine has a process of its own: send its weights through a broadcast group")

@@ -1,0 +1,210 @@
+"""Objects that live in processes of their own (Ray) or in this one, behind the same three calls."""
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+CONCURRENT_CALLS = 4096
+
+
+class ActorFailure(RuntimeError):
+    """A process of the run failed; the message names it, what it was doing and where its log is."""
+
+
+class Pending(Protocol):
+    """A call under way."""
+
+    @property
+    def who(self) -> str: ...
+
+    def result(self, timeout_seconds: float) -> Any: ...
+
+
+class Actor(Protocol):
+    name: str
+
+    def submit(self, method: str, *args: Any) -> Pending: ...
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Like `submit`, for callers inside an event loop."""
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    who: str
+    value: Any
+
+    def result(self, timeout_seconds: float) -> Any:
+        return self.value
+
+
+class LocalActor:
+    """An object of this process; calls run at once."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+
+    def submit(self, method: str, *args: Any) -> Pending:
+        return Done(self.name, getattr(self.target, method)(*args))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self.target, method)(*args)
+
+    def stop(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class RayPending:
+    who: str
+    reference: Any
+    log: Path
+
+    def result(self, timeout_seconds: float) -> Any:
+        try:
+            return ray.get(self.reference, timeout=timeout_seconds)
+        except GetTimeoutError:
+            message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
+            raise ActorFailure(message) from None
+        except (RayActorError, RayTaskError) as error:
+            raise failure(self.who, error, self.log) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a process is put and what it sees."""
+
+    group: Any = None  # Ray placement group
+    bundle: int = -1
+    node: str | None = None  # instead of a bundle: this node, sharing the devices named in `environment`
+    cpus: float = 0
+    gpus: float = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        strategy: Any = "DEFAULT"
+        if self.group is not None:
+            strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+        elif self.node is not None:
+            strategy = NodeAffinitySchedulingStrategy(self.node, soft=False)
+        return {
+            "scheduling_strategy": strategy,
+            "num_cpus": self.cpus,
+            "num_gpus": self.gpus,
+            "runtime_env": {"env_vars": self.environment},
+        }
+
+
+class Host:
+    """Inside a process of its own: builds the object that `target` names and passes calls on to it."""
+
+    def __init__(self, log: str, target: str, args: Sequence[Any]) -> None:
+        redirect_output(Path(log))
+        self.target = build(target, args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.target, method)(*args)
+
+    def home(self) -> tuple[str, list[str]]:
+        """The node and the GPUs that this process was given, for others that share them."""
+        return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+class AsyncHost(Host):
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self.target, method)(*args)
+
+
+def build(target: str, args: Sequence[Any]) -> Any:
+    """An object of the class at `package.module:Class`; nothing else of the package is imported."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+class RayActor:
+    """An object in a Ray process; what it prints goes to `log`."""
+
+    def __init__(self, name: str, target: "Target", args: Sequence[Any], spot: Spot, log: Path) -> None:
+        self.name, self.log = name, log
+        options = spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if target.asynchronous else {})
+        host: Any = ray.remote(AsyncHost if target.asynchronous else Host)
+        self.handle = host.options(**options).remote(str(log), target.path, args)
+
+    def submit(self, method: str, *args: Any) -> Pending:
+        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args), self.log)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self.handle.call.remote(method, *args)
+        except (RayActorError, RayTaskError) as error:
+            raise failure(f"{self.name}.{method}", error, self.log) from error
+
+    def home(self) -> Pending:
+        return RayPending(f"{self.name}.home", self.handle.home.remote(), self.log)
+
+    def stop(self) -> None:
+        ray.kill(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A class by its import path, and whether its methods are coroutines."""
+
+    path: str
+    asynchronous: bool = False
+
+
+def redirect_output(log: Path) -> None:
+    """What libraries print goes to a file, not to the user's screen."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+
+
+def failure(who: str, error: Exception, log: Path) -> ActorFailure:
+    """Ray's own message is pages long; the cause is what the user's mistake or ours left behind."""
+    if isinstance(error, RayTaskError):
+        reason = f"{type(error.cause).__name__}: {error.cause}"
+    else:
+        reason = f"its process died ({last_line(log)})"
+    return ActorFailure(f"{who}: {reason}; see {log}")
+
+
+def last_line(log: Path) -> str:
+    """Where an exception ended a process, its type and message."""
+    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "without a word")
+
+
+def wait_all(pendings: Sequence[Pending], timeout_seconds: float) -> list[Any]:
+    """All results in order. The first failure is raised as soon as it is known, not after its peers' deadline."""
+    deadline = time.monotonic() + timeout_seconds
+    waiting = {pending.reference: pending for pending in pendings if isinstance(pending, RayPending)}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            names = ", ".join(sorted(pending.who for pending in waiting.values()))
+            log = next(iter(waiting.values())).log
+            raise ActorFailure(f"no answer within {timeout_seconds:.0f} s from: {names}; logs in {log.parent}")
+        for reference in ready:
+            waiting.pop(reference).result(timeout_seconds)
+    return [pending.result(timeout_seconds) for pending in pendings]
+
+
+def share(value: Any) -> Any:
+    """Put a value that several actors read into the object store once."""
+    return ray.put(value) if ray.is_initialized() else value

@@ -1,0 +1,97 @@
+"""The machines a run has: what is there, and Ray on top of it."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+
+from trueline.config.base import ConfigError
+
+START_SECONDS = 120
+OBJECT_STORE_BYTES = 512 * 2**20
+
+# What every process of a run starts with. Ray must leave device variables alone: processes that share a
+# GPU are given none by Ray and see it through CUDA_VISIBLE_DEVICES.
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one run may use; GPUs are counted over the whole cluster."""
+
+    cpus: int
+    memory_bytes: int
+    gpus: int
+    gpu_bytes: int
+
+
+def this_machine() -> Machine:
+    gpus = torch.cuda.device_count()
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=psutil.virtual_memory().available,
+        gpus=gpus,
+        gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+    )
+
+
+def worker_environment(machine: Machine, processes: int) -> dict[str, str]:
+    """Environment of a training process; on CPUs the cores are shared out among `processes`."""
+    if machine.gpus:
+        return dict(QUIET)
+    threads = str(max(machine.cpus // processes, 1))
+    return QUIET | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+
+
+def engine_environment(machine: Machine, cpu_cache_gib: float) -> dict[str, str]:
+    if machine.gpus:
+        # FlashInfer's sampler compiles kernels at its first use, for minutes.
+        return QUIET | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    # One thread: OpenMP barriers spin, and two threads crawl as soon as another process is busy.
+    return QUIET | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(max(round(cpu_cache_gib), 1)),
+    }
+
+
+@contextmanager
+def ray_cluster(machine: Machine) -> Iterator[None]:
+    """Ray on this machine, or the cluster that RAY_ADDRESS names; gone afterwards, with all its processes."""
+    os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
+    address = os.environ.get("RAY_ADDRESS")
+    local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": machine.gpus}
+    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def reserve(bundles: list[dict[str, float]]) -> object:
+    """A placement group for these bundles, or an error that says what is missing: never an endless wait."""
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=START_SECONDS)
+    except GetTimeoutError:
+        wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
+        free = {name: ray.available_resources().get(name, 0) for name in wanted}
+        raise ConfigError(
+            f"the cluster has no room: {wanted} wanted, {free} free; use fewer ranks or engines"
+        ) from None
+    return group

@@ -1,0 +1,178 @@
+"""From a plan to a trainer with all its processes, and back to nothing when it ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from trueline.config.model import RanksConfig
+from trueline.config.rl import RLConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.loader import Order
+from trueline.environments.base import Environment
+from trueline.environments.single_turn import SingleTurn
+from trueline.models.loading import load_tokenizer, stop_tokens
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.timing import Timer
+from trueline.monitoring.trackers import Tracker
+from trueline.rewards.pool import RewardPool
+from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import EventLoop, RolloutPlan, Rollouts
+from trueline.runtime.actors import Target, wait_all
+from trueline.runtime.cluster import ray_cluster
+from trueline.runtime.placement import Houses
+from trueline.runtime.transport import free_address
+from trueline.sync.weights import Canary, WeightSync
+from trueline.trainers.evaluation import Evaluator
+from trueline.trainers.plan import RLPlan
+from trueline.trainers.rl import RLState, RLTrainer, Turns
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.group import ModelGroup
+from trueline.training.worker import WorkerSpec
+
+CANARY_TOKENS = 32
+WORKER = Target("trueline.training.worker:Worker")
+ENGINES = {
+    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
+    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
+}
+
+
+@contextmanager
+def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[RLTrainer]:
+    """Starts every process, hands out the trainer, and ends every process."""
+    config = plan.config
+    local = config.runtime == "local"
+    with ExitStack() as stack:
+        if not local:
+            stack.enter_context(ray_cluster(plan.machine))
+        houses = Houses(plan.machine, plan.layout, folder.logs, local)
+        loop = EventLoop(config.timeout_seconds)
+        stack.callback(loop.stop)
+        policy, reference, pool = start_models(plan, houses)
+        chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+        rewards = RewardPool(config.reward, folder.logs / "reward.log")
+        stack.callback(lambda: loop.run(rewards.stop(), "stopping reward processes"))
+        checkpoints = Checkpoints(folder.path, config.checkpoint)
+        state = restore(checkpoints, policy, progress)
+        tracker = Tracker(folder, config.monitoring.tensorboard, state.step)
+        stack.callback(tracker.close)
+
+        def environment() -> Environment:
+            return SingleTurn(rewards)
+
+        episodes = Episodes(pool, chat)
+        stops = tuple(stop_tokens(config.model, chat.tokenizer))
+        tokens = chat.prompt_tokens(plan.prompts[0].messages)
+        yield RLTrainer(
+            config=config,
+            policy=policy,
+            reference=reference,
+            rollouts=make_rollouts(plan, episodes, environment, stops, state, loop),
+            sync=make_sync(plan, policy, pool, loop, tokens),
+            turns=Turns(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
+            evaluator=make_evaluator(plan, episodes, environment, stops, loop),
+            checkpoints=checkpoints,
+            tracker=tracker,
+            progress=progress,
+            state=state,
+            timer=Timer(),
+        )
+
+
+def start_models(plan: RLPlan, houses: Houses) -> tuple[ModelGroup, ModelGroup | None, EnginePool]:
+    config, layout = plan.config, plan.layout
+    updates = config.steps * config.minibatches * config.epochs
+    policy = houses.policy(WORKER, worker_specs(config, config.training, layout.policy_ranks, updates))
+    engines = houses.engines(ENGINES[config.rollout.engine], engine_specs(plan), config.rollout.cpu_cache_gib)
+    groups = [ModelGroup("policy", policy, config.training, config.timeout_seconds)]
+    if layout.reference_ranks:
+        actors = houses.reference(WORKER, worker_specs(config, config.reference, layout.reference_ranks, 0))
+        groups.append(ModelGroup("reference", actors, config.reference, config.timeout_seconds))
+    models = [actor for group in groups for actor in group.actors]
+    wait_all([actor.submit("ready") for actor in models], config.timeout_seconds)
+    return groups[0], groups[1] if len(groups) > 1 else None, EnginePool(engines)
+
+
+def worker_specs(config: RLConfig, ranks: RanksConfig, world: int, updates: int) -> list[WorkerSpec]:
+    address = free_address()
+    return [WorkerSpec(config.model, ranks, rank, world, updates, config.seed, address) for rank in range(world)]
+
+
+def engine_specs(plan: RLPlan) -> list[EngineSpec]:
+    config, rollout = plan.config, plan.config.rollout
+    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+    return [
+        EngineSpec(
+            model=config.model.path,
+            dtype=rollout.dtype,
+            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            tensor_parallel=rollout.tensor_parallel,
+            max_sequences=rollout.max_sequences,
+            seed=config.seed + number,
+            gpu_memory_share=rollout.gpu_memory_share,
+            cuda_graphs=rollout.cuda_graphs,
+            sleeps=plan.layout.colocated,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        for number in range(plan.layout.engines)
+    ]
+
+
+def restore(checkpoints: Checkpoints, policy: ModelGroup, progress: Progress) -> RLState:
+    """The newest checkpoint, or a fresh state if there is none."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return RLState()
+    state = RLState(**checkpoints.read_state(newest))
+    policy.call("load", str(newest))
+    progress.note(f"resumed from {newest} at step {state.step}")
+    return state
+
+
+def make_rollouts(
+    plan: RLPlan, episodes: Episodes, environment: Any, stops: tuple[int, ...], state: RLState, loop: EventLoop
+) -> Rollouts:
+    config, rollout = plan.config, plan.config.rollout
+    assert rollout.max_new_tokens
+    return Rollouts(
+        episodes,
+        environment,
+        plan.prompts,
+        Order(len(plan.prompts), config.seed, config.data.shuffle, state.groups),
+        SamplingParams(rollout.temperature, rollout.max_new_tokens, stops),
+        RolloutPlan(
+            groups_per_step=config.groups_per_step,
+            group_size=config.algorithm.group_size,
+            max_staleness=rollout.max_staleness,
+            seed=config.seed,
+            seeded=rollout.seeded,
+            max_failure_share=config.reward.max_failure_share,
+            timeout_seconds=config.timeout_seconds,
+        ),
+        loop,
+    )
+
+
+def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop, prompt: list[int]) -> WeightSync:
+    config = plan.config
+    exact = config.model.dtype == config.rollout.dtype == "float32"
+    tolerance = config.sync.tolerance or (1e-3 if exact else 0.1)
+    assert config.rollout.max_prompt_tokens
+    length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
+    tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
+    in_process = config.runtime == "local"
+    return WeightSync(policy, pool, loop, config.sync, Canary(tokens, tolerance), config.rollout.dtype, in_process)
+
+
+def make_evaluator(
+    plan: RLPlan, episodes: Episodes, environment: Any, stops: tuple[int, ...], loop: EventLoop
+) -> Evaluator | None:
+    config = plan.config
+    if not plan.evaluation_prompts:
+        return None
+    assert config.rollout.max_new_tokens
+    params = SamplingParams(config.evaluation.temperature, config.rollout.max_new_tokens, stops)
+    return Evaluator(episodes, environment, plan.evaluation_prompts, params, loop)

@@ -1,0 +1,34 @@
+"""Ctrl-C ends a run after the step under way, with a checkpoint; a second one ends it at once."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupts:
+    """Inside this context a first SIGINT or SIGTERM only sets `requested`."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.note = note
+        self.requested = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self.note("stopping after this step, with a checkpoint; interrupt again to stop at once")

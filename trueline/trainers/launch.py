@@ -1,0 +1,59 @@
+"""From a configuration to a finished run: plan, say, start, train, tell where things are."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.rollout.rollouts import RolloutFailure
+from trueline.runtime.actors import ActorFailure
+from trueline.sync.weights import SyncFailure
+from trueline.trainers import plan as rl_plan
+from trueline.trainers import supervised
+from trueline.trainers.build import rl_trainer
+from trueline.training.checkpoints import Checkpoints
+
+Kind = TypeVar("Kind", bound=RunConfig)
+
+
+def launch_rl(config: RLConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    plan = rl_plan.plan_rl(named(config, verb))
+    about = rl_plan.describe_plan(plan)
+    return launch(plan.config, about, plan.config.steps, dry_run, resume, lambda *parts: rl_trainer(plan, *parts))
+
+
+def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    plan = supervised.plan_supervised(named(config, verb))
+    about = supervised.describe_plan(plan)
+    return launch(
+        plan.config, about, plan.steps, dry_run, resume, lambda *parts: supervised.supervised_trainer(plan, *parts)
+    )
+
+
+def named(config: Kind, verb: str) -> Kind:
+    return config if config.name is not None else config.replaced({"name": default_name(verb)})
+
+
+def launch(config: RunConfig, about: str, steps: int, dry_run: bool, resume: bool, trainer: Callable[..., Any]) -> int:
+    if dry_run:
+        sys.stdout.write(f"{config.dump()}\n{about}\n")
+        return 0
+    assert config.name is not None
+    folder = RunFolder(Path(config.folder).resolve() / config.name) if resume else RunFolder.create(config)
+    progress = Progress(config.name, steps)
+    progress.note(about)
+    progress.note(f"run        {folder.path}")
+    try:
+        with trainer(folder, progress) as running:
+            state = running.fit()
+    except (ActorFailure, RolloutFailure, SyncFailure) as error:
+        progress.note(f"error: {error}\nThe run can go on from its last checkpoint with --resume --name {config.name}")
+        return 1
+    newest = Checkpoints(folder.path, config.checkpoint).newest()
+    progress.note(f"done: step {state.step} of {steps}; model in {newest}/model")
+    return 0 if state.step == steps else 130

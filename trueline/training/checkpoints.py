@@ -1,0 +1,124 @@
+"""Checkpoints: written aside, flushed to disk, then renamed, so that a kill leaves the last good one."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.run import CheckpointConfig
+
+UNFINISHED = ".unfinished"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensors:
+    """An open file of tensors named `tensor/part`."""
+
+    handle: Any
+    metadata: dict[str, str]
+
+    def by_name(self) -> dict[str, dict[str, str]]:
+        names: dict[str, dict[str, str]] = {}
+        for key in sorted(self.handle.keys()):
+            name, _, part = key.rpartition("/")
+            names.setdefault(name, {})[part] = key
+        return names
+
+    def read(self, key: str) -> Tensor:
+        tensor = self.handle.get_tensor(key)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+@contextmanager
+def load_tensors(file: Path) -> Iterator[SavedTensors]:
+    with safe_open(file, framework="pt") as handle:
+        yield SavedTensors(handle, handle.metadata())
+
+
+def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
+
+
+def save_model_folder(folder: Path, model: Any, weights: dict[str, Tensor], tokenizer_from: str) -> None:
+    """A folder that `from_pretrained` opens: weights, configuration and tokenizer."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    target = folder / "model"
+    target.mkdir(parents=True)
+    save_tensors(target / "model.safetensors", weights, {"format": "pt"})
+    model.config.save_pretrained(target)
+    if model.can_generate():
+        model.generation_config.save_pretrained(target)
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(target)
+
+
+class Checkpoints:
+    """The checkpoints of one run: `checkpoints/step_000050/` with model, training state and counters."""
+
+    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
+        self.folder, self.config = run_folder / "checkpoints", config
+
+    def due(self, step: int) -> bool:
+        return self.config.every > 0 and step % self.config.every == 0
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
+        """`write` fills a folder; only when all of it is on disk does it get its real name."""
+        target = self.folder / f"step_{step:06d}"
+        if target.exists():
+            return target
+        aside = target.with_suffix(UNFINISHED)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        write(aside)
+        (aside / "state.json").write_text(json.dumps(state, indent=2))
+        flush_tree(aside)
+        aside.rename(target)
+        flush(self.folder)
+        self.rotate()
+        return target
+
+    def rotate(self) -> None:
+        for old in self.finished()[: -self.config.keep]:
+            shutil.rmtree(old)
+
+    def finished(self) -> list[Path]:
+        """Oldest first."""
+        found = self.folder.glob("step_*") if self.folder.is_dir() else []
+        return sorted(path for path in found if path.suffix != UNFINISHED)
+
+    def newest(self) -> Path | None:
+        finished = self.finished()
+        return finished[-1] if finished else None
+
+    def read_state(self, checkpoint: Path) -> dict[str, Any]:
+        try:
+            state = json.loads((checkpoint / "state.json").read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{checkpoint}: not a checkpoint of this run ({error}); remove it to resume") from error
+        assert isinstance(state, dict)
+        return state
+
+
+def flush_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        flush(path)
+    flush(folder)
+
+
+def flush(path: Path) -> None:
+    """Make sure that the disk has it, not only the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
