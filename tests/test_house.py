@@ -1,5 +1,6 @@
 """The house rules: layers, homes of third-party libraries, sizes, typing, and documents that tell the truth."""
 
+import argparse
 import ast
 import re
 import shlex
@@ -37,7 +38,7 @@ LAYERS = (
     {"config", "monitoring"},
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-NEIGHBOURS = {("cli", "demo"), ("demo", "cli"), ("monitoring", "config")} | {
+NEIGHBOURS = {("cli", "demo"), ("demo", "cli"), ("monitoring", "config"), ("environments", "rewards")} | {
     (one, other) for one in LAYERS[2] for other in LAYERS[2]
 }
 HOMES = {  # third-party library -> the files that may import it
@@ -51,7 +52,7 @@ HOMELESS = {"utils.py", "common.py", "helpers.py", "misc.py", "constants.py"}
 
 FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, PERCENTILE_95_LINES = 400, 80, 12, 60
 NESTING, ANNOTATED_SHARE, EXAMPLE_LINES = 4, 0.95, 60
-DYNAMIC_ACCESS_PER_1000_LINES = 3.0  # getattr and hasattr; 1 is the aim
+DYNAMIC_ACCESS_PER_1000_LINES = 1  # getattr and hasattr
 BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -299,7 +300,7 @@ def test_readme_command_parses(command: str, monkeypatch: pytest.MonkeyPatch) ->
         load(kind, options, flags, base)
 
 
-def parsed(words: list[str]):  # type: ignore[no-untyped-def]
+def parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = make_parser().parse_known_args(words)
     assert not [word for word in overrides if word.startswith("-")], f"unknown option in {words}"
     assert options.takes_overrides or not overrides, f"no verb for {overrides}"

@@ -120,8 +120,9 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def show_config(options: argparse.Namespace) -> int:
-    kind = SupervisedConfig if options.of == "sft" else RLConfig
-    for key in kind.leaves():
+    preset = {"algorithm": {"preset": options.of}}
+    config = SupervisedConfig() if options.of == "sft" else RLConfig.parse(preset)
+    for key in config.leaves():
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0
 

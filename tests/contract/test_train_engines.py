@@ -31,7 +31,9 @@ def minibatch() -> list[Sample]:
 
 
 def settings() -> LossSettings:
-    return LossSettings(0.8, AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01}))
+    return LossSettings(
+        0.8, AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01})
+    )
 
 
 def make_worker(spec: tuple[str, str, int, float], rank: int, world: int, address: tuple[str, int]) -> Worker:
@@ -73,7 +75,9 @@ def gradients(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[Any,
     for key, one in together[0].items():
         for name in one:
             np.testing.assert_allclose(one[name], together[1][key][name], rtol=1e-6, atol=1e-9)
-    return {(1, *key): value for key, value in alone[0].items()} | {(2, *key): value for key, value in together[0].items()}
+    return {(1, *key): value for key, value in alone[0].items()} | {
+        (2, *key): value for key, value in together[0].items()
+    }
 
 
 CASES = [(1, "torch", 0, rows) for rows in ROWS] + [
@@ -111,7 +115,7 @@ def train_and_save(
     for engine, stage in engines:
         worker = make_worker((model, engine, stage, 1e-3), rank, world, address)
         train(worker, rank, world, range(2))
-        worker.save(f"{folder}/{engine}-{stage}-{world}", model)
+        worker.save(f"{folder}/{engine}-{stage}-{world}")
         train(worker, rank, world, range(2, 4))
         ends[engine, stage] = weights_of(worker)
     return ends
@@ -143,4 +147,6 @@ def test_resumed_training_equals_uninterrupted(model: str, tmp_path: Path) -> No
             assert np.array_equal(tensor, whole["deepspeed", stage][name]), f"stage {stage}: {name} differs"
     for end in [*resumed[len(STAGES) :], *alone]:
         for name, tensor in end.items():
-            np.testing.assert_allclose(tensor, whole["deepspeed", 0][name], rtol=1e-4, atol=2e-6, err_msg=name)
+            expected = whole["deepspeed", 0][name]
+            distance = np.linalg.norm(tensor - expected) / np.linalg.norm(expected)
+            assert distance < 1e-5, f"{name}: {distance:.2e}"

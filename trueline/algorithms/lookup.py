@@ -1,6 +1,6 @@
 """Names -> functions: an entry of a table, or the user's own by import path."""
 
-import importlib
+import pkgutil
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -19,8 +19,7 @@ def lookup(table: Mapping[str, Entry], name: str, key: str) -> Entry:
 
 
 def imported(path: str, key: str) -> Any:
-    module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(path)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}={path}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error

@@ -49,15 +49,14 @@ class Config(BaseModel):
         except ValidationError as error:
             raise ConfigError(explain(cls, error)) from None
 
-    @classmethod
-    def leaves(cls, prefix: str = "") -> Iterator[Key]:
-        for name, field in cls.model_fields.items():
-            nested = nested_config(field.annotation)
-            if nested is not None:
-                yield from nested.leaves(f"{prefix}{name}.")
+    def leaves(self, prefix: str = "") -> Iterator[Key]:
+        """Every key with its present value."""
+        for name, field in type(self).model_fields.items():
+            value = self.__dict__[name]
+            if isinstance(value, Config):
+                yield from value.leaves(f"{prefix}{name}.")
             else:
-                default = field.get_default(call_default_factory=True) if not field.is_required() else "(required)"
-                yield Key(prefix + name, kind_name(field.annotation), default, field.description or "")
+                yield Key(prefix + name, kind_name(field.annotation), value, field.description or "")
 
     def replaced(self, values: Tree) -> Self:
         """A copy with some values changed, checked as if it had been loaded so."""
@@ -66,10 +65,6 @@ class Config(BaseModel):
     def dump(self) -> str:
         """The whole tree as YAML; loading it again gives an equal configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def nested_config(annotation: Any) -> type[Config] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
 
 
 def kind_name(annotation: Any) -> str:
@@ -136,7 +131,7 @@ def explain_one(config: type[Config], detail: Any) -> str:
 
 def suggestion(config: type[Config], path: str) -> str:
     """The nearest key: by whole path first, then by the last word alone."""
-    keys = [key.path for key in config.leaves()]
+    keys = [key.path for key in config().leaves()]
     sections = {key.rpartition(".")[0] for key in keys} - {""}
     near = difflib.get_close_matches(path, [*keys, *sorted(sections)], n=1, cutoff=0.75)
     if not near:

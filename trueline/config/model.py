@@ -69,3 +69,19 @@ class TrainingConfig(RanksConfig):
 
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+
+def check_torch_engine(training: TrainingConfig, model: ModelConfig) -> None:
+    """Plain PyTorch has one process and no float32 master weights beside lower precision."""
+    if training.engine != "torch":
+        return
+    if (training.ranks or 1) > 1:
+        raise ValueError(
+            f"training.engine=torch runs in one process: set training.ranks=1 (got {training.ranks}) "
+            "or training.engine=deepspeed"
+        )
+    if model.dtype == "bfloat16":
+        raise ValueError(
+            "training.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
+            "or training.engine=deepspeed"
+        )

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config, merge
 from trueline.config.data import DataConfig, RewardConfig
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_torch_engine
 from trueline.config.run import RunConfig
 
 
@@ -139,11 +139,7 @@ class RLConfig(RunConfig):
             )
         if self.runtime == "local":
             self._check_local()
-        if self.training.engine == "torch" and (self.training.ranks or 1) > 1:
-            raise ValueError(
-                f"training.engine=torch runs in one process: set training.ranks=1 (got {self.training.ranks}) "
-                "or training.engine=deepspeed"
-            )
+        check_torch_engine(self.training, self.model)
         return self
 
     def _check_local(self) -> None:

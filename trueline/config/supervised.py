@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from trueline.config.base import merge
 from trueline.config.data import DataConfig
-from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.model import ModelConfig, TrainingConfig, check_torch_engine
 from trueline.config.run import RunConfig
 
 
@@ -46,5 +46,11 @@ class SupervisedConfig(RunConfig):
         if self.runtime == "local" and self.training.engine != "torch":
             raise ValueError(
                 f"runtime=local keeps everything in one process: set training.engine=torch (got {self.training.engine})"
+            )
+        check_torch_engine(self.training, self.model)
+        if (self.max_tokens or 0) > self.training.micro_batch_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} does not fit into training.micro_batch_tokens="
+                f"{self.training.micro_batch_tokens}: raise the latter or lower the former"
             )
         return self

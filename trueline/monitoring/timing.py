@@ -8,6 +8,7 @@ from contextlib import contextmanager
 class Timer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.flushed = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -18,6 +19,7 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def flush(self) -> dict[str, float]:
-        """The phases since the last flush, and their sum."""
+        """The phases since the last flush, and all the time since then, phases or not."""
         taken, self.seconds = self.seconds, {}
-        return {f"time/{name}": value for name, value in taken.items()} | {"time/step": sum(taken.values())}
+        before, self.flushed = self.flushed, time.perf_counter()
+        return {f"time/{name}": value for name, value in taken.items()} | {"time/step": self.flushed - before}

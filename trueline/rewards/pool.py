@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,8 @@ from trueline.config.base import ConfigError
 from trueline.config.data import RewardConfig
 from trueline.rewards.base import RewardFailure, RewardTimeout
 
-ALWAYS_GIVEN = ("reply", "prompt", "messages", "label")
+ALWAYS_GIVEN = ("reply", "prompt", "messages")
+START_SECONDS = 60
 LONGEST_LINE = 64 * 2**20
 
 
@@ -19,26 +22,30 @@ def command(config: RewardConfig) -> list[str]:
     return [sys.executable, "-m", "trueline.rewards.process", config.function, str(config.memory_gib)]
 
 
-def check_reward(config: RewardConfig, columns: list[str]) -> None:
+def check_reward(config: RewardConfig, columns: list[str], labelled: bool) -> None:
     """Import the function in a child process and compare its parameters with what the data has."""
     if not config.function:
         raise ConfigError("reward.function is empty: give --reward math, exact, regex, file.py:f or package.module:f")
     try:
-        child = subprocess.run(command(config), input="", capture_output=True, text=True, timeout=60, check=False)
+        child = subprocess.run(
+            command(config), input="", capture_output=True, text=True, timeout=START_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"reward.function={config.function}: importing it took more than 60 s") from None
+        raise ConfigError(f"reward.function={config.function}: importing it took more than {START_SECONDS} s") from None
     try:
         takes = json.loads(child.stdout.splitlines()[0])
     except (IndexError, json.JSONDecodeError):
         raise ConfigError(f"reward.function={config.function}: its process died at import: {child.stderr}") from None
     if "error" in takes:
         raise ConfigError(f"reward.function={config.function}: {takes['error']}\n{takes['traceback']}")
-    available = {*ALWAYS_GIVEN, *columns, *({"pattern"} if config.pattern is not None else set())}
+    optional = {"label": labelled, "pattern": config.pattern is not None}
+    available = {*ALWAYS_GIVEN, *columns, *(name for name, given in optional.items() if given)}
     missing = [name for name in takes["required"] if name not in available]
     if missing:
         raise ConfigError(
             f"reward.function={config.function}: no value for its parameter {missing[0]!r}; a reward is given "
-            f"{', '.join(sorted(available))}: rename the parameter, give it a default, or add the column"
+            f"{', '.join(sorted(available))}: rename the parameter, "
+            "give it a default, or name its column (data.label_column, reward.pattern)"
         )
 
 
@@ -99,7 +106,11 @@ class Child:
                 start_new_session=True,
             )
         child = cls(process, {"pattern": config.pattern} if config.pattern is not None else {})
-        hello = await child._answer(60)
+        try:
+            hello = await child._answer(START_SECONDS)
+        except RewardFailure:
+            child.kill()
+            raise
         if "error" in hello:
             raise RewardFailure(hello["error"])
         return child
@@ -130,5 +141,6 @@ class Child:
         return f"the reward process died with exit status {await self.process.wait()}"
 
     def kill(self) -> None:
+        """The child leads a session of its own: what it started ends with it."""
         if self.process.returncode is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from trueline.rewards.functions import REWARDS
 
@@ -30,7 +30,7 @@ def load_function(specification: str) -> Function:
     if not separator:
         raise ValueError(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function = getattr(module, name, None)
+    function = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}")
     return function
@@ -77,7 +77,7 @@ async def wait_for(value: Any) -> Any:
 
 
 def checked(value: Any) -> float:
-    if isinstance(value, bool | int | float) or hasattr(value, "item"):
+    if isinstance(value, SupportsFloat):
         number = float(value)
         if math.isfinite(number):
             return number

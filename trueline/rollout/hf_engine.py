@@ -30,6 +30,7 @@ class HFEngine:
         self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()
         self.version = 0
         self.waiting: list[Request] = []
+        self.serving: asyncio.Task[None] | None = None  # referenced, so that it is not collected while it runs
         self.open = asyncio.Event()
         self.open.set()
         self.busy = asyncio.Lock()
@@ -39,7 +40,7 @@ class HFEngine:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.waiting.append(Request(tokens, params, answer))
         if len(self.waiting) == 1:
-            asyncio.get_running_loop().create_task(self._serve())
+            self.serving = asyncio.get_running_loop().create_task(self._serve())
         return await answer
 
     async def _serve(self) -> None:
@@ -47,12 +48,11 @@ class HFEngine:
         await self.open.wait()
         async with self.busy:
             requests, self.waiting = self.waiting, []
-            try:
-                await asyncio.to_thread(self._answer, requests, asyncio.get_running_loop())
-            except RuntimeError as error:
-                for request in requests:
-                    if not request.answer.done():
-                        request.answer.set_exception(error)
+            work = asyncio.to_thread(self._answer, requests, asyncio.get_running_loop())
+            (error,) = await asyncio.gather(work, return_exceptions=True)
+        for request in requests:
+            if error is not None and not request.answer.done():
+                request.answer.set_exception(error)
 
     def _answer(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> None:
         by_length: dict[int, list[Request]] = {}

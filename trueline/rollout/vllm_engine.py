@@ -13,6 +13,7 @@ from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.runtime.transport import Bucket
 
+CPU_TOKENS_PER_STEP = 4096
 RECEIVER = "trueline.sync.vllm.WeightReceiver"
 
 
@@ -23,7 +24,7 @@ class VllmEngine:
         on_gpu = torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
         self.asleep = False
-        extra = {"gpu_memory_utilization": spec.gpu_memory_share, "enable_sleep_mode": self.sleeps} if on_gpu else {}
+        place = on_gpu_options(spec) if on_gpu else on_cpu_options(spec)
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=spec.model,
@@ -31,7 +32,6 @@ class VllmEngine:
                 max_model_len=spec.context,
                 tensor_parallel_size=spec.tensor_parallel,
                 max_num_seqs=spec.max_sequences,
-                enforce_eager=not (spec.cuda_graphs and on_gpu),
                 distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",
                 # The log-probs of the tempered distribution that was sampled from, not of the raw logits.
                 logprobs_mode="processed_logprobs",
@@ -40,7 +40,7 @@ class VllmEngine:
                 seed=spec.seed,
                 disable_log_stats=True,
                 trust_remote_code=spec.trust_remote_code,
-                **extra,  # type: ignore[arg-type]
+                **place,
             )
         )
 
@@ -104,3 +104,22 @@ class VllmEngine:
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         raise RuntimeError("a vLLM engine has a process of its own: send its weights through a broadcast group")
+
+
+def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "gpu_memory_utilization": spec.gpu_memory_share,
+        "enable_sleep_mode": spec.sleeps,
+        "enforce_eager": not spec.cuda_graphs,
+    }
+
+
+def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
+    """Prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in two, because it sets
+    back the random generator's offset, which CPU generators do not have.
+    """
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(spec.context, CPU_TOKENS_PER_STEP),
+    }

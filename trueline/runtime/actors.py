@@ -1,11 +1,12 @@
 """Objects that live in processes of their own (Ray) or in this one, behind the same three calls."""
 
-import importlib
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,10 +57,10 @@ class LocalActor:
         self.name, self.target = name, target
 
     def submit(self, method: str, *args: Any) -> Pending:
-        return Done(self.name, getattr(self.target, method)(*args))
+        return Done(self.name, methodcaller(method, *args)(self.target))
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self.target, method)(*args)
+        return await methodcaller(method, *args)(self.target)
 
     def stop(self) -> None:
         pass
@@ -114,7 +115,7 @@ class Host:
         self.target = build(target, args)
 
     def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.target, method)(*args)
+        return methodcaller(method, *args)(self.target)
 
     def home(self) -> tuple[str, list[str]]:
         """The node and the GPUs that this process was given, for others that share them."""
@@ -123,13 +124,12 @@ class Host:
 
 class AsyncHost(Host):
     async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self.target, method)(*args)
+        return await methodcaller(method, *args)(self.target)
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
     """An object of the class at `package.module:Class`; nothing else of the package is imported."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(*args)
+    return pkgutil.resolve_name(target)(*args)
 
 
 class RayActor:

@@ -32,7 +32,7 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one run may use; GPUs are counted over the whole cluster."""
+    """What one run may use of the machine it is started on."""
 
     cpus: int
     memory_bytes: int
@@ -43,7 +43,7 @@ class Machine:
 def this_machine() -> Machine:
     gpus = torch.cuda.device_count()
     return Machine(
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=psutil.cpu_count() or 1,
         memory_bytes=psutil.virtual_memory().available,
         gpus=gpus,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,

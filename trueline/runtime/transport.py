@@ -11,20 +11,20 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as torch names it, e.g. "float32"
+    dtype: str  # a key of WIRE_DTYPES
 
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.torch_dtype().itemsize
 
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return WIRE_DTYPES[self.dtype]
 
 
 Bucket = list[TensorSpec]

@@ -1,7 +1,11 @@
 """Before anything starts: fill in what the machine and the model decide, refuse what cannot work, say what will be."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.lookup import lookup
+from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import ConfigError, Tree
 from trueline.config.data import DataConfig
 from trueline.config.model import RanksConfig
@@ -36,7 +40,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
     prompts = load_prompts(config.data, config.data.path, "data.path")
     evaluation = load_prompts(config.data, config.evaluation.data, "evaluation.data") if config.evaluation.data else []
-    check_reward(config.reward, list(prompts[0].columns))
+    check_reward(config.reward, list(prompts[0].columns), prompts[0].label is not None)
+    check_names(config)
     facts = check_model(config.model)
     machine = this_machine()
     config = resolve(config, facts, machine)
@@ -49,18 +54,24 @@ def plan_rl(config: RLConfig) -> RLPlan:
     return plan
 
 
+def check_names(config: RLConfig) -> None:
+    """Names of functions are looked up once before the start, not first in a worker."""
+    lookup(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
+    lookup(POLICY_LOSSES, config.algorithm.loss, "algorithm.loss")
+
+
 def load_prompts(config: DataConfig, path: str, key: str) -> list[Prompt]:
     return read_prompts(open_source(path, key), config, path)
 
 
 def resolve(config: RLConfig, facts: ModelFacts, machine: Machine) -> RLConfig:
     """Fill in every key that was left to the machine or the model."""
-    dtype = resolve_dtype(config.model.dtype, machine)
+    dtype = resolve_dtype(config.model.dtype, config.training, machine)
     tokens = config.rollout.max_new_tokens or min(1024, facts.context // 2)
     ranks, engines, colocated = share_devices(config, machine)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
-        "model": {"dtype": dtype},
+        "model": {"dtype": dtype, "path": resolve_path(config.model.path)},
         "training": {"ranks": ranks},
         "reference": {"ranks": config.reference.ranks or ranks},
         "rollout": {
@@ -73,10 +84,16 @@ def resolve(config: RLConfig, facts: ModelFacts, machine: Machine) -> RLConfig:
     return config.replaced(values)
 
 
-def resolve_dtype(dtype: str, machine: Machine) -> str:
+def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
     if dtype != "auto":
         return dtype
-    return "bfloat16" if machine.gpus else "float32"
+    return "bfloat16" if machine.gpus and training.engine == "deepspeed" else "float32"
+
+
+def resolve_path(path: str) -> str:
+    """Other processes may have another working folder and know no `~`; a hub name stays as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
 
 
 def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
@@ -120,13 +137,13 @@ def check_shape(config: RLConfig, facts: ModelFacts, machine: Machine) -> None:
         raise ConfigError(
             f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the model's {facts.heads} heads"
         )
-    budget = config.training.micro_batch_tokens
-    if rollout.max_prompt_tokens + rollout.max_new_tokens > budget:
-        raise ConfigError(
-            f"one sequence may have {rollout.max_prompt_tokens + rollout.max_new_tokens} tokens "
-            f"(rollout.max_prompt_tokens + rollout.max_new_tokens), more than training.micro_batch_tokens={budget}: "
-            "raise it, or lower one of the two"
-        )
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    for section, ranks in (("training", config.training), ("reference", config.reference)):
+        if longest > ranks.micro_batch_tokens:
+            raise ConfigError(
+                f"one sequence may have {longest} tokens (rollout.max_prompt_tokens + rollout.max_new_tokens), more "
+                f"than {section}.micro_batch_tokens={ranks.micro_batch_tokens}: raise it, or lower one of the two"
+            )
 
 
 def check_prompt_lengths(config: RLConfig, prompts: list[Prompt]) -> int:

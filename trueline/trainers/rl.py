@@ -81,7 +81,7 @@ class RLTrainer:
         with self.progress, Interrupts(self.progress.note) as interrupts:
             self.publish()
             if state.step == 0:
-                self.tracker.log(0, self.evaluate())
+                self.tracker.log(0, self.evaluate() | self.timer.flush())
             self.rollouts.start()
             while state.step < config.steps and not interrupts.requested:
                 with self.timer.phase("rollout"):
@@ -96,12 +96,10 @@ class RLTrainer:
                     state.advance(len(groups) + self.rollouts.failures.dropped_groups)
                     self.save_if_due()
                 metrics |= self.publish()
-                if config.evaluation.every and state.step % config.evaluation.every == 0 < config.steps - state.step:
+                if self.evaluation_due():
                     metrics |= self.evaluate()
                 self.rollouts.release(len(groups))
                 self.report(metrics, trajectories)
-            if state.step == config.steps:
-                self.tracker.log(state.step, self.evaluate())
             self.save()
         return state
 
@@ -177,8 +175,13 @@ class RLTrainer:
             for warning in first_step_warnings(metrics, self.config):
                 self.progress.note(f"warning: {warning}")
 
+    def evaluation_due(self) -> bool:
+        every, step = self.config.evaluation.every, self.state.step
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
     def save_if_due(self) -> None:
-        if self.checkpoints.due(self.state.step):
+        """The last step is saved before its evaluation, so that nothing trained can be lost to it."""
+        if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
             with self.timer.phase("save"):
                 self.save()
 
@@ -186,7 +189,7 @@ class RLTrainer:
         self.checkpoints.save(self.state.step, asdict(self.state), self._write)
 
     def _write(self, folder: Path) -> None:
-        self.policy.call("save", str(folder), self.config.model.path)
+        self.policy.call("save", str(folder))
 
 
 def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:

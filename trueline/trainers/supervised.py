@@ -25,7 +25,7 @@ from trueline.runtime.cluster import Machine, ray_cluster, this_machine
 from trueline.runtime.placement import Houses, Layout, check_devices
 from trueline.runtime.transport import free_address
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.plan import resolve_dtype
+from trueline.trainers.plan import resolve_dtype, resolve_path
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup
 from trueline.training.worker import WorkerSpec
@@ -45,14 +45,17 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded."""
     examples = read_examples(open_source(config.data.path, "data.path"), config.data, config.completion_column)
     facts, machine = check_model(config.model), this_machine()
-    ranks = config.training.ranks or max(machine.gpus, 1)
+    ranks = config.training.ranks or (max(machine.gpus, 1) if config.training.engine == "deepspeed" else 1)
     steps = config.steps or max(len(examples) * config.epochs // config.samples_per_step, 1)
     config = config.replaced(
         {
-            "model": {"dtype": resolve_dtype(config.model.dtype, machine)},
+            "model": {
+                "dtype": resolve_dtype(config.model.dtype, config.training, machine),
+                "path": resolve_path(config.model.path),
+            },
             "training": {"ranks": ranks},
             "steps": steps,
-            "max_tokens": config.max_tokens or facts.context,
+            "max_tokens": config.max_tokens or min(facts.context, config.training.micro_batch_tokens),
         }
     )
     layout = Layout(policy_ranks=ranks, reference_ranks=0, engines=0, tensor_parallel=1, colocated=False)
@@ -131,7 +134,7 @@ class SupervisedTrainer:
         self.checkpoints.save(self.state.step, asdict(self.state), self._write)
 
     def _write(self, folder: Path) -> None:
-        self.model.call("save", str(folder), self.plan.config.model.path)
+        self.model.call("save", str(folder))
 
 
 @contextmanager

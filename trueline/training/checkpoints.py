@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
 from trueline.config.run import CheckpointConfig
+from trueline.models.loading import load_tokenizer
 
 UNFINISHED = ".unfinished"
 
@@ -49,17 +51,15 @@ def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
 
 
-def save_model_folder(folder: Path, model: Any, weights: dict[str, Tensor], tokenizer_from: str) -> None:
+def save_model_folder(folder: Path, model: Any, weights: dict[str, Tensor], source: ModelConfig) -> None:
     """A folder that `from_pretrained` opens: weights, configuration and tokenizer."""
-    from transformers import AutoTokenizer  # noqa: PLC0415
-
     target = folder / "model"
     target.mkdir(parents=True)
     save_tensors(target / "model.safetensors", weights, {"format": "pt"})
     model.config.save_pretrained(target)
     if model.can_generate():
         model.generation_config.save_pretrained(target)
-    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
 
 
 class Checkpoints:

@@ -45,7 +45,7 @@ class DeepSpeedEngine:
         self.base: Any = optimizer
         self.world = dist.get_world_size()
         # Without ZeRO and in float32, DeepSpeed steps the plain optimizer on the plain parameters.
-        self.plain = self.optimizer is optimizer or (self.config.zero_stage == 0 and dtype == "float32")
+        self.plain = config.zero_stage == 0 and dtype == "float32"
         self.steps = 0
 
     def forward(self, batch: Batch, temperature: float) -> ModelOutput:
@@ -61,9 +61,15 @@ class DeepSpeedEngine:
         rate = learning_rate_at(self.steps, self.config, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        plain_norm = self._plain_norm() if self.plain else None
         self.engine.step()
         self.steps += 1
-        return StepInfo(float(self.engine.get_global_grad_norm()), rate)
+        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
+        return StepInfo(float(norm), rate)
+
+    def _plain_norm(self) -> Tensor:
+        """DeepSpeed reports no norm where it steps the plain optimizer."""
+        return nn.utils.get_total_norm([parameter.grad for parameter in self.named.values()])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.config.zero_stage < 3:

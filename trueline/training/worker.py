@@ -119,12 +119,12 @@ class Worker:
         """For an engine in the same process."""
         return [(name, tensor.clone()) for name, tensor in self.engine.weights()]
 
-    def save(self, folder: str, tokenizer_from: str) -> None:
+    def save(self, folder: str) -> None:
         """Every rank gathers; rank 0 writes a Hugging Face folder and the training state."""
         write = self.spec.rank == 0
         weights = {name: tensor.cpu() for name, tensor in kept(self.engine.weights(), write)}
         if write:
-            save_model_folder(Path(folder), self.model, weights, tokenizer_from)
+            save_model_folder(Path(folder), self.model, weights, self.spec.model)
         states = {
             f"{name}/{part}": tensor.cpu()
             for name, state in kept(self.engine.state(), True)

@@ -49,9 +49,8 @@ def test_ranks_without_a_sample_get_fillers() -> None:
 
 
 def test_passes_are_split_before_fillers_are_added() -> None:
-    """One rank needs two passes for its long rows; the other can divide its own."""
-    plan = plan_micro_batches([10, 10, 10, 10, 10, 1, 1, 1], 2, Budget(20))
-    assert not any(at == FILLER for passes in plan for micro_batch in passes for at in micro_batch)
+    """The first rank gets 4 and 1, which share no pass of 4 tokens; the other's two rows of 2 would."""
+    assert plan_micro_batches([4, 2, 2, 1], 2, Budget(4)) == [[[0], [3]], [[1], [2]]]
 
 
 def test_a_sample_above_the_budget_is_refused_by_number() -> None:

@@ -8,7 +8,7 @@ import pytest
 from trueline.config.base import ConfigError
 from trueline.data.sources import open_source
 
-ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "größe, \"x\"\nline", "answer": "3"}]
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'größe, "x"\nline', "answer": "3"}]
 
 
 def write_jsonl(file: Path) -> None:

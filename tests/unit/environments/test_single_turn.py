@@ -1,0 +1,31 @@
+import asyncio
+from typing import Any
+
+from trueline.data.types import Prompt
+from trueline.environments.single_turn import SingleTurn
+
+
+class Recorder:
+    """A reward that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    async def score(self, call: dict[str, Any]) -> float:
+        self.calls.append(call)
+        return 0.75
+
+
+def test_one_reply_is_scored_with_all_that_the_row_has() -> None:
+    messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1="}]
+    prompt = Prompt(3, messages, label="2", columns={"level": 5, "label": "overruled", "reply": "overruled"})
+    reward = Recorder()
+    environment = SingleTurn(reward)
+
+    async def episode() -> tuple[list[dict[str, str]], float, bool]:
+        shown = await environment.reset(prompt)
+        step = await environment.step("two")
+        return shown, step.reward, step.done
+
+    assert asyncio.run(episode()) == (messages, 0.75, True)
+    assert reward.calls == [{"reply": "two", "prompt": "1+1=", "messages": messages, "label": "2", "level": 5}]

@@ -1,0 +1,87 @@
+import pytest
+import torch
+from torch import Tensor
+
+from trueline.models.head import ChunkedHead, slices
+
+ROWS, WIDTH, VOCABULARY = 7, 5, 11
+
+
+def inputs(rows: int, with_bias: bool) -> tuple[list[Tensor | None], Tensor]:
+    generator = torch.Generator().manual_seed(rows + with_bias)
+    hidden = torch.randn(rows, WIDTH, generator=generator)
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator)
+    bias = torch.randn(VOCABULARY, generator=generator) if with_bias else None
+    targets = torch.randint(VOCABULARY, (rows,), generator=generator)
+    return [hidden, weight, bias], targets
+
+
+def trainable(tensors: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(dtype).clone().requires_grad_() for tensor in tensors]
+
+
+def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """All logits at once, by autograd alone."""
+    hidden, weight, bias = parts
+    assert hidden is not None and weight is not None
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    scores = (logits / temperature).log_softmax(-1)
+    return scores[torch.arange(len(targets)), targets], -(scores.exp() * scores).sum(-1)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("chunk", [1, 3, 10_000])
+def test_values_and_gradients_are_those_of_the_full_softmax(with_bias: bool, temperature: float, chunk: int) -> None:
+    tensors, targets = inputs(ROWS, with_bias)
+    ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
+    logprobs, entropy = ChunkedHead.apply(*ours, targets, (temperature, chunk))
+    expected_logprobs, expected_entropy = full(theirs, targets, temperature)
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+
+    flow = torch.linspace(-1, 2, ROWS)  # another factor on every row, and on the two outputs
+    (flow * logprobs + flow.square() * entropy).sum().backward()
+    (flow * expected_logprobs + flow.square() * expected_entropy).sum().backward()
+    for our, their in zip(ours, theirs, strict=True):
+        if our is not None and their is not None:
+            assert our.grad is not None and their.grad is not None
+            torch.testing.assert_close(our.grad.double(), their.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_one_output_alone_can_be_used() -> None:
+    tensors, targets = inputs(ROWS, False)
+    ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
+    ChunkedHead.apply(*ours, targets, (1.0, 3))[1].sum().backward()
+    full(theirs, targets, 1.0)[1].sum().backward()
+    assert ours[0] is not None and theirs[0] is not None
+    assert ours[0].grad is not None and theirs[0].grad is not None
+    torch.testing.assert_close(ours[0].grad.double(), theirs[0].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_zero_rows_give_zero_gradients() -> None:
+    tensors, targets = inputs(0, True)
+    ours = trainable(tensors, torch.float32)
+    logprobs, entropy = ChunkedHead.apply(*ours, targets, (1.0, 4))
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    for tensor in ours:
+        assert tensor is not None and tensor.grad is not None
+        assert (tensor.grad == 0).all()
+
+
+def test_bfloat16_hidden_states_give_float32_log_probs() -> None:
+    tensors, targets = inputs(ROWS, False)
+    ours = trainable(tensors, torch.bfloat16)
+    logprobs, _ = ChunkedHead.apply(*ours, targets, (1.0, 3))
+    logprobs.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert all(tensor.grad.dtype == torch.bfloat16 for tensor in ours if tensor is not None and tensor.grad is not None)
+
+
+@pytest.mark.parametrize(("total", "chunk"), [(0, 3), (1, 3), (3, 3), (7, 3), (7, 1), (7, 100)])
+def test_slices_cover_every_row_once(total: int, chunk: int) -> None:
+    rows = list(range(total))
+    parts = [rows[part] for part in slices(total, chunk)]
+    assert [row for part in parts for row in part] == rows
+    assert all(0 < len(part) <= chunk for part in parts)

@@ -1,0 +1,296 @@
+"""The line of prompt groups, with an engine and a reward that do as they are told."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from trueline.data.chat import ChatFormat
+from trueline.data.loader import Order
+from trueline.data.types import Completion, Outcome, Prompt
+from trueline.environments.single_turn import SingleTurn
+from trueline.rewards.base import RewardFailure, RewardTimeout
+from trueline.rollout.engine import SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import EventLoop, RolloutFailure, RolloutPlan, Rollouts
+
+PROMPTS = [Prompt(number, [{"role": "user", "content": f"{number:02d}"}], label=number) for number in range(40)]
+STOP = 2
+
+
+class FakeEngine:
+    """Answers at once, or after as many turns of the loop as `delay` says for the prompt."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.name = "fake"
+        self.requests: list[tuple[str, int | None]] = []
+        self.running = 0
+        self.most_running = 0
+        self.delay: Callable[[list[int]], float] = lambda tokens: 0.0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self, method)(*args)
+
+    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        self.requests.append((request, params.seed))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        version = self.version
+        await asyncio.sleep(self.delay(tokens))
+        self.running -= 1
+        return Completion([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop")
+
+    def submit(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        pass
+
+
+class FakeReward:
+    """1 for every answer, except the first ones of prompts that `failing` names: those many fail."""
+
+    def __init__(self, failing: dict[int, int], error: type[RewardFailure] = RewardFailure) -> None:
+        self.failing, self.error = dict(failing), error
+
+    async def score(self, call: dict[str, Any]) -> float:
+        left = self.failing.get(call["label"], 0)
+        if left:
+            self.failing[call["label"]] = left - 1
+            raise self.error(f"no reward for {call['label']}")
+        return 1.0
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    made = EventLoop(timeout_seconds=10)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[Rollouts, FakeEngine]]:
+    def make(
+        staleness: int = 0,
+        groups: int = 2,
+        size: int = 3,
+        reward: FakeReward | None = None,
+        share: float = 1.0,
+        position: int = 0,
+        seeded: bool = True,
+    ) -> tuple[Rollouts, FakeEngine]:
+        engine, scorer = FakeEngine(), reward or FakeReward({})
+        plan = RolloutPlan(groups, size, staleness, 0, seeded, share, 10)
+        rollouts = Rollouts(
+            Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False)),
+            lambda: SingleTurn(scorer),
+            PROMPTS,
+            Order(len(PROMPTS), seed=0, shuffle=False, position=position),
+            SamplingParams(1.0, 8, (STOP,)),
+            plan,
+            loop,
+        )
+        return rollouts, engine
+
+    return make
+
+
+def prompt_ids(groups: list[list[Any]]) -> list[int]:
+    return [group[0].prompt.id for group in groups]
+
+
+def test_groups_come_in_the_order_of_the_data_whichever_ends_first(build: Any) -> None:
+    rollouts, engine = build(groups=4)
+    engine.delay = lambda tokens: 0.1 - 0.025 * (tokens[-1] % 4)
+    rollouts.start()
+    assert prompt_ids(rollouts.take(4)) == [0, 1, 2, 3]
+    rollouts.release(4)
+    assert prompt_ids(rollouts.take(4)) == [4, 5, 6, 7]
+
+
+def test_a_trajectory_has_tokens_mask_and_reward(build: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rollouts, _ = build(groups=1)
+    rollouts.start()
+    (group,) = rollouts.take(1)
+    assert len(group) == 3
+    for trajectory in group:
+        prompt = tokenizer("00")["input_ids"]
+        assert trajectory.tokens == [*prompt, 70, 71, STOP]
+        assert trajectory.mask == [False] * len(prompt) + [True] * 3
+        assert trajectory.reply == tokenizer.decode([70, 71])
+        assert (trajectory.reward, trajectory.outcome, trajectory.group) == (1.0, Outcome.FINISHED, 0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_trained_answer_lags_more_than_the_bound_and_the_line_is_used_in_full(build: Any, staleness: int) -> None:
+    """The loop of a run: take, train (a version more), publish, release."""
+    rollouts, engine = build(staleness=staleness)
+    rollouts.start()
+    lags = []
+    for step in range(8):
+        groups = rollouts.take(2)
+        lags += [step - trajectory.oldest_version() for group in groups for trajectory in group]
+        engine.version = step + 1
+        rollouts.release(2)
+    assert max(lags) == staleness
+    assert min(lags) >= 0
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_more_groups_are_under_way_than_the_line_holds(build: Any, staleness: int) -> None:
+    rollouts, engine = build(staleness=staleness)
+    engine.delay = lambda tokens: 0.005
+    rollouts.start()
+    for _ in range(4):
+        rollouts.take(2)
+        rollouts.release(2)
+    assert engine.most_running <= (staleness + 1) * 2 * 3
+
+
+def test_nothing_is_sampled_between_take_and_release_of_a_synchronous_run(build: Any) -> None:
+    rollouts, engine = build(staleness=0)
+    rollouts.start()
+    rollouts.take(2)
+    asked = len(engine.requests)
+    assert asked == 2 * 3
+    assert engine.running == 0
+    rollouts.release(2)
+    rollouts.take(2)
+    assert len(engine.requests) == 2 * asked
+
+
+def test_every_answer_has_its_own_request_and_its_own_seed(build: Any) -> None:
+    rollouts, engine = build(groups=4)
+    rollouts.start()
+    rollouts.take(4)
+    names, seeds = zip(*engine.requests, strict=True)
+    assert len(set(names)) == len(set(seeds)) == 12
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_seeds_depend_on_the_place_in_the_data_alone(build: Any) -> None:
+    first, early = build(groups=4)
+    first.start()
+    first.take(4)
+    second, late = build(groups=2, position=2)
+    second.start()
+    second.take(2)
+    assert dict(early.requests).items() >= dict(late.requests).items()
+
+
+def test_seeds_can_be_left_out(build: Any) -> None:
+    rollouts, engine = build(seeded=False)
+    rollouts.start()
+    rollouts.take(2)
+    assert {seed for _, seed in engine.requests} == {None}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(RewardFailure, Outcome.REWARD_ERROR), (RewardTimeout, Outcome.REWARD_TIMEOUT)]
+)
+def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[RewardFailure], outcome: Outcome) -> None:
+    rollouts, _ = build(reward=FakeReward({1: 1}, error))
+    rollouts.start()
+    first, second = rollouts.take(2)
+    assert (len(first), len(second)) == (3, 2)
+    assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
+    assert rollouts.failures.count == 1
+    assert rollouts.failures.dropped_groups == 0
+    assert rollouts.failures.summary() == f"1 x {outcome}: no reward for 1"
+
+
+def test_a_group_left_with_one_answer_is_replaced_by_the_next_prompt(build: Any) -> None:
+    rollouts, _ = build(reward=FakeReward({0: 2}))
+    rollouts.start()
+    assert prompt_ids(rollouts.take(2)) == [1, 2]
+    assert rollouts.failures.dropped_groups == 1
+    assert rollouts.failures.count == 2
+    rollouts.release(2)
+    assert (rollouts.failures.count, rollouts.failures.dropped_groups) == (0, 0)
+    assert prompt_ids(rollouts.take(2)) == [3, 4]
+
+
+def test_a_replacement_keeps_its_place_in_an_asynchronous_line(build: Any) -> None:
+    rollouts, _ = build(staleness=1, reward=FakeReward({1: 3}))
+    rollouts.start()
+    assert prompt_ids(rollouts.take(2)) == [0, 2]
+    rollouts.release(2)
+    assert prompt_ids(rollouts.take(2)) == [3, 4]
+    assert rollouts.order.position == 7  # 0 to 3, the replacement of 1, and two released
+
+
+def test_a_group_of_one_survives_alone(build: Any) -> None:
+    rollouts, _ = build(size=1, reward=FakeReward({0: 1}))
+    rollouts.start()
+    groups = rollouts.take(2)
+    assert prompt_ids(groups) == [1, 2]
+    assert [len(group) for group in groups] == [1, 1]
+
+
+def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
+    rollouts, _ = build(reward=FakeReward({0: 1, 1: 2}), share=0.4)  # 2.4 of 6 answers
+    rollouts.start()
+    with pytest.raises(RolloutFailure) as caught:
+        rollouts.take(2)
+    message = str(caught.value)
+    for part in ("3 of 6", "reward.max_failure_share=0.4", "2 x reward_error: no reward for 1", "1 x reward_error"):
+        assert part in message
+
+
+def test_failures_within_the_budget_are_tolerated_step_by_step(build: Any) -> None:
+    rollouts, _ = build(reward=FakeReward({number: 1 for number in range(0, 40, 2)}), share=0.2)
+    rollouts.start()
+    for _ in range(5):
+        groups = rollouts.take(2)
+        assert [len(group) for group in groups] == [2, 3]
+        rollouts.release(2)
+
+
+def test_an_engine_that_fails_is_heard(build: Any) -> None:
+    rollouts, engine = build()
+
+    async def broken(*args: Any) -> Completion:
+        raise ConnectionError("engine lost")
+
+    engine.generate = broken
+    rollouts.start()
+    with pytest.raises(ConnectionError, match="engine lost"):
+        rollouts.take(2)
+
+
+def test_waiting_has_an_end_that_says_what_was_waited_for() -> None:
+    loop = EventLoop(timeout_seconds=0.05)
+    with pytest.raises(RolloutFailure, match=r"sampling three groups: not done within timeout_seconds"):
+        loop.run(asyncio.sleep(30), "sampling three groups")
+    assert loop.run(asyncio.sleep(0, "fine"), "again") == "fine"
+    loop.stop()
+
+
+def test_a_cut_answer_is_scored_and_marked(build: Any) -> None:
+    rollouts, engine = build(groups=1)
+
+    async def cut(*args: Any) -> Completion:
+        return Completion([70], [-0.1], 0, "length")
+
+    engine.generate = cut
+    rollouts.start()
+    (group,) = rollouts.take(1)
+    assert {(trajectory.outcome, trajectory.reward) for trajectory in group} == {(Outcome.TRUNCATED, 1.0)}
+
+
+def test_answers_to_one_prompt_go_to_one_engine() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    pool = EnginePool(engines)
+
+    async def ask() -> None:
+        for group in range(4):
+            for index in range(3):
+                await pool.generate([1], SamplingParams(1.0, 1, ()), group, f"train-{group}-{index}")
+
+    asyncio.run(ask())
+    asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
+    assert asked == [{"0", "2"}, {"1", "3"}]

@@ -1,0 +1,70 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trueline.config.model import TrainingConfig
+from trueline.training.optimizer import learning_rate_at, make_optimizer
+
+
+def config(**settings: Any) -> TrainingConfig:
+    return TrainingConfig(learning_rate=0.1, **settings)
+
+
+def test_constant_stays_where_it_is() -> None:
+    assert [learning_rate_at(step, config(), 5) for step in range(8)] == [0.1] * 8
+
+
+def test_warm_up_rises_in_equal_steps_and_never_starts_at_zero() -> None:
+    rates = [learning_rate_at(step, config(warmup_steps=4), 10) for step in range(6)]
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+
+
+def test_linear_falls_in_equal_steps_to_zero_at_the_end() -> None:
+    rates = [learning_rate_at(step, config(schedule="linear", warmup_steps=2), 12) for step in range(13)]
+    assert rates[2:] == pytest.approx([0.1 * (10 - past) / 10 for past in range(11)])
+
+
+def test_cosine_is_half_a_wave() -> None:
+    rates = [learning_rate_at(step, config(schedule="cosine", warmup_steps=2), 12) for step in range(13)]
+    assert rates[2:] == pytest.approx([0.05 * (1 + math.cos(math.pi * past / 10)) for past in range(11)])
+    assert rates[7] == pytest.approx(0.05)  # half way
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_after_the_end_it_stays_at_zero(schedule: str) -> None:
+    assert learning_rate_at(50, config(schedule=schedule), 10) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_run_that_is_all_warm_up_is_possible(schedule: str) -> None:
+    assert learning_rate_at(2, config(schedule=schedule, warmup_steps=5), 5) == pytest.approx(0.06)
+
+
+def test_weight_decay_is_for_matrices() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    module[0].weight.grad = torch.zeros(2, 3)
+    for parameter in module.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(module.parameters(), config(weight_decay=0.5)).step()
+    assert module[0].weight.flatten().tolist() == pytest.approx([1 - 0.1 * 0.5] * 6)
+    for vector in (module[0].bias, module[1].weight, module[1].bias):
+        assert vector.tolist() == [1.0, 1.0]
+
+
+def test_the_first_step_is_adams() -> None:
+    """After one step both moments are unbiased: the change is rate * g / (|g| + epsilon)."""
+    parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
+    parameter.grad = torch.tensor([0.5, -3.0])
+    make_optimizer([parameter], config(epsilon=0.25)).step()
+    expected = [1.0 - 0.1 * 0.5 / 0.75, 2.0 + 0.1 * 3.0 / 3.25]
+    assert parameter.tolist() == pytest.approx(expected)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    groups = make_optimizer([frozen, nn.Parameter(torch.zeros(2, 2))], config()).param_groups
+    assert all(parameter is not frozen for group in groups for parameter in group["params"])
