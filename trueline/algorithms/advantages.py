@@ -15,10 +15,7 @@ Estimator = Callable[[list[Sample], AlgorithmConfig], None]
 def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
     """GRPO (arXiv:2402.03300, eq. 3): reward minus the group's mean, over its sample standard deviation."""
     for members, rewards in by_group(samples):
-        if rewards.max() == rewards.min():
-            spread(members, torch.zeros_like(rewards))
-        else:
-            spread(members, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
+        spread(members, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
 
 
 def group_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
@@ -44,9 +41,10 @@ def by_group(samples: list[Sample]) -> Iterator[tuple[list[Sample], Tensor]]:
 
 
 def spread(members: list[Sample], advantages: Tensor) -> None:
-    """One number per answer, on each of its sampled tokens."""
+    """One number per answer, on each of its sampled tokens; exactly zero where all rewards are equal."""
+    equal = len({member.reward for member in members}) == 1
     for sample, advantage in zip(members, advantages, strict=True):
-        sample.advantages = advantage.float() * sample.mask
+        sample.advantages = (0.0 if equal else advantage.float()) * sample.mask
 
 
 def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:

@@ -69,7 +69,7 @@ class AlgorithmConfig(Config):
         if not isinstance(values, dict):
             return values
         preset = values.get("preset", "grpo")
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"unknown preset {preset!r}; choose from {', '.join(sorted(PRESETS))}")
         return merge(PRESETS[preset], values)
 

@@ -2,7 +2,7 @@
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin
@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 Tree = dict[str, Any]
+TEXT_KINDS = ("str", "str | null")
 
 
 class ConfigError(ValueError):
@@ -38,8 +39,9 @@ class Config(BaseModel):
         tree: Tree = base or {}
         for file in files:
             tree = merge(tree, read_tree(file))
+        texts = {key.path for key in cls().leaves() if key.kind in TEXT_KINDS}
         for override in overrides:
-            tree = merge(tree, parse_override(override))
+            tree = merge(tree, parse_override(override, texts))
         return cls.parse(tree)
 
     @classmethod
@@ -100,12 +102,13 @@ def read_tree(file: Path) -> Tree:
     return tree
 
 
-def parse_override(override: str) -> Tree:
+def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
+    """Values are YAML, but for keys that hold text, which is taken as it stands."""
     path, separator, text = override.partition("=")
     if not separator or not path:
         raise ConfigError(f"{override!r} is not an override: write it as section.key=value, e.g. training.ranks=2")
     try:
-        value = yaml.safe_load(text)
+        value = text if path in texts and text != "null" else yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
     for name in reversed(path.split(".")):

@@ -98,7 +98,7 @@ def read_json(file: Path) -> Iterator[Located]:
 
 
 def read_csv(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8", newline="") as lines:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
         for number, row in enumerate(csv.DictReader(lines), 1):
             if None in row or None in row.values():
                 raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")

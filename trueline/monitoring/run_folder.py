@@ -20,11 +20,12 @@ class RunFolder:
         assert config.name is not None
         folder = cls(Path(config.folder).resolve() / config.name)
         try:
-            folder.logs.mkdir(parents=True)
+            folder.path.mkdir(parents=True)
         except FileExistsError:
             raise ConfigError(
                 f"{folder.path} exists: add --resume to go on with that run, or choose another --name"
             ) from None
+        folder.logs.mkdir()
         folder.config.write_text(config.dump())
         return folder
 

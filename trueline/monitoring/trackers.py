@@ -38,8 +38,9 @@ def keep_until(file: Path, step: int) -> None:
     """Drop what was written after the checkpoint that a run resumes from: those steps come again."""
     if not file.exists():
         return
-    lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
-    file.write_text("".join(line + "\n" for line in lines))
+    whole = file.read_text().split("\n")[:-1]  # a kill may have left half a line at the end
+    kept = [line for line in whole if json.loads(line)["step"] <= step]
+    file.write_text("".join(line + "\n" for line in kept))
 
 
 def make_board(folder: Path, resume_step: int) -> Any:

@@ -1,6 +1,7 @@
 """Reward functions in processes of their own, with a deadline that kills."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -143,4 +144,5 @@ class Child:
     def kill(self) -> None:
         """The child leads a session of its own: what it started ends with it."""
         if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may have just died by itself
+                os.killpg(self.process.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 
+STOP_SECONDS = 10
 Result = TypeVar("Result")
 Group = list[Trajectory]
 
@@ -74,8 +75,18 @@ class EventLoop:
             raise RolloutFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
 
     def stop(self) -> None:
+        """End what still runs, then the loop and its thread."""
+        asyncio.run_coroutine_threadsafe(cancel_others(), self.loop).result(STOP_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=5)
+        self.thread.join(STOP_SECONDS)
+        self.loop.close()
+
+
+async def cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Rollouts:

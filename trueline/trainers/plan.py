@@ -99,6 +99,8 @@ def resolve_path(path: str) -> str:
 def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
     """Ranks, engines, and whether they share GPUs. With two or more GPUs each side gets about half."""
     width = config.rollout.tensor_parallel
+    if config.runtime == "local":
+        return 1, 1, False
     if not machine.gpus:
         return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width

@@ -94,7 +94,8 @@ class Checkpoints:
     def finished(self) -> list[Path]:
         """Oldest first."""
         found = self.folder.glob("step_*") if self.folder.is_dir() else []
-        return sorted(path for path in found if path.suffix != UNFINISHED)
+        whole = [path for path in found if path.suffix != UNFINISHED]
+        return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
 
     def newest(self) -> Path | None:
         finished = self.finished()

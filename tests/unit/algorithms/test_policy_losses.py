@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from trueline.config.base import ConfigError
-from trueline.data.types import Batch, LossOutput, ModelOutput
+from trueline.data.types import Batch, ModelOutput
 
 LOW, HIGH = 0.2, 0.3
 NO_CORRECTION = CorrectionConfig(kind="none")
@@ -111,13 +112,19 @@ def test_without_a_kl_coefficient_no_reference_is_needed() -> None:
     assert "policy/kl" not in policy_loss(output, batch, config()).means
 
 
-def test_a_loss_of_the_users_own_is_found_by_its_path(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_loss.py").write_text(  # type: ignore[operator]
-        "from trueline.data.types import LossOutput\ndef twice(ratio, batch, config):\n    return LossOutput(2 * ratio)\n"
-    )
+OWN_LOSS = """
+from trueline.data.types import LossOutput
+
+def twice(ratio, batch, config):
+    return LossOutput(2 * ratio)
+"""
+
+
+def test_a_loss_of_the_users_own_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_loss.py").write_text(OWN_LOSS)
     monkeypatch.syspath_prepend(str(tmp_path))
     output, batch = make()
-    loss: LossOutput = policy_loss(output, batch, config(loss="own_loss:twice"))
+    loss = policy_loss(output, batch, config(loss="own_loss:twice"))
     close(loss.values, [2 * ratio for ratio, _ in GRID])
 
 

@@ -145,14 +145,14 @@ def test_replaced_is_checked_like_a_file() -> None:
 
 @pytest.mark.parametrize("kind", [RLConfig, SupervisedConfig])
 def test_every_key_has_a_meaning_of_one_line(kind: type[Config]) -> None:
-    keys = list(kind.leaves())
+    keys = list(kind().leaves())
     assert len(keys) > 30
     assert [key.path for key in keys if not key.meaning.strip() or "\n" in key.meaning.strip()] == []
     assert len({key.path for key in keys}) == len(keys)
 
 
-def test_leaves_are_paths_with_kind_and_default() -> None:
-    keys = {key.path: key for key in Car.leaves()}
+def test_leaves_are_paths_with_kind_and_value() -> None:
+    keys = {key.path: key for key in Car.load([], ["engine.fuel=coal"]).leaves()}
     assert list(keys) == ["wheels", "speed", "engine.power", "engine.fuel"]
     assert (keys["engine.power"].kind, keys["engine.power"].default) == ("int", 3)
-    assert keys["engine.fuel"].kind == "str | null"
+    assert (keys["engine.fuel"].kind, keys["engine.fuel"].default) == ("str | null", "coal")

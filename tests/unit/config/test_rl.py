@@ -33,7 +33,7 @@ def test_the_dump_loads_back_equal(tmp_path: Path) -> None:
 
 def test_the_dump_names_every_key() -> None:
     dumped = RLConfig().dump()
-    assert [key.path for key in RLConfig.leaves() if f"{key.path.rpartition('.')[2]}:" not in dumped] == []
+    assert [key.path for key in RLConfig().leaves() if f"{key.path.rpartition('.')[2]}:" not in dumped] == []
 
 
 def test_a_number_on_the_command_line_reaches_its_key() -> None:
@@ -84,6 +84,13 @@ def test_the_torch_engine_has_one_rank() -> None:
     message = refused("training.engine=torch", "training.ranks=2")
     assert "training.engine=torch" in message
     assert "training.ranks=1" in message
+
+
+def test_the_torch_engine_has_no_master_weights_for_bfloat16() -> None:
+    message = refused("training.engine=torch", "model.dtype=bfloat16")
+    assert "training.engine=torch" in message
+    assert "model.dtype=float32" in message
+    assert RLConfig.load([], ["training.engine=torch", "model.dtype=float32"]).model.dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "", ".hidden", "a b"])

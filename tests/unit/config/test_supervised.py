@@ -32,3 +32,18 @@ def test_the_torch_engine_has_one_rank(runtime: str) -> None:
         SupervisedConfig.load([], [f"runtime={runtime}", "training.engine=torch", "training.ranks=2"])
     assert "training.engine=torch" in str(caught.value)
     assert "training.ranks" in str(caught.value)
+
+
+def test_the_torch_engine_has_no_master_weights_for_bfloat16() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SupervisedConfig.load([], ["training.engine=torch", "model.dtype=bfloat16"])
+    assert "training.engine=torch" in str(caught.value)
+    assert "model.dtype=float32" in str(caught.value)
+
+
+def test_the_longest_row_must_fit_into_a_pass() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SupervisedConfig.load([], ["max_tokens=101", "training.micro_batch_tokens=100"])
+    assert "max_tokens=101" in str(caught.value)
+    assert "training.micro_batch_tokens=100" in str(caught.value)
+    assert SupervisedConfig.load([], ["max_tokens=100", "training.micro_batch_tokens=100"]).max_tokens == 100

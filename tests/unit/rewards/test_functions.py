@@ -38,6 +38,14 @@ def test_math(reply: str, label: object, reward: float) -> None:
     assert math(reply, label) == reward
 
 
+def test_what_cannot_be_graded_is_an_error_and_not_a_zero() -> None:
+    with pytest.raises(ValueError, match="no mathematical answer"):
+        math("72", "blue")
+    for function in (math, exact):
+        with pytest.raises(ValueError, match=r"data\.label_column"):
+            function("None", None)
+
+
 @pytest.mark.parametrize(
     ("text", "answer"), [("x #### 1 #### 2,000 ", "2000"), ("no mark", "no mark"), ("1, 2", "1, 2")]
 )

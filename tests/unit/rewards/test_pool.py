@@ -238,18 +238,17 @@ def test_the_pattern_reaches_the_built_in(functions: Path) -> None:
     assert with_pool(config, functions.parent / "log", use) == [1.0, 0.0]
 
 
-def refused(config: RewardConfig, columns: list[str]) -> str:
+def refused(config: RewardConfig, columns: list[str], labelled: bool = True) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_reward(config, columns)
+        check_reward(config, columns, labelled)
     return str(caught.value)
 
 
 def test_a_reward_that_can_be_called_passes_the_check(functions: Path) -> None:
-    check_reward(config_of(functions, "good"), [])
-    check_reward(config_of(functions, "missing_column"), ["level"])
-    check_reward(config_of(functions, "everything"), [])
-    check_reward(config_of(functions, "default"), [])
-    check_reward(RewardConfig(function="exact"), [])
+    check_reward(config_of(functions, "missing_column"), ["level"], labelled=False)
+    check_reward(config_of(functions, "everything"), [], labelled=False)
+    check_reward(config_of(functions, "default"), [], labelled=False)
+    check_reward(RewardConfig(function="exact"), [], labelled=True)
 
 
 def test_a_parameter_without_a_value_is_named_with_what_there_is(functions: Path) -> None:
@@ -259,9 +258,15 @@ def test_a_parameter_without_a_value_is_named_with_what_there_is(functions: Path
         assert name in message
 
 
-def test_regex_without_a_pattern_is_refused() -> None:
+def test_a_label_that_the_data_does_not_have_is_missed_at_once() -> None:
+    message = refused(RewardConfig(function="math"), ["prompt"], labelled=False)
+    assert "'label'" in message
+    assert "data.label_column" in message
+
+
+def test_regex_needs_a_pattern() -> None:
     assert "'pattern'" in refused(RewardConfig(function="regex"), [])
-    check_reward(RewardConfig(function="regex", pattern="x"), [])
+    check_reward(RewardConfig(function="regex", pattern="x"), [], labelled=False)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,5 @@ def test_a_request_that_cannot_be_answered_raises_and_does_not_hang(model_folder
     async def use(engine: HFEngine) -> Completion:
         return await asyncio.wait_for(engine.generate(tokens, SamplingParams(0.0, 2, ()), "bad"), 5)
 
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (PyTorch decides which)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
         with_engine(model_folder, use)
-    assert not isinstance(caught.value, TimeoutError)

@@ -73,7 +73,9 @@ def loop() -> Iterator[EventLoop]:
 
 
 @pytest.fixture
-def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[Rollouts, FakeEngine]]:
+def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., tuple[Rollouts, FakeEngine]]]:
+    made: list[Rollouts] = []
+
     def make(
         staleness: int = 0,
         groups: int = 2,
@@ -94,9 +96,18 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Callable[..., 
             plan,
             loop,
         )
+        made.append(rollouts)
         return rollouts, engine
 
-    return make
+    yield make
+    for rollouts in made:
+        loop.run(end(rollouts), "ending what a test left behind")
+
+
+async def end(rollouts: Rollouts) -> None:
+    for task in rollouts.running:
+        task.cancel()
+    await asyncio.gather(*rollouts.running, return_exceptions=True)
 
 
 def prompt_ids(groups: list[list[Any]]) -> list[int]:
@@ -242,7 +253,7 @@ def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
 
 
 def test_failures_within_the_budget_are_tolerated_step_by_step(build: Any) -> None:
-    rollouts, _ = build(reward=FakeReward({number: 1 for number in range(0, 40, 2)}), share=0.2)
+    rollouts, _ = build(reward=FakeReward(dict.fromkeys(range(0, 40, 2), 1)), share=0.2)
     rollouts.start()
     for _ in range(5):
         groups = rollouts.take(2)
@@ -268,6 +279,19 @@ def test_waiting_has_an_end_that_says_what_was_waited_for() -> None:
         loop.run(asyncio.sleep(30), "sampling three groups")
     assert loop.run(asyncio.sleep(0, "fine"), "again") == "fine"
     loop.stop()
+
+
+def test_stopping_ends_what_is_still_under_way() -> None:
+    """Otherwise Python complains on the user's screen about every task that was left behind."""
+    loop = EventLoop(timeout_seconds=5)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin() -> None:
+        tasks.append(asyncio.create_task(asyncio.sleep(1000)))
+
+    loop.run(begin(), "starting")
+    loop.stop()
+    assert tasks[0].cancelled()
 
 
 def test_a_cut_answer_is_scored_and_marked(build: Any) -> None:

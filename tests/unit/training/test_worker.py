@@ -35,8 +35,8 @@ def make_samples(count: int, seed: int) -> list[Sample]:
     return samples
 
 
-def make_worker(folder: Path, dtype: str = "float32", **training: Any) -> Worker:
-    model = ModelConfig(path=str(folder), dtype=dtype)
+def make_worker(folder: Path, **training: Any) -> Worker:
+    model = ModelConfig(path=str(folder), dtype="float32")
     ranks = TrainingConfig(engine="torch", **(SCHEDULE | training))
     return Worker(WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0))
 
@@ -138,7 +138,7 @@ def test_resuming_equals_going_on_bit_for_bit(model_folder: Path, tmp_path: Path
 
     first = make_worker(model_folder)
     begun = train(first, range(2))
-    first.save(str(tmp_path / "checkpoint"), str(model_folder))
+    first.save(str(tmp_path / "checkpoint"))
     second = make_worker(model_folder)
     second.load(str(tmp_path / "checkpoint"))
     resumed = train(second, range(2, 4))
@@ -152,14 +152,14 @@ def test_saving_does_not_disturb_training(model_folder: Path, tmp_path: Path) ->
     plain, saving = make_worker(model_folder), make_worker(model_folder)
     train(plain, range(2))
     train(saving, range(1))
-    saving.save(str(tmp_path / "checkpoint"), str(model_folder))
+    saving.save(str(tmp_path / "checkpoint"))
     train(saving, range(1, 2))
     assert all(torch.equal(weights(saving)[name], tensor) for name, tensor in weights(plain).items())
 
 
 def test_a_checkpoint_before_the_first_step_can_be_loaded(model_folder: Path, tmp_path: Path) -> None:
     fresh = make_worker(model_folder)
-    fresh.save(str(tmp_path / "checkpoint"), str(model_folder))
+    fresh.save(str(tmp_path / "checkpoint"))
     again = make_worker(model_folder)
     again.load(str(tmp_path / "checkpoint"))
     assert train(again, range(1)) == train(fresh, range(1))
@@ -168,7 +168,7 @@ def test_a_checkpoint_before_the_first_step_can_be_loaded(model_folder: Path, tm
 def test_the_model_folder_is_one_that_transformers_opens(model_folder: Path, tmp_path: Path) -> None:
     worker = make_worker(model_folder)
     train(worker, range(1))
-    worker.save(str(tmp_path), str(model_folder))
+    worker.save(str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     expected = weights(worker)
     found = dict(loaded.named_parameters())
@@ -187,24 +187,12 @@ def test_tied_weights_are_saved_once_and_loaded_into_both_places(model_folder: P
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "tied")
     worker = make_worker(tmp_path / "tied")
     train(worker, range(1))
-    worker.save(str(tmp_path), str(tmp_path / "tied"))
+    worker.save(str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     trained = weights(worker)["model.embed_tokens.weight"]
     assert "lm_head.weight" not in weights(worker)
     assert torch.equal(loaded.get_input_embeddings().weight, trained)
     assert torch.equal(loaded.get_output_embeddings().weight, trained)
-
-
-def test_master_weights_are_float32_where_the_model_computes_in_bfloat16(model_folder: Path) -> None:
-    """At this rate a step is far below bfloat16's resolution; only a float32 copy can add steps up."""
-    worker = make_worker(model_folder, dtype="bfloat16", learning_rate=1e-6, warmup_steps=0, weight_decay=0.0)
-    before = {name: state["weight"].clone() for name, state in worker.engine.state()}
-    train(worker, range(1))
-    after = {name: state["weight"] for name, state in worker.engine.state()}
-    for name, tensor in after.items():
-        assert tensor.dtype == torch.float32, name
-        moved = (tensor - before[name]).abs() > 0
-        assert moved.float().mean() > 0.5 or "embed" in name, name
 
 
 def test_a_model_that_is_only_scored_has_no_optimizer(model_folder: Path) -> None:

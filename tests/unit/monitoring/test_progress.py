@@ -1,0 +1,56 @@
+import io
+
+from rich.console import Console
+
+from trueline.monitoring.progress import Progress
+
+METRICS = {
+    "reward/mean": 0.5,
+    "loss": -0.01234,
+    "answer/truncated_share": 0.25,
+    "something/else": 7.0,
+    "time/rollout": 1.25,
+    "time/train": 2.0,
+    "time/step": 3.5,
+}
+
+
+def plain(total: int = 10) -> tuple[Progress, io.StringIO]:
+    screen = io.StringIO()
+    return Progress("my-run", total, Console(file=screen, width=40, highlight=False)), screen
+
+
+def test_without_a_terminal_a_step_is_one_plain_line() -> None:
+    progress, screen = plain()
+    with progress:
+        progress.step(3, METRICS)
+    (line,) = screen.getvalue().splitlines()  # however narrow the console is
+    assert line.startswith("my-run 3/10  ")
+    for part in ("reward 0.500", "loss -0.0123", "truncated 25%", "3.5 s (rollout 1.2 train 2.0)", "eta "):
+        assert part in line
+    assert "else" not in line
+    assert "\x1b" not in line
+
+
+def test_the_rest_is_estimated_from_the_steps_seen_here() -> None:
+    """A run resumed at step 100 made two steps in 20 seconds, so ten more take 100."""
+    progress, _ = plain(total=112)
+    progress.step(101, {})
+    progress.started -= 20.5
+    assert progress.remaining(102) in ("1:42", "1:43")
+    assert progress.remaining(112) == "0:00"
+
+
+def test_a_note_is_printed_as_it_is() -> None:
+    progress, screen = plain()
+    progress.note("path [/tmp/a] and [bold]brackets[/bold], a line longer than the console is wide")
+    assert screen.getvalue() == ("path [/tmp/a] and [bold]brackets[/bold], a line longer than the console is wide\n")
+
+
+def test_in_a_terminal_there_is_a_panel() -> None:
+    screen = io.StringIO()
+    progress = Progress("my-run", 10, Console(file=screen, width=120, force_terminal=True, highlight=False))
+    with progress:
+        progress.step(3, METRICS)
+    assert "step 3/10" in screen.getvalue()
+    assert "0.500" in screen.getvalue()

@@ -1,0 +1,37 @@
+import time
+
+import pytest
+
+from trueline.monitoring.timing import Timer
+
+
+def test_phases_add_up_until_they_are_flushed() -> None:
+    timer = Timer()
+    for _ in range(2):
+        with timer.phase("train"):
+            time.sleep(0.02)
+    with timer.phase("save"):
+        time.sleep(0.01)
+    times = timer.flush()
+    assert set(times) == {"time/train", "time/save", "time/step"}
+    assert 0.04 <= times["time/train"] < 0.5
+    assert 0.01 <= times["time/save"] < times["time/train"]
+
+
+def test_a_step_is_all_the_time_since_the_last_flush() -> None:
+    timer = Timer()
+    time.sleep(0.02)
+    with timer.phase("train"):
+        time.sleep(0.01)
+    assert timer.flush()["time/step"] >= 0.03
+    again = timer.flush()
+    assert set(again) == {"time/step"}
+    assert again["time/step"] < 0.02
+
+
+def test_a_phase_that_fails_is_counted() -> None:
+    timer = Timer()
+    with pytest.raises(KeyError), timer.phase("train"):
+        time.sleep(0.01)
+        raise KeyError
+    assert timer.flush()["time/train"] >= 0.01
