@@ -8,23 +8,24 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LARGEST = 99
+LEFT, RIGHT = range(1000), range(10)
 HELD_OUT = 400
-WARM_START = 2000
+CARELESS = 0.5  # share of the teacher's answers that are wrong
+SLIPS = (-10, -1, 1, 10)
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """A random Llama of one million parameters that reads and writes characters; returns their number."""
+    """A random Llama of about 1.8 million parameters that reads and writes characters; returns their number."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -48,15 +49,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """All sums of two numbers up to 99, split into a warm start, practice and a held-out part."""
-    pairs = [(left, right) for left in range(LARGEST + 1) for right in range(LARGEST + 1)]
-    random.Random(seed).shuffle(pairs)
-    held_out, rest = pairs[:HELD_OUT], pairs[HELD_OUT:]
-    write_rows(folder / "held_out.jsonl", held_out)
-    write_rows(folder / "practice.jsonl", rest)
-    write_rows(folder / "warm_start.jsonl", rest[:WARM_START])
+    """Sums of a number up to 999 and a digit: a held-out part, practice, and a careless teacher's answers to it."""
+    generator = random.Random(seed)
+    pairs = [(left, right) for left in LEFT for right in RIGHT]
+    generator.shuffle(pairs)
+    held_out, practice = pairs[:HELD_OUT], pairs[HELD_OUT:]
+    write_rows(folder / "held_out.jsonl", held_out, [left + right for left, right in held_out])
+    write_rows(folder / "practice.jsonl", practice, [left + right for left, right in practice])
+    slips = [generator.choice(SLIPS) if generator.random() < CARELESS else 0 for _ in practice]
+    taught = [left + right + slip for (left, right), slip in zip(practice, slips, strict=True)]
+    write_rows(folder / "teacher.jsonl", practice, taught)
 
 
-def write_rows(file: Path, pairs: list[tuple[int, int]]) -> None:
-    rows = [{"prompt": f"{left}+{right}=", "answer": str(left + right)} for left, right in pairs]
+def write_rows(file: Path, pairs: list[tuple[int, int]], answers: list[int]) -> None:
+    named = zip(pairs, answers, strict=True)
+    rows = [{"prompt": f"{left}+{right}=", "answer": str(answer)} for (left, right), answer in named]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

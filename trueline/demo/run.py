@@ -19,16 +19,16 @@ SHOWN_TRANSCRIPTS = 3
 
 
 def warm_start_settings(folder: Path, seed: int) -> Tree:
-    """`trueline sft`: enough to be right about half the time. One small model needs no process of its own."""
+    """`trueline sft` on a teacher who is right half the time. One small model needs no process of its own."""
     return {
         "name": "warm_start",
         "folder": str(folder),
         "seed": seed,
         "runtime": "local",
-        "steps": 450,
+        "steps": 250,
         "samples_per_step": 128,
         "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "warm_start.jsonl")},
+        "data": {"path": str(folder / "teacher.jsonl")},
         "training": {"learning_rate": 2e-3, "warmup_steps": 20, "schedule": "linear"},
         "checkpoint": {"every": 0},
     }
@@ -40,7 +40,7 @@ def grpo_settings(folder: Path, seed: int, model: Path) -> Tree:
         "name": "grpo",
         "folder": str(folder),
         "seed": seed,
-        "steps": 100,
+        "steps": 80,
         "groups_per_step": 32,
         "minibatches": 2,
         "model": {"path": str(model)},
@@ -48,7 +48,7 @@ def grpo_settings(folder: Path, seed: int, model: Path) -> Tree:
         "evaluation": {"data": str(folder / "held_out.jsonl"), "temperature": 1.0},
         "reward": {"function": "exact"},
         "rollout": {"max_new_tokens": 5},
-        "training": {"learning_rate": 3e-4},
+        "training": {"learning_rate": 2e-4, "warmup_steps": 5, "schedule": "linear"},
     }
 
 

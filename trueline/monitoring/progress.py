@@ -49,8 +49,9 @@ class Progress:
         self.console.print(message, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        if self.first_step is None:
+        if self.first_step is None:  # what came before the first step, starting processes above all, is no guide
             self.first_step = step - 1
+            self.started = time.monotonic() - metrics.get("time/step", 0.0)
         if self.live is None:
             self.note(self.line(step, metrics))
         else:

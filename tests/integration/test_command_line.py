@@ -1,0 +1,162 @@
+"""What a user types, on the real stack: a run of their own, a stop and a resume, and mistakes that end early."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.tiny import make_tiny_model
+
+TRUELINE = [sys.executable, "-m", "trueline.cli"]
+REWARD = """
+def digits(reply: str, wanted: str) -> float:
+    return sum(character == wanted for character in reply) / max(len(reply), 1)
+"""
+SMALL = ["groups_per_step=2", "algorithm.group_size=4", "rollout.max_new_tokens=8", "training.learning_rate=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user has it: a model, prompts with a column of their own, a reward file."""
+    folder = tmp_path_factory.mktemp("home")
+    make_tiny_model(folder / "my model", tied=False)
+    rows = [{"prompt": f"Say {number}", "wanted": str(number % 10)} for number in range(20)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "my_reward.py").write_text(REWARD)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    root = Path(__file__).resolve().parents[2]
+    return os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
+
+
+def command(home: Path, *words: str) -> list[str]:
+    named = ["--model", "my model", "--data", "prompts.jsonl", "--reward", "my_reward.py:digits"]
+    return [*TRUELINE, "grpo", *named, *words]
+
+
+def run(home: Path, *words: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=home, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
+    """Ctrl-C after the first step leaves a checkpoint and no process; --resume goes on to the end."""
+    started = subprocess.Popen(
+        command(home, "--name", "mine", "steps=4", "evaluation.data=prompts.jsonl", "evaluation.limit=4", *SMALL),
+        cwd=home,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert started.stdout is not None
+    lines = []
+    for line in started.stdout:
+        lines.append(line)
+        if re.match(r"mine 1/4 ", line):
+            children = psutil.Process(started.pid).children(recursive=True)
+            started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=120) == 130, "".join(lines)
+    assert "stopping after this step" in "".join(lines)
+    assert children and wait_until_gone(children)
+    folder = home / "runs" / "mine"
+    stopped_at = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))
+    assert 1 <= stopped_at < 4
+    resumed = run(home, *command(home, "--name", "mine", "--resume"))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"at step {stopped_at}" in resumed.stdout
+    check_run_folder(folder)
+
+
+def wait_until_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not alive
+
+
+def check_run_folder(folder: Path) -> None:
+    rows = rows_of(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows[1:]:
+        assert row["mismatch/logprob_gap_max"] < 1e-4
+        assert row["policy/ratio_deviation_max"] < 1e-4
+        assert row["sync/canary_gap"] < 1e-4
+        assert row["rollout/staleness_max"] == 0
+    assert {"evaluation/reward"} <= set(rows[0]) & set(rows[4])
+    assert {row["outcome"] for row in rows_of(folder / "transcripts.jsonl")} <= {"finished", "truncated"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]["preset"] == "grpo"
+    assert list((folder / "tensorboard").glob("events*"))
+    newest = folder / "checkpoints" / "step_000004" / "model"
+    assert AutoModelForCausalLM.from_pretrained(newest).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(newest).eos_token_id == 2
+
+
+def test_the_resolved_tree_is_valid_input(home: Path) -> None:
+    dry = run(home, *command(home, "--dry-run", *SMALL))
+    assert dry.returncode == 0, dry.stderr
+    tree, _, plan = dry.stdout.partition("\nmachine")
+    (home / "resolved.yaml").write_text(tree)
+    again = run(home, *TRUELINE, "grpo", "--config", "resolved.yaml", "--dry-run")
+    assert yaml.safe_load(again.stdout.partition("\nmachine")[0]) == yaml.safe_load(tree)
+    assert "2 prompts x 4 answers = 8 per step" in plan
+    assert not (home / "runs" / yaml.safe_load(tree)["name"]).exists()
+
+
+MISTAKES = {
+    "misspelt key": (
+        ["rollout.max_new_token=8"],
+        r"unknown key 'rollout.max_new_token'; did you mean 'rollout.max_new_tokens'",
+    ),
+    "missing file": (["data.path=nowhere.jsonl"], r"data.path=nowhere.jsonl: there is no such file"),
+    "empty dataset": (["data.path=empty.jsonl"], r"data.path=empty.jsonl: the dataset is empty"),
+    "missing column": (
+        ["data.prompt_column=quest"],
+        r"data.prompt_column=quest: .*prompts.jsonl, line 1 has no such column",
+    ),
+    "no such reward": (["reward.function=my_reward.py:digit"], r"my_reward.py has no function 'digit'"),
+    "wrong signature": (["reward.function=wrong.py:f"], r"no value for its parameter 'solution'"),
+    "does not import": (["reward.function=broken.py:f"], r"ModuleNotFoundError: No module named 'nonsense'"),
+    "no tokenizer": (["model.path=bare"], r"model.path=bare: no tokenizer"),
+    "too many ranks": (["training.ranks=400"], r"needs about .* GiB of memory .*training.ranks"),
+    "existing name": (["name=taken"], r"taken exists: add --resume"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_early_and_says_the_way_out(home: Path, mistake: str) -> None:
+    words, message = MISTAKES[mistake]
+    prepare_mistakes(home)
+    started = time.monotonic()
+    ended = run(home, *command(home, *words))
+    seconds = time.monotonic() - started
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert re.search(message, ended.stderr, re.DOTALL), ended.stderr
+    assert "Traceback" not in ended.stderr or mistake == "does not import"
+    assert seconds < (5 if mistake == "misspelt key" else 60)
+
+
+def prepare_mistakes(home: Path) -> None:
+    (home / "empty.jsonl").write_text("")
+    (home / "wrong.py").write_text("def f(reply, solution):\n    return 0.0\n")
+    (home / "broken.py").write_text("import nonsense\n")
+    (home / "runs" / "taken").mkdir(parents=True, exist_ok=True)
+    bare = home / "bare"
+    bare.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((home / "my model" / name).read_bytes())
