@@ -38,7 +38,7 @@ def check_reward(config: RewardConfig, columns: list[str], labelled: bool) -> No
     except (IndexError, json.JSONDecodeError):
         raise ConfigError(f"reward.function={config.function}: its process died at import: {child.stderr}") from None
     if "error" in takes:
-        raise ConfigError(f"reward.function={config.function}: {takes['error']}\n{takes['traceback']}")
+        raise ConfigError(f"reward.function={config.function}: {takes['error']}\n{takes.get('traceback', '')}".strip())
     optional = {"label": labelled, "pattern": config.pattern is not None}
     available = {*ALWAYS_GIVEN, *columns, *(name for name, given in optional.items() if given)}
     missing = [name for name in takes["required"] if name not in available]

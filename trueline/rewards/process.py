@@ -22,23 +22,27 @@ from trueline.rewards.functions import REWARDS
 Function = Callable[..., Any]
 
 
+class NoSuchFunction(ValueError):
+    """The specification names nothing; a traceback would not help."""
+
+
 def load_function(specification: str) -> Function:
     """A built-in name, `file.py:function` or `package.module:function`."""
     if specification in REWARDS:
         return REWARDS[specification]
     place, separator, name = specification.rpartition(":")
     if not separator:
-        raise ValueError(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
+        raise NoSuchFunction(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        raise ValueError(f"{place} has no function {name!r}")
+        raise NoSuchFunction(f"{place} has no function {name!r}")
     return function
 
 
 def load_file(file: Path) -> Any:
     if not file.is_file():
-        raise ValueError(f"there is no file {file} (looked in {Path.cwd()})")
+        raise NoSuchFunction(f"there is no file {file} (looked in {Path.cwd()})")
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -103,6 +107,9 @@ def serve(specification: str, memory_gib: float) -> None:
     try:
         function = load_function(specification)
         takes = describe(function)
+    except NoSuchFunction as error:
+        reply({"error": str(error)})
+        return
     except Exception as error:  # noqa: BLE001  (the boundary where user code runs)
         reply({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         return
