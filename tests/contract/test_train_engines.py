@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
@@ -36,10 +36,10 @@ def settings() -> LossSettings:
     )
 
 
-def make_worker(spec: tuple[str, str, int, float], rank: int, world: int, address: tuple[str, int]) -> Worker:
+def make_worker(spec: tuple[str, str, int, float], rank: int, world: int) -> Worker:
     model, engine, stage, rate = spec
     config = TrainingConfig(engine=engine, zero_stage=stage, learning_rate=rate, max_grad_norm=0.0)  # type: ignore[arg-type]
-    return Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), config, rank, world, 100, 0, address))
+    return started(Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), config, rank, world, 100, 0)))
 
 
 def share_of(samples: list[Sample], rank: int, world: int, rows: int | None) -> tuple[PackedSamples, list[list[int]]]:
@@ -48,11 +48,11 @@ def share_of(samples: list[Sample], rank: int, world: int, rows: int | None) -> 
 
 
 def all_gradients(
-    rank: int, world: int, address: tuple[str, int], model: str, engines: list[tuple[str, int]]
+    rank: int, world: int, model: str, engines: list[tuple[str, int]]
 ) -> dict[tuple[str, int, int | None], Gradients]:
     found = {}
     for engine, stage in engines:
-        worker = make_worker((model, engine, stage, FROZEN_RATE), rank, world, address)
+        worker = make_worker((model, engine, stage, FROZEN_RATE), rank, world)
         for rows in ROWS:
             worker.accumulate(*share_of(minibatch(), rank, world, rows), "policy", settings())
             found[engine, stage, rows] = worker.gradients()
@@ -108,12 +108,12 @@ def weights_of(worker: Worker) -> Gradients:
 
 
 def train_and_save(
-    rank: int, world: int, address: tuple[str, int], model: str, folder: str, engines: list[tuple[str, int]]
+    rank: int, world: int, model: str, folder: str, engines: list[tuple[str, int]]
 ) -> dict[tuple[str, int], Gradients]:
     """Two steps, a checkpoint, two more steps: the uninterrupted run."""
     ends = {}
     for engine, stage in engines:
-        worker = make_worker((model, engine, stage, 1e-3), rank, world, address)
+        worker = make_worker((model, engine, stage, 1e-3), rank, world)
         train(worker, rank, world, range(2))
         worker.save(f"{folder}/{engine}-{stage}-{world}")
         train(worker, rank, world, range(2, 4))
@@ -121,13 +121,11 @@ def train_and_save(
     return ends
 
 
-def load_and_train(
-    rank: int, world: int, address: tuple[str, int], model: str, cases: list[tuple[str, str, int]]
-) -> list[Gradients]:
+def load_and_train(rank: int, world: int, model: str, cases: list[tuple[str, str, int]]) -> list[Gradients]:
     """Two more steps from each saved folder."""
     ends = []
     for folder, engine, stage in cases:
-        worker = make_worker((model, engine, stage, 1e-3), rank, world, address)
+        worker = make_worker((model, engine, stage, 1e-3), rank, world)
         worker.load(folder)
         train(worker, rank, world, range(2, 4))
         ends.append(weights_of(worker))

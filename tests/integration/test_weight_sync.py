@@ -18,7 +18,6 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import RayActor, Spot, Target
 from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine, worker_environment
-from trueline.runtime.transport import free_address
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
 from trueline.training.group import LossSettings, ModelGroup
 from trueline.training.worker import WorkerSpec
@@ -92,12 +91,12 @@ def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
 
 def restart(trainer: ModelGroup, model: str, stage: int) -> None:
     config = TrainingConfig(zero_stage=stage, learning_rate=1e-2)  # type: ignore[arg-type]
-    address = free_address()
     model_config = ModelConfig(path=model, dtype="float32")
-    specs = [WorkerSpec(model_config, config, rank, 2, 100, 0, address) for rank in range(2)]
+    specs = [WorkerSpec(model_config, config, rank, 2, 100, 0) for rank in range(2)]
     calls = [actor.submit("restart", spec) for actor, spec in zip(trainer.actors, specs, strict=True)]
     for call in calls:
         call.result(TIMEOUT)
+    trainer.start()
 
 
 def sample_all(pool: EnginePool, loop: EventLoop, temperature: float, round_: int) -> list[Sample]:

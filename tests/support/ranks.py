@@ -1,23 +1,25 @@
 """Run one function on several ranks: real processes, real gloo."""
 
+import json
 import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trueline.runtime.cluster import this_machine, worker_environment
-from trueline.runtime.transport import free_address
+from trueline.training.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any) -> list[Any]:
-    """What `function(rank, world, address, *args)` returns on each rank; a failing rank fails the test."""
+    """What `function(rank, world, *args)` returns on each rank; a failing rank fails the test."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "call.pickle").write_bytes(pickle.dumps((function, world, free_address(), args)))
+    (folder / "call.pickle").write_bytes(pickle.dumps((function, world, args)))
     environment = os.environ | worker_environment(this_machine(), world) | {"PYTHONPATH": str(ROOT)}
     processes = []
     for rank in range(world):
@@ -30,10 +32,25 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any
     return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]
 
 
+def started(worker: Worker) -> Worker:
+    """Rank 0 tells the others by a file where to meet."""
+    place = Path("address.json")
+    if worker.spec.rank == 0:
+        written = place.with_suffix(".tmp")
+        written.write_text(json.dumps(worker.listen()))
+        written.rename(place)
+    while not place.exists():
+        time.sleep(0.05)
+    host, port = json.loads(place.read_text())
+    worker.start((host, port))
+    return worker
+
+
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
-    function, world, address, args = pickle.loads((folder / "call.pickle").read_bytes())
-    result = function(rank, world, address, *args)
+    function, world, args = pickle.loads((folder / "call.pickle").read_bytes())
+    os.chdir(folder)
+    result = function(rank, world, *args)
     (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
 
 

@@ -10,6 +10,7 @@ class RestartableWorker:
         self.worker: Worker
 
     def restart(self, spec: WorkerSpec) -> None:
+        """Its next calls are `listen` and `start`."""
         self.worker = Worker(spec)
 
     def __getattr__(self, name: str) -> Any:

@@ -111,9 +111,11 @@ def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
         value = text if path in texts and text != "null" else yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    for name in reversed(path.split(".")):
-        value = {name: value}
-    return value
+    *parents, leaf = path.split(".")
+    tree: Tree = {leaf: value}
+    for name in reversed(parents):
+        tree = {name: tree}
+    return tree
 
 
 def explain(config: type[Config], error: ValidationError) -> str:

@@ -110,7 +110,7 @@ class HFEngine:
         return 1
 
     async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
-        self.channel = await asyncio.to_thread(BroadcastGroup, address, first_rank, world, timeout_seconds)
+        self.channel = await asyncio.to_thread(BroadcastGroup.join, address, first_rank, world, timeout_seconds)
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         return [await asyncio.to_thread(self._receive, buckets, version)]

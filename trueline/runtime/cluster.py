@@ -13,6 +13,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 
 from trueline.config.base import ConfigError
+from trueline.runtime import LOOPBACK
 
 START_SECONDS = 120
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -27,6 +28,7 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "DO_NOT_TRACK": "1",
+    **LOOPBACK,
 }
 
 

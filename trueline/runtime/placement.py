@@ -46,7 +46,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
 
 
 @dataclass(slots=True)
-class Houses:
+class Processes:
     """Starts the processes of a run and remembers where the policy's ranks live, for those that share with them."""
 
     machine: Machine

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 import torch.distributed
 from torch import Tensor
@@ -74,25 +75,44 @@ def checksum(buffer: Tensor) -> int:
 dist: Any = torch.distributed  # its stores and gloo groups have no type stubs
 
 
+Address = tuple[str, int]
+
+
+class Meeting:
+    """Where the ranks of a group find each other. Rank 0 holds the port from the moment it is named until the store
+    listens on it, so that no other program can take it in between; and it listens on that address alone.
+    """
+
+    def __init__(self) -> None:
+        self.listener: socket.socket | None = None
+
+    def open(self) -> Address:
+        """On rank 0: the address at which the others reach it."""
+        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        self.listener = socket.socket()
+        self.listener.bind((host, 0))
+        return host, self.listener.getsockname()[1]
+
+    def store(self, address: Address, world: int, timeout_seconds: float) -> Any:
+        """The store of all ranks; the one that opened the meeting serves it."""
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        if self.listener is None:
+            return dist.TCPStore(*address, world, False, timeout, wait_for_workers=False)
+        descriptor, self.listener = self.listener.detach(), None
+        return dist.TCPStore(*address, world, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
 class BroadcastGroup:
     """A gloo group of its own, beside those of DeepSpeed and vLLM. Rank 0 sends."""
 
-    def __init__(self, address: tuple[str, int], rank: int, world: int, timeout_seconds: float) -> None:
+    def __init__(self, store: Any, rank: int, world: int, timeout_seconds: float) -> None:
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        store = dist.TCPStore(*address, world, rank == 0, timeout, wait_for_workers=False)
         self.group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, timeout)
+
+    @classmethod
+    def join(cls, address: Address, rank: int, world: int, timeout_seconds: float) -> "BroadcastGroup":
+        """For those that did not open the meeting."""
+        return cls(Meeting().store(address, world, timeout_seconds), rank, world, timeout_seconds)
 
     def broadcast(self, buffer: Tensor) -> None:
         self.group.broadcast(buffer, 0).wait()
-
-
-def free_address() -> tuple[str, int]:
-    """An address of this machine that others can reach, and a free port."""
-    host = socket.gethostbyname(socket.gethostname())
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            host = "127.0.0.1"
-            probe.bind((host, 0))
-        return host, probe.getsockname()[1]

@@ -29,7 +29,7 @@ class WeightReceiver:
 
     def join_trainer(self, address: list[Any], first_rank: int, world: int, timeout_seconds: float) -> None:
         host, port = address
-        self.channel = BroadcastGroup((host, port), first_rank + self.rank, world, timeout_seconds)
+        self.channel = BroadcastGroup.join((host, port), first_rank + self.rank, world, timeout_seconds)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
         """Take all buckets and load them in one reload session; a checksum per bucket.

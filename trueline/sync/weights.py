@@ -50,7 +50,7 @@ class WeightSync:
             self._connect()
 
     def _connect(self) -> None:
-        address = self.policy.actors[0].submit("address").result(self.policy.timeout_seconds)
+        address = self.policy.actors[0].submit("listen").result(self.policy.timeout_seconds)
         sizes = self._engines("processes")
         world = 1 + sum(sizes)
         firsts = [1 + sum(sizes[:number]) for number in range(len(sizes))]

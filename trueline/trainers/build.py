@@ -20,16 +20,15 @@ from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, RolloutPlan, Rollouts
-from trueline.runtime.actors import Target, wait_all
+from trueline.runtime.actors import Target
 from trueline.runtime.cluster import ray_cluster
-from trueline.runtime.placement import Houses
-from trueline.runtime.transport import free_address
+from trueline.runtime.placement import Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.plan import RLPlan
 from trueline.trainers.rl import RLState, RLTrainer, Turns
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup
+from trueline.training.group import ModelGroup, start_groups
 from trueline.training.worker import WorkerSpec
 
 CANARY_TOKENS = 32
@@ -48,10 +47,10 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(plan.machine))
-        houses = Houses(plan.machine, plan.layout, folder.logs, local)
+        processes = Processes(plan.machine, plan.layout, folder.logs, local)
         loop = EventLoop(config.timeout_seconds)
         stack.callback(loop.stop)
-        policy, reference, pool = start_models(plan, houses)
+        policy, reference, pool = start_models(plan, processes)
         chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
         rewards = RewardPool(config.reward, folder.logs / "reward.log")
         stack.callback(lambda: loop.run(rewards.stop(), "stopping reward processes"))
@@ -82,23 +81,22 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
 
 
-def start_models(plan: RLPlan, houses: Houses) -> tuple[ModelGroup, ModelGroup | None, EnginePool]:
+def start_models(plan: RLPlan, processes: Processes) -> tuple[ModelGroup, ModelGroup | None, EnginePool]:
     config, layout = plan.config, plan.layout
     updates = config.steps * config.minibatches * config.epochs
-    policy = houses.policy(WORKER, worker_specs(config, config.training, layout.policy_ranks, updates))
-    engines = houses.engines(ENGINES[config.rollout.engine], engine_specs(plan), config.rollout.cpu_cache_gib)
+    policy = processes.policy(WORKER, worker_specs(config, config.training, layout.policy_ranks, updates))
+    engines = processes.engines(ENGINES[config.rollout.engine], engine_specs(plan), config.rollout.cpu_cache_gib)
     groups = [ModelGroup("policy", policy, config.training, config.timeout_seconds)]
     if layout.reference_ranks:
-        actors = houses.reference(WORKER, worker_specs(config, config.reference, layout.reference_ranks, 0))
+        actors = processes.reference(WORKER, worker_specs(config, config.reference, layout.reference_ranks, 0))
         groups.append(ModelGroup("reference", actors, config.reference, config.timeout_seconds))
-    models = [actor for group in groups for actor in group.actors]
-    wait_all([actor.submit("ready") for actor in models], config.timeout_seconds)
+    start_groups(groups)
     return groups[0], groups[1] if len(groups) > 1 else None, EnginePool(engines)
 
 
 def worker_specs(config: RLConfig, ranks: RanksConfig, world: int, updates: int) -> list[WorkerSpec]:
-    address = free_address()
-    return [WorkerSpec(config.model, ranks, rank, world, updates, config.seed, address) for rank in range(world)]
+    seconds = config.timeout_seconds
+    return [WorkerSpec(config.model, ranks, rank, world, updates, config.seed, seconds) for rank in range(world)]
 
 
 def engine_specs(plan: RLPlan) -> list[EngineSpec]:

@@ -20,10 +20,9 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.runtime.actors import Target, wait_all
+from trueline.runtime.actors import Target
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
-from trueline.runtime.placement import Houses, Layout, check_devices
-from trueline.runtime.transport import free_address
+from trueline.runtime.placement import Layout, Processes, check_devices
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.plan import check_installed, resolve_dtype, resolve_path
 from trueline.training.checkpoints import Checkpoints
@@ -145,15 +144,14 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(plan.machine))
-        address = free_address()
         specs = [
-            WorkerSpec(config.model, config.training, rank, world, plan.steps, config.seed, address)
+            WorkerSpec(config.model, config.training, rank, world, plan.steps, config.seed, config.timeout_seconds)
             for rank in range(world)
         ]
-        houses = Houses(plan.machine, plan.layout, folder.logs, local)
-        actors = houses.policy(Target("trueline.training.worker:Worker"), specs)
-        wait_all([actor.submit("ready") for actor in actors], config.timeout_seconds)
+        processes = Processes(plan.machine, plan.layout, folder.logs, local)
+        actors = processes.policy(Target("trueline.training.worker:Worker"), specs)
         model = ModelGroup("model", actors, config.training, config.timeout_seconds)
+        model.start()
         checkpoints = Checkpoints(folder.path, config.checkpoint)
         newest = checkpoints.newest()
         state = SupervisedState(**checkpoints.read_state(newest)) if newest else SupervisedState()

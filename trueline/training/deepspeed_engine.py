@@ -1,6 +1,8 @@
 """DeepSpeed on one rank of a group: ZeRO 0 to 3."""
 
-from collections.abc import Iterator
+import datetime
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -26,11 +28,16 @@ from trueline.training.optimizer import learning_rate_at, make_optimizer
 GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
 
 
-def join_ranks(device: torch.device) -> None:
-    """Connect to the other ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment."""
+def join_ranks(store: Callable[[], Any], rank: int, world: int, timeout_seconds: float, device: torch.device) -> None:
+    """Connect to the other ranks through a store that they all know; a process that has joined stays joined."""
     # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        dist.init_process_group(backend, store=store(), rank=rank, world_size=world, timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
 class DeepSpeedEngine:

@@ -27,6 +27,9 @@ class ModelGroup:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.budget = Budget(config.micro_batch_tokens, config.micro_batch_samples)
 
+    def start(self) -> None:
+        start_groups([self])
+
     def call(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; their results in rank order."""
         return wait_all([actor.submit(method, *args) for actor in self.actors], self.timeout_seconds)
@@ -67,6 +70,18 @@ class ModelGroup:
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
+
+
+def start_groups(groups: Sequence[ModelGroup]) -> None:
+    """Start the ranks of several models at once; each model's ranks meet at its rank 0."""
+    seconds = groups[0].timeout_seconds
+    addresses = wait_all([group.actors[0].submit("listen") for group in groups], seconds)
+    starts = [
+        actor.submit("start", address)
+        for group, address in zip(groups, addresses, strict=True)
+        for actor in group.actors
+    ]
+    wait_all(starts, seconds)
 
 
 def joined(reports: list[Report]) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """One rank of one model: it scores, updates, hands out weights, saves and loads. It knows no algorithm."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from trueline.data.types import Batch, LossOutput, PackedSamples
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.scorer import Scorer
 from trueline.runtime.transport import (
+    Address,
     BroadcastGroup,
     Bucket,
+    Meeting,
     TensorSpec,
     bucket_buffer,
     bucket_views,
     checksum,
-    free_address,
 )
 from trueline.training.checkpoints import load_tensors, save_model_folder, save_tensors
 from trueline.training.engine import TrainEngine
@@ -39,24 +39,44 @@ class WorkerSpec:
     world: int
     total_steps: int
     seed: int
-    address: tuple[str, int] = ("127.0.0.1", 0)
+    timeout_seconds: float = 1800.0
 
 
 class Worker:
+    """Made, then told to `listen` (rank 0), then started on every rank with the address that came back."""
+
+    engine: TrainEngine
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(spec.seed)
-        join = join_deepspeed if spec.ranks.engine == "deepspeed" else None
-        if join is not None:
-            join(spec, self.device)
-        self.model = load_model(spec.model, DTYPES[spec.model.dtype])
-        scorer = Scorer(self.model, spec.model.head_chunk_tokens)
-        self.engine = make_engine(scorer, spec, self.device)
+        self.meeting = Meeting()
         self.channel: BroadcastGroup | None = None
 
-    def ready(self) -> bool:
-        return True
+    def listen(self) -> Address:
+        """On rank 0: where the other ranks, or later the engines, find it."""
+        return self.meeting.open()
+
+    def start(self, address: Address) -> None:
+        """Join the other ranks and load the model."""
+        torch.manual_seed(self.spec.seed)
+        if self.spec.ranks.engine == "deepspeed":
+            self._join(address)
+        self.model = load_model(self.spec.model, DTYPES[self.spec.model.dtype])
+        scorer = Scorer(self.model, self.spec.model.head_chunk_tokens)
+        self.engine = make_engine(scorer, self.spec, self.device)
+
+    def _join(self, address: Address) -> None:
+        from trueline.training.deepspeed_engine import join_ranks  # noqa: PLC0415
+
+        spec = self.spec
+        join_ranks(
+            lambda: self.meeting.store(address, spec.world, spec.timeout_seconds),
+            spec.rank,
+            spec.world,
+            spec.timeout_seconds,
+            self.device,
+        )
 
     def score(self, packed: PackedSamples, passes: list[MicroBatch], temperature: float) -> np.ndarray:
         """Log-probs of every token of this rank's samples, one after another in the plan's order."""
@@ -90,13 +110,11 @@ class Worker:
         """Names and shapes of the weights, as engines will receive them."""
         return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.engine.weights()]
 
-    def address(self) -> tuple[str, int]:
-        return free_address()
-
-    def connect(self, address: tuple[str, int], world: int, timeout_seconds: float) -> None:
+    def connect(self, address: Address, world: int, timeout_seconds: float) -> None:
         """Join the engines' broadcast group; only rank 0 sends."""
         if self.spec.rank == 0:
-            self.channel = BroadcastGroup(address, 0, world, timeout_seconds)
+            store = self.meeting.store(address, world, timeout_seconds)
+            self.channel = BroadcastGroup(store, 0, world, timeout_seconds)
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
         """Every rank takes part in gathering; rank 0 sends, and returns a checksum per bucket."""
@@ -150,16 +168,6 @@ def kept(pairs: Any, keep: bool) -> Any:
     for name, value in pairs:
         if keep:
             yield name, value.clone() if isinstance(value, Tensor) else value
-
-
-def join_deepspeed(spec: WorkerSpec, device: torch.device) -> None:
-    from trueline.training.deepspeed_engine import join_ranks  # noqa: PLC0415
-
-    host, port = spec.address
-    os.environ.update(
-        RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world), MASTER_ADDR=host, MASTER_PORT=str(port)
-    )
-    join_ranks(device)
 
 
 def make_engine(scorer: Scorer, spec: WorkerSpec, device: torch.device) -> TrainEngine:

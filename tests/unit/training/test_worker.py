@@ -38,7 +38,9 @@ def make_samples(count: int, seed: int) -> list[Sample]:
 def make_worker(folder: Path, **training: Any) -> Worker:
     model = ModelConfig(path=str(folder), dtype="float32")
     ranks = TrainingConfig(engine="torch", **(SCHEDULE | training))
-    return Worker(WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0))
+    worker = Worker(WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0))
+    worker.start(("", 0))  # plain PyTorch meets nobody
+    return worker
 
 
 def make_group(worker: Worker, tokens: int = 1000, rows: int | None = None) -> ModelGroup:
@@ -199,6 +201,7 @@ def test_a_model_that_is_only_scored_has_no_optimizer(model_folder: Path) -> Non
     model = ModelConfig(path=str(model_folder), dtype="float32")
     spec = WorkerSpec(model, RanksConfig(engine="torch"), rank=0, world=1, total_steps=0, seed=0)
     reference = Worker(spec)
+    reference.start(("", 0))
     samples = make_samples(2, seed=8)
     ours = make_group(reference).score(samples, 1.0)
     theirs = make_group(make_worker(model_folder)).score(samples, 1.0)
