@@ -135,6 +135,8 @@ def quiet_libraries() -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        # OpenMP threads spin while they wait for each other; with every core taken, any other program stalls them all.
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) - 1, 1)),
     }.items():
         os.environ.setdefault(name, value)
 

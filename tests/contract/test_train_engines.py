@@ -148,3 +148,31 @@ def test_resumed_training_equals_uninterrupted(model: str, tmp_path: Path) -> No
             expected = whole["deepspeed", 0][name]
             distance = np.linalg.norm(tensor - expected) / np.linalg.norm(expected)
             assert distance < 1e-5, f"{name}: {distance:.2e}"
+
+
+def train_in_bfloat16(rank: int, world: int, model: str, folder: str) -> dict[int, list[float]]:
+    """Losses of six steps, with a save and a load in the middle, at every stage."""
+    losses = {}
+    for stage in STAGES:
+        config = TrainingConfig(zero_stage=stage, learning_rate=1e-3)  # type: ignore[arg-type]
+        spec = WorkerSpec(ModelConfig(path=model, dtype="bfloat16"), config, rank, world, 100, 0)
+        worker = started(Worker(spec))
+        losses[stage] = train(worker, rank, world, range(3))
+        worker.save(f"{folder}/{stage}")
+        again = started(Worker(spec))
+        again.load(f"{folder}/{stage}")
+        losses[stage] += train(again, rank, world, range(3, 6))
+    return losses
+
+
+def test_bfloat16_follows_float32(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower precision, same course; master weights and moments survive a checkpoint."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
+    exact = run_ranks(float32_losses, 1, tmp_path / "exact", model)[0]
+    lower = run_ranks(train_in_bfloat16, 1, tmp_path / "lower", model, str(tmp_path))[0]
+    for stage, losses in lower.items():
+        np.testing.assert_allclose(losses, exact, atol=0.02, err_msg=f"stage {stage}")
+
+
+def float32_losses(rank: int, world: int, model: str) -> list[float]:
+    return train(make_worker((model, "deepspeed", 2, 1e-3), rank, world), rank, world, range(6))

@@ -53,10 +53,10 @@ def this_machine() -> Machine:
 
 
 def worker_environment(machine: Machine, processes: int) -> dict[str, str]:
-    """Environment of a training process; on CPUs the cores are shared out among `processes`."""
+    """Environment of a training process; on CPUs all cores but one are shared out among `processes`."""
     if machine.gpus:
         return dict(QUIET)
-    threads = str(max(machine.cpus // processes, 1))
+    threads = str(max((machine.cpus - 1) // processes, 1))
     return QUIET | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
 
 

@@ -15,7 +15,7 @@ def deepspeed_config(config: RanksConfig, dtype: str) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == "bfloat16"},
         "zero_optimization": {
-            "stage": config.zero_stage,
+            "stage": effective_stage(config, dtype),
             "stage3_param_persistence_threshold": PARTITION_ABOVE,
         },
         "zero_allow_untested_optimizer": True,
@@ -24,3 +24,12 @@ def deepspeed_config(config: RanksConfig, dtype: str) -> dict[str, Any]:
     if isinstance(config, TrainingConfig):
         settings["gradient_clipping"] = config.max_grad_norm or NO_LIMIT
     return settings
+
+
+def effective_stage(config: RanksConfig, dtype: str) -> int:
+    """A model trained in bfloat16 at stage 0 runs at stage 1: the same numbers, the optimizer's state shared out.
+
+    DeepSpeed's stage 0 keeps float32 master weights that cannot be read back for a checkpoint.
+    """
+    trained = isinstance(config, TrainingConfig)
+    return 1 if trained and dtype == "bfloat16" and config.zero_stage == 0 else config.zero_stage

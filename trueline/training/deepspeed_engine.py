@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.deepspeed_config import deepspeed_config
+from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.engine import MOMENTS, StepInfo, TensorState
 from trueline.training.optimizer import learning_rate_at, make_optimizer
 
@@ -44,6 +44,7 @@ class DeepSpeedEngine:
     def __init__(self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device) -> None:
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         self.config, self.total_steps, self.device = config, total_steps, device
+        self.stage = effective_stage(config, dtype)
         optimizer = make_optimizer(module.parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype)
@@ -51,8 +52,8 @@ class DeepSpeedEngine:
         self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         self.base: Any = optimizer
         self.world = dist.get_world_size()
-        # Without ZeRO and in float32, DeepSpeed steps the plain optimizer on the plain parameters.
-        self.plain = config.zero_stage == 0 and dtype == "float32"
+        # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
+        self.plain = self.stage == 0
         self.steps = 0
 
     def forward(self, batch: Batch, temperature: float) -> ModelOutput:
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
         return nn.utils.get_total_norm([parameter.grad for parameter in self.named.values()])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.config.zero_stage < 3:
+        if self.stage < 3:
             yield from ((name, parameter.detach()) for name, parameter in self.named.items())
             return
         for names in self._gather_groups():
@@ -129,19 +130,20 @@ class DeepSpeedEngine:
         """DeepSpeed 0.19 links parameters to their moments after the first parameter group's first step, when
         the other groups have none yet; asking again once all have stepped links them all.
         """
-        if self.steps and not self.plain and self.config.zero_stage < 3:
+        if self.steps and not self.plain and self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self) -> list[Tensor]:
         """The flat float32 tensors that the inner optimizer steps on this rank."""
-        by_stage = {0: "fp32_groups_flat_partition", 3: "fp32_partitioned_groups_flat"}
-        return list(getattr(self.optimizer, by_stage.get(self.config.zero_stage, "single_partition_of_fp32_groups")))
+        if self.stage == 3:
+            return list(self.optimizer.fp32_partitioned_groups_flat)
+        return list(self.optimizer.single_partition_of_fp32_groups)
 
     def load_state(self, name: str, state: TensorState) -> None:
         parameter = self.named[name]
         values = {key: value.to(self.device) for key, value in state.items()}
-        with GatheredParameters([parameter], modifier_rank=0, enabled=self.config.zero_stage == 3):
+        with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data.copy_(values["weight"])
         if self.plain:
             if self.steps:

@@ -1,0 +1,21 @@
+"""The demo, start to end, as a newcomer sees it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_the_demo_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trueline.cli", "demo", "--folder", str(tmp_path / "demo")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    gain = re.search(r"gain: \+([0-9.]+) points", ended.stdout)
+    assert gain is not None, ended.stdout
+    assert float(gain[1]) >= 25
+    assert not re.search(r"WARNING|DEBUG|\(raylet\)|\(EngineCore", ended.stdout + ended.stderr)
