@@ -54,7 +54,7 @@ class RewardPool:
     """`processes` children; a call waits for a free one, and a child that dies or hangs is replaced."""
 
     def __init__(self, config: RewardConfig, log: Path) -> None:
-        self.config, self.log = config, log
+        self.config, self.log, self.closed = config, log, False
         self.free: asyncio.Queue[Child | None] = asyncio.Queue()
         self.children: set[Child] = set()
         for _ in range(config.processes):
@@ -62,6 +62,8 @@ class RewardPool:
 
     async def score(self, call: dict[str, Any]) -> float:
         child = await self.free.get()
+        if self.closed:
+            raise RewardFailure("the reward processes were stopped")
         healthy: Child | None = None
         try:
             child = child or await self._start()
@@ -85,6 +87,7 @@ class RewardPool:
         child.kill()
 
     async def stop(self) -> None:
+        self.closed = True
         children, self.children = self.children, set()
         for child in children:
             child.kill()

@@ -35,7 +35,6 @@ class RolloutPlan:
     seed: int
     seeded: bool
     max_failure_share: float
-    timeout_seconds: float
 
     def capacity(self) -> int:
         return (self.max_staleness + 1) * self.groups_per_step
@@ -83,10 +82,11 @@ class EventLoop:
 
 
 async def cancel_others() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    """Python 3.11's `wait_for` loses a cancellation that meets a result, so it is asked for until it is heard."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others, timeout=0.2)
 
 
 class Rollouts:

@@ -148,7 +148,6 @@ def make_rollouts(
             seed=config.seed,
             seeded=rollout.seeded,
             max_failure_share=config.reward.max_failure_share,
-            timeout_seconds=config.timeout_seconds,
         ),
         loop,
     )

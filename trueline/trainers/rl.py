@@ -98,7 +98,8 @@ class RLTrainer:
                 metrics |= self.publish()
                 if self.evaluation_due():
                     metrics |= self.evaluate()
-                self.rollouts.release(len(groups))
+                if state.step < config.steps:
+                    self.rollouts.release(len(groups))
                 self.report(metrics, trajectories)
             self.save()
         return state

@@ -86,7 +86,7 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         seeded: bool = True,
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
-        plan = RolloutPlan(groups, size, staleness, 0, seeded, share, 10)
+        plan = RolloutPlan(groups, size, staleness, 0, seeded, share)
         rollouts = Rollouts(
             Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False)),
             lambda: SingleTurn(scorer),
