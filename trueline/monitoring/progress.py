@@ -4,7 +4,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -61,13 +61,16 @@ class Progress:
         numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in SHOWN if key in metrics)
         return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}"
 
-    def panel(self, step: int, metrics: dict[str, float]) -> Group:
+    def panel(self, step: int, metrics: dict[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))
         shown = [(name, f"{metrics[key]:{form}}") for key, name, form in SHOWN if key in metrics]
         table.add_row(*(f"[dim]{name}[/]" for name, _ in shown))
         table.add_row(*(f"[bold]{value}[/]" for _, value in shown))
         head = f"[bold]{self.title}[/] step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"
-        return Group(head, ProgressBar(total=self.total, completed=step, width=60), table)
+        panel = Table.grid()
+        for part in (head, ProgressBar(total=self.total, completed=step, width=60), table):
+            panel.add_row(part)
+        return panel
 
     def remaining(self, step: int) -> str:
         assert self.first_step is not None

@@ -50,6 +50,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         processes = Processes(plan.machine, plan.layout, folder.logs, local)
         loop = EventLoop(config.timeout_seconds)
         stack.callback(loop.stop)
+        progress.note("starting   models and engines; each process imports its libraries first")
         policy, reference, pool = start_models(plan, processes)
         chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
         rewards = RewardPool(config.reward, folder.logs / "reward.log")
