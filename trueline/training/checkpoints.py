@@ -1,5 +1,6 @@
 """Checkpoints: written aside, flushed to disk, then renamed, so that a kill leaves the last good one."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from trueline.config.run import CheckpointConfig
 from trueline.models.loading import load_tokenizer
 
 UNFINISHED = ".unfinished"
+STATE, MANIFEST = "state.json", "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,8 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write(aside)
-        (aside / "state.json").write_text(json.dumps(state, indent=2))
+        (aside / STATE).write_text(json.dumps(state, indent=2))
+        (aside / MANIFEST).write_text(json.dumps(hashes(aside), indent=2))
         flush_tree(aside)
         aside.rename(target)
         flush(self.folder)
@@ -102,12 +105,32 @@ class Checkpoints:
         return finished[-1] if finished else None
 
     def read_state(self, checkpoint: Path) -> dict[str, Any]:
+        """The counters of a checkpoint whose every file is what was written."""
         try:
-            state = json.loads((checkpoint / "state.json").read_text())
+            written = json.loads((checkpoint / MANIFEST).read_text())
+            state = json.loads((checkpoint / STATE).read_text())
         except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(f"{checkpoint}: not a checkpoint of this run ({error}); remove it to resume") from error
+        found = hashes(checkpoint)
+        wrong = [name for name, digest in written.items() if found.get(name) != digest]
+        if wrong:
+            raise ConfigError(
+                f"{checkpoint}: {wrong[0]} is missing or not what was saved; remove the folder to resume from the "
+                "checkpoint before it"
+            )
         assert isinstance(state, dict)
         return state
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below, by its relative name; the manifest itself is left out."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): digest(path) for path in files}
+
+
+def digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def flush_tree(folder: Path) -> None:

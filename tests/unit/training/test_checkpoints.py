@@ -107,3 +107,21 @@ def test_tensors_are_found_by_name_and_part(tmp_path: Path) -> None:
         parts = saved.by_name()
         assert {name: set(part) for name, part in parts.items()} == {"a.b": {"weight", "exp_avg"}, "c": {"weight"}}
         assert torch.equal(saved.read(parts["a.b"]["weight"]), tensors["a.b/weight"])
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
+def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+
+    def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights").write_bytes(b"0123456789")
+
+    saved = checkpoints.save(1, {"step": 1}, write)
+    weights = saved / "model" / "weights"
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(b"0123456788" if damage == "altered" else b"01234")
+    with pytest.raises(ConfigError, match=r"step_000001: model/weights is missing or not what was saved"):
+        checkpoints.read_state(saved)
