@@ -95,7 +95,8 @@ def show_result(folder: RunFolder, console: Console) -> None:
     for old, new in list(zip(before, after, strict=True))[:SHOWN_TRANSCRIPTS]:
         table.add_row(old["prompt"], mark(old), mark(new))
     console.print(table)
-    console.print(f"gain: {100 * (scores[last] - scores[first]):+.1f} points")
+    console.print(f"gain: {100 * (scores[last] - scores[first]):+.1f} points in sampled answers")
+    console.print("GRPO unlearns the teacher's random slips; the most likely (greedy) answer was mostly right before.")
     console.print(f"metrics      {folder.metrics}\ntranscripts  {folder.transcripts}")
     console.print(f"checkpoints  {folder.path / 'checkpoints'}\nTensorBoard  tensorboard --logdir {folder.path}")
 
