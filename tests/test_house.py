@@ -14,16 +14,17 @@ from statistics import median
 import pytest
 import yaml
 
-from trueline.cli import RL_FLAGS, SUPERVISED_FLAGS, load, make_parser
+from trueline.cli import RL_FLAGS, TASK_FLAGS, load, make_parser
 from trueline.config.algorithm import PRESETS
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.supervised import TASK_VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trueline"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TREES = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text()) for file in SOURCES}
+VERBS = [*PRESETS, *TASK_VERBS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
@@ -45,6 +46,8 @@ HOMES = {  # third-party library -> the files that may import it
     "ray": r"runtime/.*",
     "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py",
     "deepspeed": r"training/deepspeed_\w+\.py",
+    "peft": r"models/lora\.py",
+    "bitsandbytes": r"models/lora\.py",
     "wandb": r"monitoring/trackers\.py",
 }
 USER_CODE = {"rewards/process.py"}  # the boundary where user code runs
@@ -255,19 +258,19 @@ def test_no_print() -> None:
 
 def verb_of(file: Path) -> str:
     """The longest verb that the file's name begins with: `dr_grpo.yaml`, `grpo_two_gpus.yaml`."""
-    verbs = [verb for verb in [*PRESETS, "sft"] if re.match(rf"{verb}[._]", file.name)]
-    assert verbs, f"{file.name} begins with no verb: {', '.join([*PRESETS, 'sft'])}"
+    verbs = [verb for verb in VERBS if re.match(rf"{verb}[._]", file.name)]
+    assert verbs, f"{file.name} begins with no verb: {', '.join(VERBS)}"
     return max(verbs, key=len)
 
 
 def kind_of(verb: str) -> tuple[type[RunConfig], dict[str, str], dict[str, object]]:
-    if verb == "sft":
-        return SupervisedConfig, SUPERVISED_FLAGS, {}
+    if verb in TASK_VERBS:
+        return TASK_VERBS[verb].kind, TASK_FLAGS, TASK_VERBS[verb].defaults
     return RLConfig, RL_FLAGS, {"algorithm": {"preset": verb}}
 
 
 def test_there_are_examples() -> None:
-    assert {verb_of(file) for file in EXAMPLES} == {*PRESETS, "sft"}
+    assert {verb_of(file) for file in EXAMPLES} == set(VERBS)
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)

@@ -5,13 +5,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError, Tree, read_tree
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.supervised import TASK_VERBS
 
 Kind = TypeVar("Kind", bound=RunConfig)
 
@@ -23,7 +23,7 @@ RL_FLAGS = {
     "--eval-data": "evaluation.data",
     "--name": "name",
 }
-SUPERVISED_FLAGS = {"--model": "model.path", "--data": "data.path", "--name": "name"}
+TASK_FLAGS = {"--model": "model.path", "--data": "data.path", "--eval-data": "evaluation.data", "--name": "name"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,17 +55,41 @@ def make_parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(preset, help=f"reinforcement learning with {preset}")
         add_run_options(verb, RL_FLAGS)
         verb.set_defaults(run=run_rl, verb=preset)
-    sft = verbs.add_parser("sft", help="supervised fine-tuning")
-    add_run_options(sft, SUPERVISED_FLAGS)
-    sft.set_defaults(run=run_sft, verb="sft")
+    for name, task in TASK_VERBS.items():
+        verb = verbs.add_parser(name, help=task.meaning)
+        add_run_options(verb, TASK_FLAGS)
+        verb.set_defaults(run=run_task, verb=name)
     config = verbs.add_parser("config", help="list every key with its default and meaning")
-    config.add_argument("of", nargs="?", default="grpo", choices=[*PRESETS, "sft"], help="verb whose keys to list")
+    every = [*PRESETS, *TASK_VERBS]
+    config.add_argument("of", nargs="?", default="grpo", choices=every, metavar="VERB", help="verb whose keys to list")
     config.set_defaults(run=show_config)
+    add_data_verbs(verbs)
+    add_export(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)
     return parser
+
+
+def add_data_verbs(verbs: Any) -> None:
+    data = verbs.add_parser("data", help="look at what will be trained on")
+    kinds = data.add_subparsers(required=True, metavar="WHAT")
+    preview = kinds.add_parser("preview", help="show three rows as they will be trained on, learnt tokens marked")
+    preview.add_argument("--task", dest="verb", default="sft", choices=list(TASK_VERBS), help="verb that will train")
+    preview.add_argument("--rows", type=int, default=3)
+    add_run_options(preview, TASK_FLAGS)
+    preview.set_defaults(run=preview_data)
+
+
+def add_export(verbs: Any) -> None:
+    export = verbs.add_parser("export", help="write a Hugging Face folder from a run or checkpoint")
+    export.add_argument("source", type=Path, help="run folder (its newest checkpoint) or checkpoint folder")
+    export.add_argument("target", type=Path, help="new folder")
+    export.add_argument("--merge", action="store_true", help="add a LoRA's matrices to the weights they belong to")
+    export.add_argument("--average", action="store_true", help="the moving average of the weights, where one was kept")
+    export.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as trained")
+    export.set_defaults(run=run_export)
 
 
 def add_run_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
@@ -103,12 +127,29 @@ def run_rl(options: argparse.Namespace) -> int:
     return launch_rl(config, options.verb, dry_run=options.dry_run, resume=options.resume)
 
 
-def run_sft(options: argparse.Namespace) -> int:
-    config = load(SupervisedConfig, options, SUPERVISED_FLAGS, {})
+def run_task(options: argparse.Namespace) -> int:
+    config = load(TASK_VERBS[options.verb].kind, options, TASK_FLAGS, TASK_VERBS[options.verb].defaults)
     quiet_libraries()
     from trueline.trainers.launch import launch_supervised  # noqa: PLC0415
 
     return launch_supervised(config, options.verb, dry_run=options.dry_run, resume=options.resume)
+
+
+def preview_data(options: argparse.Namespace) -> int:
+    config = load(TASK_VERBS[options.verb].kind, options, TASK_FLAGS, TASK_VERBS[options.verb].defaults)
+    quiet_libraries()
+    from trueline.trainers.launch import show_preview  # noqa: PLC0415
+
+    return show_preview(config, options.rows)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    quiet_libraries()
+    from trueline.training.export import Export, export  # noqa: PLC0415
+
+    written = export(options.source, options.target, Export(options.merge, options.average, options.dtype))
+    say(f"written: {written}")
+    return 0
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -120,8 +161,11 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def show_config(options: argparse.Namespace) -> int:
-    preset = {"algorithm": {"preset": options.of}}
-    config = SupervisedConfig() if options.of == "sft" else RLConfig.parse(preset)
+    config: RunConfig
+    if options.of in TASK_VERBS:
+        config = TASK_VERBS[options.of].kind.parse(TASK_VERBS[options.of].defaults)
+    else:
+        config = RLConfig.parse({"algorithm": {"preset": options.of}})
     for key in config.leaves():
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0

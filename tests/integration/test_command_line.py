@@ -160,3 +160,31 @@ def prepare_mistakes(home: Path) -> None:
     bare.mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((home / "my model" / name).read_bytes())
+
+
+def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
+    """Two ranks share each sequence at ZeRO 3; after --resume one rank at ZeRO 1 goes on."""
+    pairs = [{"prompt": f"Say {number}", "chosen": "yes", "rejected": f"no {number}"} for number in range(20)]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    named = ["--model", "my model", "--data", "pairs.jsonl", "--name", "pairs"]
+    wide = ["training.ranks=2", "model.ring=2", "training.zero_stage=3", "evaluation.share=0.2", "samples_per_step=4"]
+    first = run(home, *TRUELINE, "dpo", *named, *wide, "steps=2", "training.learning_rate=1e-3")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "format     preference (columns prompt, chosen, rejected)" in first.stdout
+    assert "held out   4 rows" in first.stdout
+    narrow = ["training.ranks=1", "model.ring=1", "training.zero_stage=1", "steps=4"]
+    second = run(home, *TRUELINE, "dpo", "--resume", "--name", "pairs", *narrow)
+    assert second.returncode == 0, second.stdout + second.stderr
+    rows = rows_of(home / "runs" / "pairs" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["evaluation/loss"] < rows[0]["evaluation/loss"]
+    AutoModelForCausalLM.from_pretrained(home / "runs" / "pairs" / "checkpoints" / "step_000004" / "model")
+
+
+def test_data_preview_marks_what_is_learnt(home: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Say 5"}, {"role": "assistant", "content": "5"}]}
+    (home / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    shown = run(home, *TRUELINE, "data", "preview", "--model", "my model", "--data", "chat.jsonl")
+    assert shown.returncode == 0, shown.stderr
+    assert "format     messages (column messages)" in shown.stdout
+    assert "⟦5" in shown.stdout and "row 1: " in shown.stdout

@@ -51,6 +51,13 @@ def test_staleness_is_bounded_and_still_learns(tmp_path: Path) -> None:
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + 0.2
 
 
+def test_adapters_learn_and_are_their_own_reference(tmp_path: Path) -> None:
+    """The engine gets merged weights (each publishing is checked); the reference is the policy without adapters."""
+    rows = train(tmp_path, "grpo", "model.lora.rank=8", "training.learning_rate=1e-2")
+    assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + 0.25
+    assert rows[0]["policy/kl"] < 1e-6 < rows[-1]["policy/kl"]
+
+
 def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     first, again = (train(tmp_path / name, "grpo", "steps=3", "seed=4") for name in ("first", "again"))
     for key in ("reward/mean", "loss", "grad_norm"):

@@ -32,7 +32,7 @@ CORRECTIONS: dict[str, Callable[[Tensor, CorrectionConfig], Tensor]] = {
 
 
 def correction_weights(batch: Batch, config: CorrectionConfig) -> Tensor:
-    """[B, T] factor on each token's policy loss; no gradient."""
+    """[N] factor on each token's policy loss; no gradient."""
     weight = bounded(batch.old_logprobs - batch.rollout_logprobs).exp()
     return CORRECTIONS[config.kind](weight, config)
 

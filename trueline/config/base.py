@@ -76,6 +76,8 @@ def kind_name(annotation: Any) -> str:
         return "null"
     if get_origin(annotation) is list:
         return f"list of {kind_name(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return " to ".join(kind_name(part) for part in get_args(annotation))
     if get_args(annotation):
         return " | ".join(str(option) for option in get_args(annotation))
     return str(annotation.__name__)

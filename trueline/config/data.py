@@ -1,21 +1,24 @@
 """Where prompts, labels and rewards come from."""
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trueline.config.base import Config
 
 
-class DataConfig(Config):
+class SourceConfig(Config):
+    """What all kinds of runs say of their rows."""
+
     path: str = ""
     """JSON, JSONL, CSV, Parquet or Arrow file, a folder of them, or a hub name (`name` or `name:split`)."""
 
-    prompt_column: str | None = None
-    """Column with the prompt (text or messages); null takes the first of messages, prompt, question."""
+    mixture: dict[str, float] = {}
+    """Several datasets in place of `path`: each one's path and how likely a row is drawn from it (normalised)."""
 
-    label_column: str | None = None
-    """Column that rewards see as `label`; null takes the first of label, answer, solution that exists."""
+    prompt_column: str | None = None
+    """Column with the prompt (text or messages); null takes messages, prompt or question, or Alpaca's instruction."""
 
     system_prompt: str | None = None
     """Put in front of every conversation as a system message."""
@@ -25,6 +28,62 @@ class DataConfig(Config):
 
     shuffle: bool = True
     """Draw rows in a seeded random order, anew in every epoch."""
+
+    @model_validator(mode="after")
+    def check_sources(self) -> Self:
+        if self.path and self.mixture:
+            raise ValueError(f"path={self.path} and mixture={self.mixture} exclude each other: keep one of them")
+        for path, probability in self.mixture.items():
+            if not 0 < probability < math.inf:
+                raise ValueError(f"mixture gives {path} the probability {probability}: it must be above 0")
+        return self
+
+    def sources(self) -> dict[str, float]:
+        """Each dataset's path and weight."""
+        return self.mixture or {self.path: 1.0}
+
+    def source_key(self) -> str:
+        return "data.mixture" if self.mixture else "data.path"
+
+
+class PromptDataConfig(SourceConfig):
+    """Rows to be answered."""
+
+    label_column: str | None = None
+    """Column that rewards see as `label`; null takes the first of label, answer, solution that exists."""
+
+
+class DataConfig(SourceConfig):
+    """Rows to be learnt."""
+
+    format: Literal[
+        "auto", "messages", "conversations", "alpaca", "completion", "text", "preference", "rated", "steps"
+    ] = "auto"
+    """What the rows are; auto tells it from the columns of the first row."""
+
+    messages_column: str | None = None
+    """Column with whole conversations; null takes messages or conversations."""
+
+    completion_column: str | None = None
+    """Column with the answer or its steps; null takes completion, answer or response, or output, or completions."""
+
+    chosen_column: str | None = None
+    """Column with the better answer; null takes chosen."""
+
+    rejected_column: str | None = None
+    """Column with the worse answer; null takes rejected."""
+
+    rating_column: str | None = None
+    """Column that says whether an answer is desirable, or how good its steps are; null takes label or labels."""
+
+    text_column: str | None = None
+    """Column with plain text to continue pre-training on; null takes text."""
+
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """A row with too many tokens is refused by its place, cut on the right, or left out; what was done is counted."""
+
+    step_separator: str = "\n"
+    """Text that ends each step of an answer whose steps are labelled; on the command line, \\n is a newline."""
 
 
 class RewardConfig(Config):

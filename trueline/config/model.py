@@ -7,6 +7,25 @@ from pydantic import Field
 from trueline.config.base import Config
 
 
+class LoraConfig(Config):
+    """Train small matrices beside frozen weights."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the added matrices; 0 trains all weights instead."""
+
+    alpha: float = Field(32.0, gt=0)
+    """The added product is scaled by alpha / rank."""
+
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in front of the added matrices. Above 0, training and scoring see different functions."""
+
+    targets: str = "all-linear"
+    """all-linear, or a comma-separated list of module names such as q_proj,v_proj."""
+
+    quantize: bool = False
+    """QLoRA: hold the frozen weights in 4 bits (bitsandbytes)."""
+
+
 class ModelConfig(Config):
     path: str = ""
     """Hugging Face model: a folder with config, safetensors weights and tokenizer, or a hub name."""
@@ -25,6 +44,17 @@ class ModelConfig(Config):
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share out every layer's matrices (DeepSpeed AutoTP)."""
+
+    ring: int = Field(1, ge=1)
+    """Ranks that share out every sequence (ring attention), for contexts too long for one device."""
+
+    liger: bool = False
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs; needs a GPU and the liger-kernel package."""
+
+    lora: LoraConfig = LoraConfig()
 
 
 class RanksConfig(Config):
@@ -45,6 +75,12 @@ class RanksConfig(Config):
     micro_batch_samples: int | None = Field(None, ge=1)
     """Optional limit of sequences in one forward pass of one rank."""
 
+    packing: bool = True
+    """Lay sequences end to end; false pads them, for architectures that packed attention refuses."""
+
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """Keep in the machine's memory instead of the GPU's: the optimizer (ZeRO 1-3), or weights too (ZeRO 3)."""
+
 
 class TrainingConfig(RanksConfig):
     """The ranks of the trained model and its optimizer."""
@@ -52,8 +88,11 @@ class TrainingConfig(RanksConfig):
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or falling to zero at the last step."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after warm-up: constant, or falling to zero at the last step; wsd: constant, then falling."""
+
+    decay_share: float = Field(0.2, gt=0, le=1)
+    """Last share of the steps in which schedule=wsd falls."""
 
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises from zero."""
@@ -70,18 +109,55 @@ class TrainingConfig(RanksConfig):
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay, e.g. 0.999; 0 keeps none."""
+
+    max_bad_steps: int = Field(3, ge=0)
+    """Steps in a row with a loss or gradient that is not finite (skipped, counted) before the run stops."""
+
+
+def check_training(training: TrainingConfig, model: ModelConfig) -> None:
+    """Combinations of model and training keys that cannot work."""
+    if training.engine == "torch":
+        check_torch_engine(training, model)
+    width = model.tensor_parallel * model.ring
+    if training.ranks is not None and training.ranks % width:
+        raise ValueError(
+            f"training.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
+            f"model.ring={model.ring}: set it to {width} or a multiple"
+        )
+    if model.ring > 1 and not training.packing:
+        raise ValueError(f"model.ring={model.ring} works on packed sequences: set training.packing=true")
+    if training.offload == "all" and training.zero_stage != 3:
+        raise ValueError(f"training.offload=all needs training.zero_stage=3 (got {training.zero_stage})")
+    if training.offload == "optimizer" and training.zero_stage == 0:
+        raise ValueError("training.offload=optimizer needs training.zero_stage=1 or more (got 0)")
+    check_lora(training, model)
+
+
+def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
+    if model.lora.quantize and model.lora.rank == 0:
+        raise ValueError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
+    if model.lora.rank and model.tensor_parallel > 1:
+        raise ValueError(
+            f"model.lora.rank={model.lora.rank} cannot be divided by tensor parallelism: set model.tensor_parallel=1 "
+            f"(got {model.tensor_parallel}); ZeRO shares memory out as well"
+        )
+    if model.lora.quantize and training.zero_stage == 3:
+        raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
+
 
 def check_torch_engine(training: TrainingConfig, model: ModelConfig) -> None:
     """Plain PyTorch has one process and no float32 master weights beside lower precision."""
-    if training.engine != "torch":
-        return
-    if (training.ranks or 1) > 1:
+    if (training.ranks or 1) * model.tensor_parallel * model.ring > 1:
         raise ValueError(
-            f"training.engine=torch runs in one process: set training.ranks=1 (got {training.ranks}) "
-            "or training.engine=deepspeed"
+            f"training.engine=torch runs in one process: set training.ranks=1 (got {training.ranks}), "
+            "model.tensor_parallel=1 and model.ring=1, or training.engine=deepspeed"
         )
     if model.dtype == "bfloat16":
         raise ValueError(
             "training.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
             "or training.engine=deepspeed"
         )
+    if training.offload != "none":
+        raise ValueError(f"training.engine=torch offloads nothing: set training.offload=none (got {training.offload})")

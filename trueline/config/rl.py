@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config, merge
-from trueline.config.data import DataConfig, RewardConfig
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_torch_engine
+from trueline.config.data import PromptDataConfig, RewardConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.run import RunConfig
 
 
@@ -112,7 +112,7 @@ class RLConfig(RunConfig):
     reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
-    data: DataConfig = DataConfig()
+    data: PromptDataConfig = PromptDataConfig()
     reward: RewardConfig = RewardConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sync: SyncConfig = SyncConfig()
@@ -139,8 +139,19 @@ class RLConfig(RunConfig):
             )
         if self.runtime == "local":
             self._check_local()
-        check_torch_engine(self.training, self.model)
+        check_training(self.training, self.model)
+        self._check_reference()
         return self
+
+    def _check_reference(self) -> None:
+        width = self.model.tensor_parallel * self.model.ring
+        if self.reference.ranks is not None and self.reference.ranks % width:
+            raise ValueError(
+                f"reference.ranks={self.reference.ranks} is no multiple of model.tensor_parallel="
+                f"{self.model.tensor_parallel} x model.ring={self.model.ring}: set it to {width} or a multiple"
+            )
+        if self.model.ring > 1 and not self.reference.packing:
+            raise ValueError(f"model.ring={self.model.ring} works on packed sequences: set reference.packing=true")
 
     def _check_local(self) -> None:
         for section, engines in LOCAL_DEFAULTS.items():

@@ -14,6 +14,12 @@ class CheckpointConfig(Config):
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay on disk."""
 
+    keep_best: int = Field(0, ge=0)
+    """How many of the best checkpoints by `metric` stay besides."""
+
+    metric: str = "evaluation/loss"
+    """What keep_best looks at; a `-` in front means that more is better, e.g. -evaluation/accuracy."""
+
 
 class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
@@ -21,6 +27,9 @@ class MonitoringConfig(Config):
 
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
+
+    wandb: str | None = None
+    """Weights & Biases project to report to; null reports nothing. Needs the wandb package."""
 
 
 class RunConfig(Config):

@@ -1,12 +1,14 @@
-"""The configuration of supervised training."""
+"""The configurations of offline training, and one row per verb that names one."""
 
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import merge
+from trueline.config.base import Config, Tree, merge
 from trueline.config.data import DataConfig
-from trueline.config.model import ModelConfig, TrainingConfig, check_torch_engine
+from trueline.config.model import ModelConfig, TrainingConfig, check_training
+from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.config.run import RunConfig
 
 
@@ -15,7 +17,28 @@ class SupervisedTrainingConfig(TrainingConfig):
     """Peak learning rate of AdamW."""
 
 
+class HeldOutConfig(Config):
+    data: str = ""
+    """Held-out rows, same columns as data.path; empty takes `share` of the training rows instead."""
+
+    share: float = Field(0.0, ge=0, lt=1)
+    """Share of data.path's rows that is held out and never trained on."""
+
+    by: str | None = None
+    """Column whose equal values stay on one side of that split, so that nothing leaks between the two."""
+
+    every: int = Field(50, ge=0)
+    """Evaluate every this many steps, besides before the first and after the last; 0 means only those two."""
+
+    limit: int | None = Field(None, ge=1)
+    """Use only the first this many held-out rows of each dataset."""
+
+
 class SupervisedConfig(RunConfig):
+    """What all offline tasks share."""
+
+    task: ClassVar[str] = "sft"
+
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; null makes `epochs` passes over the data."""
 
@@ -23,17 +46,15 @@ class SupervisedConfig(RunConfig):
     """Passes over the data when `steps` is null."""
 
     samples_per_step: int = Field(64, ge=1)
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences, or pairs of them, per optimizer step, over all ranks."""
 
     max_tokens: int | None = Field(None, ge=2)
-    """Longest sequence; a longer one is refused by row. null takes the model's context."""
-
-    completion_column: str | None = None
-    """Column with the text to learn; null takes the first of completion, answer, response that exists."""
+    """Longest sequence; data.too_long says what happens to a longer one. null takes the model's context."""
 
     model: ModelConfig = ModelConfig()
     training: SupervisedTrainingConfig = SupervisedTrainingConfig()
     data: DataConfig = DataConfig()
+    evaluation: HeldOutConfig = HeldOutConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -47,10 +68,76 @@ class SupervisedConfig(RunConfig):
             raise ValueError(
                 f"runtime=local keeps everything in one process: set training.engine=torch (got {self.training.engine})"
             )
-        check_torch_engine(self.training, self.model)
-        if (self.max_tokens or 0) > self.training.micro_batch_tokens:
+        check_training(self.training, self.model)
+        if self.evaluation.data and self.evaluation.share:
+            raise ValueError(
+                f"evaluation.data={self.evaluation.data} and evaluation.share={self.evaluation.share} both name "
+                "held-out rows: set one of them"
+            )
+        limit = self.training.micro_batch_tokens * self.model.ring
+        if (self.max_tokens or 0) > limit:
             raise ValueError(
                 f"max_tokens={self.max_tokens} does not fit into training.micro_batch_tokens="
                 f"{self.training.micro_batch_tokens}: raise the latter or lower the former"
             )
         return self
+
+
+class SftConfig(SupervisedConfig):
+    learn: Literal["all", "last"] = "all"
+    """Learn all of a conversation's assistant turns, or the last one only."""
+
+
+class DistillRunConfig(SftConfig):
+    task: ClassVar[str] = "distill"
+
+    distill: DistillConfig = DistillConfig()
+
+
+class PreferenceRunConfig(SupervisedConfig):
+    task: ClassVar[str] = "preference"
+
+    preference: PreferenceConfig = PreferenceConfig()
+
+
+class KTORunConfig(SupervisedConfig):
+    task: ClassVar[str] = "kto"
+
+    kto: KTOConfig = KTOConfig()
+
+
+class RewardModelRunConfig(SupervisedConfig):
+    task: ClassVar[str] = "rm"
+
+    reward_model: RewardModelConfig = RewardModelConfig()
+
+
+class ProcessRewardRunConfig(SupervisedConfig):
+    task: ClassVar[str] = "prm"
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A command: the kind of configuration it reads, and what it sets before files and overrides."""
+
+    kind: type[SupervisedConfig]
+    meaning: str
+    defaults: Tree = field(default_factory=dict)
+
+
+def preference_verb(meaning: str, preference: Tree) -> Verb:
+    return Verb(PreferenceRunConfig, meaning, {"preference": preference, "training": {"learning_rate": 1e-6}})
+
+
+TASK_VERBS: dict[str, Verb] = {
+    "sft": Verb(SftConfig, "supervised fine-tuning on conversations, answers or plain text"),
+    "rm": Verb(RewardModelRunConfig, "train a reward model on pairs of answers"),
+    "prm": Verb(ProcessRewardRunConfig, "train a process reward model on rated steps"),
+    "dpo": preference_verb("direct preference optimisation on pairs", {"loss": "sigmoid", "beta": 0.1}),
+    "cdpo": preference_verb("DPO with noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
+    "ipo": preference_verb("identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
+    "simpo": preference_verb("preferences without a reference model", {"loss": "simpo", "beta": 2.0, "gamma": 1.0}),
+    "orpo": preference_verb("supervised loss plus odds ratio, without a reference model", {"loss": "orpo"}),
+    "kto": Verb(KTORunConfig, "learn from answers labelled good or bad", {"training": {"learning_rate": 1e-6}}),
+    "distill": Verb(DistillRunConfig, "learn a teacher's next-token distributions"),
+}

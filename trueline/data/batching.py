@@ -1,5 +1,7 @@
 """Which samples go into which forward pass of which rank, and how they become tensors."""
 
+import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +11,11 @@ from torch import Tensor
 from trueline.data.types import Batch, PackedSamples
 
 FILLER = -1  # in a plan: a sample of weight zero, so that every rank does the same number of passes
+FILLER_TOKENS = 2
 
 MicroBatch = list[int]  # positions in the packed samples
 Plan = list[list[MicroBatch]]  # [rank][pass]
+Unit = list[int]  # lengths of the sequences that stay together
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,76 +24,112 @@ class Budget:
 
     tokens: int  # hard limit, padding included
     samples: int | None = None
+    packed: bool = True  # sequences end to end; False: each padded to the longest of the pass
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget) -> Plan:
+def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, together: int = 1) -> Plan:
     """Spread samples over ranks: no pass above the budget, the same number of passes on every rank.
 
-    Samples are dealt out longest first, so ranks get like amounts of work and passes little padding.
+    `together` neighbours (2 for pairs) stay in one pass.
     """
-    too_long = [position for position, length in enumerate(lengths) if length > budget.tokens]
-    if too_long:
-        raise ValueError(
-            f"sample {too_long[0]} has {lengths[too_long[0]]} tokens, more than micro_batch_tokens={budget.tokens}: "
-            "raise micro_batch_tokens or shorten the sequences"
-        )
-    order = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    dealt = [deal(order, rank, ranks) for rank in range(ranks)]
-    plan = [fill(share, lengths, budget) for share in dealt]
-    passes = max(len(micro_batches) for micro_batches in plan)
-    return [stretch(micro_batches, passes) for micro_batches in plan]
+    units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+    check_fit(units, budget)
+    order = sorted(range(len(units)), key=lambda unit: -sum(units[unit]))
+    shares = packed_shares(order, units, ranks, budget) if budget.packed else padded_shares(order, units, ranks, budget)
+    shares.sort(key=lambda share: -sum(sum(units[unit]) for unit in share))
+    filler = [FILLER] * together
+    rows = [[unit * together + at for unit in share for at in range(together)] or filler for share in shares]
+    rounds = [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
+    # Every other round runs backwards, so that no rank always gets the fuller pass.
+    dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rounds)]
+    return [[row[rank] for row in dealt] for rank in range(ranks)]
 
 
-def deal(order: list[int], rank: int, ranks: int) -> list[int]:
-    """Every other round runs backwards (0 1 2, 2 1 0, ...), so that no rank always gets the longer one."""
-    rounds = [order[start : start + ranks] for start in range(0, len(order), ranks)]
-    places = [rank if number % 2 == 0 else ranks - 1 - rank for number in range(len(rounds))]
-    return [row[place] for row, place in zip(rounds, places, strict=True) if place < len(row)]
+def check_fit(units: list[Unit], budget: Budget) -> None:
+    for number, unit in enumerate(units):
+        if padded_load(unit, budget) > budget.tokens:
+            raise ValueError(
+                f"row {number} has {padded_load(unit, budget)} tokens, "
+                f"more than micro_batch_tokens={budget.tokens}: raise micro_batch_tokens or shorten the sequences"
+            )
+        if budget.samples is not None and len(unit) > budget.samples:
+            raise ValueError(f"micro_batch_samples={budget.samples} separates a pair: raise it to {len(unit)} or more")
 
 
-def fill(share: list[int], lengths: list[int], budget: Budget) -> list[MicroBatch]:
-    """Cut a list sorted longest first into passes; the first sample of a pass sets its padded width."""
-    micro_batches: list[MicroBatch] = []
-    for position in share:
-        current = micro_batches[-1] if micro_batches else []
-        rows = len(current) + 1
-        fits = current and rows * lengths[current[0]] <= budget.tokens
-        if fits and (budget.samples is None or rows <= budget.samples):
-            current.append(position)
+def padded_load(lengths: list[int], budget: Budget) -> int:
+    """Tokens that one pass over sequences of these lengths computes."""
+    return sum(lengths) if budget.packed else len(lengths) * max(lengths)
+
+
+def packed_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
+    """As few passes as hold everything, with like numbers of tokens; O(n log n) for each of the few tries."""
+    sequences = sum(len(unit) for unit in units)
+    passes = math.ceil(sum(map(sum, units)) / budget.tokens / ranks)
+    if budget.samples is not None:
+        passes = max(passes, math.ceil(sequences / budget.samples / ranks))
+    while (shares := longest_first(order, units, ranks * passes, budget)) is None:
+        passes = max(passes + 1, int(passes * 1.02))
+    return shares
+
+
+def longest_first(order: list[int], units: list[Unit], count: int, budget: Budget) -> list[list[int]] | None:
+    """Each unit goes to the share with the fewest tokens so far; None if that breaks the budget."""
+    heap = [(0, number) for number in range(count)]
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for unit in order:
+        if not heap:
+            return None
+        tokens, number = heapq.heappop(heap)
+        tokens += sum(units[unit])
+        if tokens > budget.tokens:
+            return None
+        shares[number].append(unit)
+        if budget.samples is None or (len(shares[number]) + 1) * len(units[unit]) <= budget.samples:
+            heapq.heappush(heap, (tokens, number))
+    return shares
+
+
+def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
+    """Runs of like lengths, so that padding is little; split, or filled up, to a multiple of the ranks."""
+    shares: list[list[int]] = []
+    for unit in order:
+        current = [*shares[-1], unit] if shares else []
+        lengths = [length for one in current for length in units[one]]
+        fits = current and padded_load(lengths, budget) <= budget.tokens
+        if fits and (budget.samples is None or len(lengths) <= budget.samples):
+            shares[-1].append(unit)
         else:
-            micro_batches.append([position])
-    return micro_batches
-
-
-def stretch(micro_batches: list[MicroBatch], passes: int) -> list[MicroBatch]:
-    """Split the fullest passes, or add fillers, until there are `passes` of them."""
-    stretched = [list(micro_batch) for micro_batch in micro_batches]
-    while len(stretched) < passes:
-        fullest = max(range(len(stretched)), key=lambda index: len(stretched[index]), default=None)
-        if fullest is None or len(stretched[fullest]) < 2:
-            stretched.append([FILLER])
-        else:
-            rows = stretched[fullest]
-            stretched[fullest : fullest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-    return stretched
+            shares.append([unit])
+    while len(shares) % ranks:
+        fullest = max(range(len(shares)), key=lambda number: len(shares[number]))
+        rows = shares[fullest]
+        half = len(rows) // 2
+        shares[fullest : fullest + 1] = [rows[:half], rows[half:]] if half else [rows, []]
+    return shares
 
 
 def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device) -> Batch:
-    """Cut the named samples out of the flat arrays and pad them on the right."""
+    """Cut the named samples out of the flat arrays and lay them end to end."""
     ends = np.cumsum(packed.lengths)
-    spans = [(0, 1) if at == FILLER else (int(ends[at] - packed.lengths[at]), int(ends[at])) for at in micro_batch]
-    width = max(end - start for start, end in spans)
+    spans = [None if at == FILLER else slice(int(ends[at] - packed.lengths[at]), int(ends[at])) for at in micro_batch]
 
-    def padded(array: np.ndarray) -> Tensor:
-        rows = np.zeros((len(spans), width), dtype=array.dtype)
-        for row, (start, end) in enumerate(spans):
-            rows[row, : end - start] = array[start:end]
-        return torch.from_numpy(rows).to(device)
+    def joined(array: np.ndarray) -> Tensor:
+        filler = np.zeros(FILLER_TOKENS, dtype=array.dtype)
+        pieces = [filler if span is None else array[span] for span in spans]
+        return torch.from_numpy(np.concatenate(pieces)).to(device)
 
-    fields = {name: padded(array) for name, array in packed.arrays.items()}
-    shares = [0.0 if at == FILLER else float(packed.weights[at]) for at in micro_batch]
-    weights = torch.tensor(shares, dtype=torch.float32, device=device)[:, None] * fields["mask"]
-    batch = Batch(fields.pop("tokens"), fields.pop("mask"), weights)
+    def per_sequence(array: np.ndarray) -> Tensor:
+        values = [0.0 if at == FILLER else float(array[at]) for at in micro_batch]
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    fields = {name: joined(array) for name, array in packed.arrays.items()}
+    batch = Batch(
+        tokens=fields.pop("tokens"),
+        mask=fields.pop("mask"),
+        lengths=[FILLER_TOKENS if at == FILLER else int(packed.lengths[at]) for at in micro_batch],
+        shares=per_sequence(packed.weights),
+        labels=per_sequence(packed.labels),
+    )
     for name, tensor in fields.items():
         setattr(batch, name, tensor)
     return batch

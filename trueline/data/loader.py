@@ -2,6 +2,12 @@
 
 import numpy as np
 
+from trueline.config.base import ConfigError
+from trueline.data.readers import value_of
+from trueline.data.sources import Located
+
+MIXTURE_BLOCK = 4096  # positions whose sources are drawn at once
+
 
 class Order:
     """An endless sequence of row numbers that depends on seed and position alone."""
@@ -22,3 +28,85 @@ class Order:
 
     def __iter__(self) -> "Order":
         return self
+
+
+class Mixture:
+    """An endless sequence of rows of several sources, numbered as if the sources stood one after the other.
+
+    At every position a source is drawn by its probability and gives the next row of its own order.
+    """
+
+    def __init__(
+        self, sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int = 0
+    ) -> None:
+        self.edges = np.cumsum(probabilities)[:-1] / sum(probabilities)
+        self.seed, self.position = seed, position
+        self.offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.block = position // MIXTURE_BLOCK
+        self.sources = self._draw(self.block)
+        drawn = np.bincount(self.sources[: position % MIXTURE_BLOCK], minlength=len(sizes))
+        for block in range(self.block):
+            drawn += np.bincount(self._draw(block), minlength=len(sizes))
+        self.orders = [
+            Order(size, source_seed(seed, number), shuffle, int(drawn[number])) for number, size in enumerate(sizes)
+        ]
+
+    def _draw(self, block: int) -> np.ndarray:
+        """The sources at the positions of a block; they depend on the seed and the block's number alone."""
+        return np.searchsorted(self.edges, np.random.default_rng([self.seed, block]).random(MIXTURE_BLOCK), "right")
+
+    def __next__(self) -> int:
+        block, offset = divmod(self.position, MIXTURE_BLOCK)
+        if block != self.block:
+            self.block, self.sources = block, self._draw(block)
+        self.position += 1
+        source = int(self.sources[offset])
+        return self.offsets[source] + next(self.orders[source])
+
+    def __iter__(self) -> "Mixture":
+        return self
+
+
+def make_order(
+    sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int
+) -> Order | Mixture:
+    """One source is walked through, epoch by epoch; several are mixed."""
+    if len(sizes) == 1:
+        return Order(sizes[0], seed, shuffle, position)
+    return Mixture(sizes, probabilities, seed, shuffle, position)
+
+
+def source_seed(seed: int, number: int) -> int:
+    """Sources of one size must not walk through their rows in step."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:
+    """A training and a held-out part, in the order of the rows; rows with one value of column `by` stay together."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"a held-out share of {share} is not possible: choose one from 0 to below 1")
+    if share == 0:
+        return rows, []
+    groups: dict[str, list[int]] = {}
+    for number, located in enumerate(rows):
+        groups.setdefault(str(number) if by is None else repr(value_of(located, by)), []).append(number)
+    if len(groups) < 2:
+        unit = "one row" if by is None else f"one value in column {by!r}"
+        raise ConfigError(
+            f"{rows[0].place}: the data has {unit} only, so no part of it can be held out: add rows, or hold none out"
+        )
+    held_out = hold_out(list(groups.values()), min(round(share * len(rows)), len(rows) - 1), seed)
+    return (
+        [located for number, located in enumerate(rows) if number not in held_out],
+        [located for number, located in enumerate(rows) if number in held_out],
+    )
+
+
+def hold_out(groups: list[list[int]], limit: int, seed: int) -> set[int]:
+    """Groups in random order, each that still fits into the limit; where none does, a smallest one."""
+    order = np.random.default_rng(seed).permutation(len(groups))
+    held_out: set[int] = set()
+    for number in order:
+        if len(held_out) + len(groups[number]) <= limit:
+            held_out.update(groups[number])
+    return held_out or set(groups[min(order, key=lambda number: len(groups[number]))])

@@ -1,28 +1,28 @@
-"""Dataset row -> record, one function per task."""
+"""Dataset row -> prompt to answer, and what every reader of rows shares: columns, texts, messages."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from trueline.config.base import ConfigError
-from trueline.config.data import DataConfig
+from trueline.config.data import PromptDataConfig
 from trueline.data.sources import Located
 from trueline.data.types import Message, Prompt
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")
 COMPLETION_COLUMNS = ("completion", "answer", "response")
+ROLES = {  # a speaker's name, as datasets have it -> the role that chat templates know
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A prompt and the answer to learn."""
-
-    messages: list[Message]
-    completion: str
-    place: str
-
-
-def read_prompts(rows: list[Located], config: DataConfig, source: str) -> list[Prompt]:
+def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> list[Prompt]:
     prompt_column = choose_column(rows[0], config.prompt_column, PROMPT_COLUMNS, "data.prompt_column")
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
     return [
@@ -34,20 +34,6 @@ def read_prompts(rows: list[Located], config: DataConfig, source: str) -> list[P
             columns=located.row,
         )
         for number, located in enumerate(rows)
-    ]
-
-
-def read_examples(rows: list[Located], config: DataConfig, completion_column: str | None) -> list[Example]:
-    prompt_column = choose_column(rows[0], config.prompt_column, PROMPT_COLUMNS, "data.prompt_column")
-    completion = choose_column(rows[0], completion_column, COMPLETION_COLUMNS, "completion_column")
-    assert prompt_column and completion
-    return [
-        Example(
-            messages=read_messages(located, prompt_column, config.system_prompt),
-            completion=text_of(located, completion),
-            place=located.place,
-        )
-        for located in rows
     ]
 
 
@@ -94,12 +80,32 @@ def read_messages(located: Located, column: str, system_prompt: str | None) -> l
 
 
 def checked_messages(value: list[Any], located: Located, column: str) -> list[Message]:
+    messages = parse_messages(value, located, column)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{located.place}: column {column!r}: a prompt must end with a message for the model to answer, not its own"
+        )
+    return messages
+
+
+def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
+    """Role and content, or ShareGPT's from and value, of every message; other keys of theirs are left out."""
     where = f"{located.place}: column {column!r}"
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} must be a list of messages, found {value!r:.80}")
     if not value:
         raise ConfigError(f"{where} holds no message")
-    for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise ConfigError(f"{where}, message {number}: expected role and content, found {message!r:.80}")
-    if value[-1]["role"] == "assistant":
-        raise ConfigError(f"{where}: a prompt must end with a message for the model to answer, not its own")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return [parse_message(entry, f"{where}, message {number}") for number, entry in enumerate(value)]
+
+
+def parse_message(entry: Any, where: str) -> Message:
+    fields = entry if isinstance(entry, dict) else {}
+    role, speaker = fields.get("role"), fields.get("role") or fields.get("from")
+    content = fields.get("value") if fields.get("content") is None else fields["content"]
+    if not isinstance(content, str) or not isinstance(speaker, str):
+        raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
+    if not content.strip():
+        raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
+    if not role and speaker not in ROLES:
+        raise ConfigError(f"{where}: from={speaker!r} is not known; use one of {', '.join(ROLES)}")
+    return {"role": ROLES.get(speaker, speaker), "content": content}

@@ -105,11 +105,13 @@ class Sample:
     version: int = 0  # of the oldest sampled token
     reward: float = 0.0
     truncated: bool = False
-    weight: float = 0.0  # share of each masked token in the loss, set over the whole minibatch
+    label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where an answer is desirable
+    weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
     advantages: Tensor = later()  # [T]
+    step_labels: Tensor = later()  # [T] how good the step that ends at a masked token is, 0 to 1
 
     def length(self) -> int:
         return len(self.tokens)
@@ -118,20 +120,40 @@ class Sample:
         return int(self.mask.sum())
 
 
-TOKEN_FIELDS = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+TOKEN_FIELDS = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "step_labels")
 
 
 @dataclass(slots=True)
 class Batch:
-    """Samples collated for one forward pass, padded on the right. It never leaves a worker."""
+    """Samples end to end for one forward pass, without padding. It never leaves a worker."""
 
-    tokens: Tensor  # [B, T]
-    mask: Tensor  # [B, T] bool
-    weights: Tensor  # [B, T] float32, zero where the mask is False
-    rollout_logprobs: Tensor = later()  # [B, T]
-    old_logprobs: Tensor = later()  # [B, T]
-    ref_logprobs: Tensor = later()  # [B, T]
-    advantages: Tensor = later()  # [B, T]
+    tokens: Tensor  # [N]
+    mask: Tensor  # [N] bool
+    lengths: list[int]  # of the B sequences; they sum to N
+    shares: Tensor  # [B] float32, weight of each sequence
+    labels: Tensor  # [B] float32
+    statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
+    rollout_logprobs: Tensor = later()  # [N]
+    old_logprobs: Tensor = later()  # [N]
+    ref_logprobs: Tensor = later()  # [N]
+    advantages: Tensor = later()  # [N]
+    step_labels: Tensor = later()  # [N]
+
+    def token_weights(self) -> Tensor:
+        """[N] float32, zero where the mask is False."""
+        return self.shares.repeat_interleave(torch.tensor(self.lengths, device=self.shares.device)) * self.mask
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[N] -> [B]: the sum over each sequence's masked tokens."""
+        return torch.stack([part.sum() for part in (values * self.mask).split(self.lengths)])
+
+    def counts(self) -> Tensor:
+        """[B] float32: masked tokens of each sequence."""
+        return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def last_of(self, values: Tensor) -> Tensor:
+        """[N] -> [B]: the value at each sequence's last token."""
+        return values[torch.tensor(self.lengths, device=values.device).cumsum(0) - 1]
 
 
 def filled_fields(sample: Sample) -> list[str]:
@@ -139,9 +161,9 @@ def filled_fields(sample: Sample) -> list[str]:
     return [name for name in TOKEN_FIELDS if is_filled(sample, name)]
 
 
-def is_filled(sample: Sample, name: str) -> bool:
+def is_filled(record: Any, name: str) -> bool:
     try:
-        object.__getattribute__(sample, name)
+        object.__getattribute__(record, name)
     except AttributeError:
         return False
     return True
@@ -151,8 +173,9 @@ def is_filled(sample: Sample, name: str) -> bool:
 class PackedSamples:
     """Samples on their way to another process: one flat array per field, and the lengths to cut it by."""
 
-    lengths: np.ndarray  # [N]
-    weights: np.ndarray  # [N]
+    lengths: np.ndarray  # [B]
+    weights: np.ndarray  # [B]
+    labels: np.ndarray  # [B]
     arrays: dict[str, np.ndarray]  # [sum of lengths] each
 
 
@@ -160,7 +183,8 @@ def pack_samples(samples: list[Sample]) -> PackedSamples:
     names = filled_fields(samples[0])
     arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
     lengths = np.array([sample.length() for sample in samples])
-    return PackedSamples(lengths, np.array([sample.weight for sample in samples]), arrays)
+    weights = np.array([sample.weight for sample in samples])
+    return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays)
 
 
 def to_sample(trajectory: Trajectory) -> Sample:
@@ -180,16 +204,22 @@ def to_sample(trajectory: Trajectory) -> Sample:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a language model says of a batch, aligned with its tokens; zero where the mask is False."""
+    """What a model says of a batch, aligned with its tokens; each kind of head fills its own fields."""
 
-    logprobs: Tensor  # [B, T] of token t given those before it
-    entropy: Tensor  # [B, T] of the distribution that token t was drawn from
+    logprobs: Tensor = later()  # [N] of token t given those before it; zero where the mask is False
+    entropy: Tensor = later()  # [N] of the distribution that token t was drawn from
+    divergence: Tensor = later()  # [N] between teacher and student at the distribution of token t
+    scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
 
 
 @dataclass(slots=True)
 class LossOutput:
-    """A loss before averaging, and numbers to report that are averaged (or maximised) alongside."""
+    """A loss before averaging, and numbers to report that are averaged (or maximised) alongside.
 
-    values: Tensor  # [B, T]
-    means: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each
-    maxima: dict[str, Tensor] = field(default_factory=dict)  # [B, T] each
+    All tensors are [N], one value per token; or, with `per_sequence`, [B].
+    """
+
+    values: Tensor
+    means: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    per_sequence: bool = False

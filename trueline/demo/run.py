@@ -9,7 +9,7 @@ from rich.table import Table
 
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.supervised import SftConfig
 from trueline.demo.material import make_data, make_model
 from trueline.monitoring.run_folder import RunFolder
 from trueline.trainers.launch import launch_rl, launch_supervised
@@ -60,7 +60,7 @@ def run(folder: Path, seed: int) -> int:
     make_data(folder, seed)
     console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in {folder}")
     console.print("[bold]2. Warm start[/] by supervised training (trueline sft)")
-    failed = launch_supervised(SupervisedConfig.parse(warm_start_settings(folder, seed)), "sft")
+    failed = launch_supervised(SftConfig.parse(warm_start_settings(folder, seed)), "sft")
     if failed:
         return failed
     console.print("[bold]3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)")
@@ -73,7 +73,7 @@ def run(folder: Path, seed: int) -> int:
 
 
 def newest_model(run_folder: Path) -> Path:
-    newest = Checkpoints(run_folder, SupervisedConfig().checkpoint).newest()
+    newest = Checkpoints(run_folder, SftConfig().checkpoint).newest()
     assert newest is not None
     return newest / "model"
 

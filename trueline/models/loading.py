@@ -12,8 +12,22 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CLASSES = {  # kind of head -> class of transformers
+    "language": "AutoModelForCausalLM",
+    "reward": "AutoModelForSequenceClassification",
+    "steps": "AutoModelForTokenClassification",
+}
+LABELS = {"reward": 1, "steps": 2}
+SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-RESCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # the chunked head knows none
+RESCALED_LOGITS = (  # the chunked head knows none
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "lm_head_multiplier",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +37,7 @@ class ModelFacts:
     parameters: int
     context: int
     heads: int
+    key_heads: int
     head_size: int
     vocabulary: int
     hidden_size: int
@@ -45,11 +60,15 @@ def check_model(config: ModelConfig) -> ModelFacts:
             f"model.path={config.path}: this architecture rescales its logits ({rescaled[0]}), "
             "which the chunked head does not do; choose another model"
         )
+    missing = [name for name in SHAPE if name not in settings]
+    if missing:
+        raise ConfigError(f"model.path={config.path}: its config.json does not tell {missing[0]}; is it a decoder?")
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     return ModelFacts(
         parameters=count_parameters(folder, settings),
         context=settings.get("max_position_embeddings") or 2048,
         heads=heads,
+        key_heads=settings.get("num_key_value_heads") or heads,
         head_size=settings.get("head_dim") or hidden // heads,
         vocabulary=settings["vocab_size"],
         hidden_size=hidden,
@@ -75,7 +94,10 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.path}: cannot be opened: {error}") from error
-    return dict(loaded.get_text_config().to_dict())
+    text = loaded.get_text_config()
+    # Some architectures spell these otherwise (n_head, n_embd); the object knows them by their common names.
+    settings = dict(text.to_dict())
+    return settings | {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
 
 
 def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
@@ -118,22 +140,59 @@ def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(end for end in listed if end is not None)})
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype) -> Any:
+def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", *, packed: bool = False) -> Any:
     """The model with dropout off everywhere: scoring and training must see the same function."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
-    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    from trueline.models import attention, lora  # noqa: PLC0415  (transformers and peft take seconds to import)
+
+    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     for name, value in settings.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and ("dropout" in name or "jitter" in name or name.endswith("pdrop")):
             setattr(settings, name, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.path,
-        config=settings,
-        dtype=dtype,
-        attn_implementation="sdpa" if config.attention == "auto" else config.attention,
-        trust_remote_code=config.trust_remote_code,
-        use_safetensors=True,
-    )
+    if head != "language":
+        settings.num_labels = LABELS[head]
+        settings.pad_token_id = padding_token(load_tokenizer(config))
+    plain = None if config.attention == "auto" else config.attention
+    try:
+        model = getattr(transformers, CLASSES[head]).from_pretrained(
+            config.path,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=attention.NAME if packed else plain,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,
+            quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
+        )
+    except (ValueError, KeyError) as error:
+        remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
+        raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
+    if config.liger:
+        apply_liger(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def scoring_head(model: Any) -> tuple[str, Any]:
+    """The layer that turns hidden states into scores, and its name."""
+    layers = dict(model.named_children())
+    for name in ("score", "classifier"):
+        if name in layers:
+            return name, layers[name]
+    raise ConfigError(f"{type(model).__name__} has no layer named score or classifier; choose another model")
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Other than the end token: plain transformers reads a score at the last token that is not padding."""
+    end = tokenizer.eos_token_id
+    known = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
+    return next(int(token) for token in known if token is not None and token != end)
+
+
+def apply_liger(model: Any) -> None:
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415
+    except ImportError:
+        raise ConfigError("model.liger=true: liger-kernel is not installed; pip install 'trueline[liger]'") from None
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)

@@ -1,47 +1,110 @@
-"""A causal language model as training needs it: tokens in, log-probs and entropy of those tokens out."""
+"""A decoder as training needs it: the tokens of a batch in, numbers for each of those tokens out."""
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trueline.config.base import ConfigError
+from trueline.config.preference import DistillConfig
+from trueline.models.attention import Current
+from trueline.models.divergence import chunked_divergence
 from trueline.models.head import ChunkedHead
+from trueline.models.loading import scoring_head
+from trueline.models.ring_attention import Ring
+from trueline.models.sequences import Arrangement, Packed, Padded, Ringed
+
+Outputs = dict[str, Tensor]  # fields of ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    model: Any
+    config: DistillConfig
 
 
 class Scorer(nn.Module):
-    """Backbone and chunked head in one module, called as a whole so that ZeRO's hooks see every part.
+    """Backbone and head in one module, called as a whole so that ZeRO's hooks see every part.
 
     The only place where positions are shifted: log-prob t is that of token t given those before it.
-    Sequences are padded on the right, so under causal attention no mask is needed.
     """
 
-    def __init__(self, model: Any, head_chunk_tokens: int) -> None:
+    def __init__(
+        self, model: Any, chunk: int, *, packed: bool = True, ring: Ring | None = None, teacher: Teacher | None = None
+    ) -> None:
         super().__init__()
-        self.model = model
-        head = model.get_output_embeddings()
-        head.forward = MethodType(score_targets, head)
-        self.chunk = head_chunk_tokens
+        self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
+        self.teacher = (teacher,)  # in a tuple, and so no submodule: it is neither trained nor sharded
+        self.layers = int(model.config.get_text_config().num_hidden_layers)
+        self.speaks = model.get_output_embeddings() is not None
+        if self.speaks:
+            head = model.get_output_embeddings()
+            head.forward = MethodType(apply_head, head)
 
-    def forward(self, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        wanted = mask[:, 1:]
+    def forward(self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float) -> Outputs:
+        arrangement = self.arrange(lengths, tokens.device)
+        hidden = self.hidden_states(self.model, arrangement, tokens)
+        if not self.speaks:
+            return {"scores": arrangement.whole(scoring_head(self.model)[1](hidden).float())}
+        wanted = arrangement.local(predicting(mask, lengths))
+        targets = arrangement.local(tokens.roll(-1))[wanted]
+        found = self.judge(hidden[wanted], targets, temperature, self.taught(arrangement, tokens, wanted))
+        return {name: place(values, wanted, arrangement) for name, values in found.items()}
+
+    def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
+        if not self.packed:
+            return Padded(lengths)
+        return Packed(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
+
+    def hidden_states(self, model: Any, arrangement: Arrangement, tokens: Tensor) -> Tensor:
+        states = model.base_model(**arrangement.inputs(tokens), use_cache=False).last_hidden_state
+        layers = int(model.config.get_text_config().num_hidden_layers)
+        if self.packed and Current.layout.calls != layers:
+            raise ConfigError(
+                f"{type(model).__name__}: {Current.layout.calls} of {layers} layers asked transformers' attention "
+                "interface, so sequences laid end to end could see each other: set training.packing=false"
+            )
+        return arrangement.hidden(states)
+
+    def taught(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
+        """The teacher's hidden states at the wanted positions."""
+        teacher = self.teacher[0]
+        if teacher is None:
+            return None
+        with torch.no_grad():
+            return self.hidden_states(teacher.model, arrangement, tokens)[wanted]
+
+    def judge(self, hidden: Tensor, targets: Tensor, temperature: float, taught: Tensor | None) -> Outputs:
         head = self.model.get_output_embeddings()
-        logprobs, entropy = head(hidden[:, :-1][wanted], tokens[:, 1:][wanted], (temperature, self.chunk))
-        return place(logprobs, mask), place(entropy, mask)
+        teacher = self.teacher[0]
+        if teacher is None or taught is None:
+            logprobs, entropy = head(hidden, (targets, temperature, self.chunk))
+            return {"logprobs": logprobs, "entropy": entropy}
+        return {"divergence": head(hidden, (teacher, taught, self.chunk))}
 
 
-def score_targets(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, settings: tuple[float, int]
-) -> tuple[Tensor, Tensor]:
-    return ChunkedHead.apply(hidden, head.weight, head.bias, targets, settings)  # type: ignore[no-any-return]
+def apply_head(head: nn.Linear, hidden: Tensor, work: tuple[Any, ...]) -> Any:
+    """In place of the head's own forward: logits are never held as a whole."""
+    first, second, chunk = work
+    if isinstance(first, Teacher):
+        return chunked_divergence(hidden, head, (second, first.model.get_output_embeddings()), first.config, chunk)
+    return ChunkedHead.apply(hidden, head.weight, head.bias, first, (second, chunk))  # type: ignore[no-untyped-call]
 
 
-def place(values: Tensor, mask: Tensor) -> Tensor:
-    """Put the values of the wanted positions back on the token axis; zero elsewhere."""
-    positions = torch.zeros_like(mask)
-    positions[:, 1:] = mask[:, 1:]
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(positions, values)
+def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
+    """[N] bool: positions whose next token, in the same sequence, is masked."""
+    ends = torch.tensor(lengths, device=mask.device).cumsum(0) - 1
+    following = mask.roll(-1)
+    following[ends] = False
+    return following
+
+
+def place(values: Tensor, wanted: Tensor, arrangement: Arrangement) -> Tensor:
+    """Values of the local predicting positions -> [N], each moved on to the token that it speaks of."""
+    local = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).masked_scatter(wanted, values)
+    return arrangement.whole(local).roll(1)
 
 
 def hf_name(name: str) -> str:

@@ -13,6 +13,13 @@ from rich.table import Table
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
     ("loss", "loss", ".4f"),
+    ("preference/accuracy", "accuracy", ".0%"),
+    ("preference/margin", "margin", ".3f"),
+    ("reward_model/accuracy", "accuracy", ".0%"),
+    ("reward_model/margin", "margin", ".3f"),
+    ("process_reward/accuracy", "accuracy", ".0%"),
+    ("kto/accuracy", "accuracy", ".0%"),
+    ("evaluation/loss", "eval loss", ".4f"),
     ("answer/tokens_mean", "length", ".0f"),
     ("answer/truncated_share", "truncated", ".0%"),
     ("policy/kl", "kl", ".4f"),
@@ -20,8 +27,15 @@ SHOWN = (
     ("mismatch/logprob_gap_mean", "gap", ".1e"),
     ("grad_norm", "grad", ".2f"),
     ("evaluation/reward", "eval", ".3f"),
+    ("skipped_steps", "skipped", ".0f"),
     ("speed/tokens_per_second", "tok/s", ".0f"),
+    ("speed/mfu", "mfu", ".0%"),
 )
+
+
+def shown_keys(metrics: dict[str, float]) -> list[tuple[str, str, str]]:
+    """What of SHOWN these metrics have; a count of skipped steps is shown once there is one."""
+    return [entry for entry in SHOWN if entry[0] in metrics and (entry[0] != "skipped_steps" or metrics[entry[0]])]
 
 
 class Progress:
@@ -58,12 +72,12 @@ class Progress:
             self.live.update(self.panel(step, metrics))
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
-        numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in SHOWN if key in metrics)
+        numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in shown_keys(metrics))
         return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))
-        shown = [(name, f"{metrics[key]:{form}}") for key, name, form in SHOWN if key in metrics]
+        shown = [(name, f"{metrics[key]:{form}}") for key, name, form in shown_keys(metrics)]
         table.add_row(*(f"[dim]{name}[/]" for name, _ in shown))
         table.add_row(*(f"[bold]{value}[/]" for _, value in shown))
         head = f"[bold]{self.title}[/] step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"

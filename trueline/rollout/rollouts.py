@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trueline.data.loader import Order
+from trueline.data.loader import Mixture, Order
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
@@ -99,7 +99,7 @@ class Rollouts:
         episodes: Episodes,
         environment: Callable[[], Environment],
         prompts: list[Prompt],
-        order: Order,
+        order: Order | Mixture,
         params: SamplingParams,
         plan: RolloutPlan,
         loop: EventLoop,

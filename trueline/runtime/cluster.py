@@ -40,6 +40,7 @@ class Machine:
     memory_bytes: int
     gpus: int
     gpu_bytes: int
+    gpu_name: str = ""
 
 
 def this_machine() -> Machine:
@@ -49,6 +50,7 @@ def this_machine() -> Machine:
         memory_bytes=psutil.virtual_memory().available,
         gpus=gpus,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
+        gpu_name=torch.cuda.get_device_name(0) if gpus else "",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from trueline.config.model import RanksConfig
 from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
-from trueline.data.loader import Order
+from trueline.data.loader import make_order
 from trueline.environments.base import Environment
 from trueline.environments.single_turn import SingleTurn
 from trueline.models.loading import load_tokenizer, stop_tokens
@@ -25,10 +25,12 @@ from trueline.runtime.cluster import ray_cluster
 from trueline.runtime.placement import Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.trainers.evaluation import Evaluator
+from trueline.trainers.guard import Guard
 from trueline.trainers.plan import RLPlan
 from trueline.trainers.rl import RLState, RLTrainer, Turns
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
+from trueline.training.mesh import Mesh
 from trueline.training.worker import WorkerSpec
 
 CANARY_TOKENS = 32
@@ -55,10 +57,13 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
         rewards = RewardPool(config.reward, folder.logs / "reward.log")
         stack.callback(lambda: loop.run(rewards.stop(), "stopping reward processes"))
-        checkpoints = Checkpoints(folder.path, config.checkpoint)
+        checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
         state = restore(checkpoints, policy, progress)
-        tracker = Tracker(folder, config.monitoring.tensorboard, state.step)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
+        state.tracker = tracker.run_id
+        guard = Guard(policy, config.training, progress.note)
+        guard.skipped = state.skipped_steps
 
         def environment() -> Environment:
             return SingleTurn(rewards)
@@ -79,18 +84,22 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             progress=progress,
             state=state,
             timer=Timer(),
+            guard=guard,
         )
 
 
 def start_models(plan: RLPlan, processes: Processes) -> tuple[ModelGroup, ModelGroup | None, EnginePool]:
     config, layout = plan.config, plan.layout
     updates = config.steps * config.minibatches * config.epochs
-    policy = processes.policy(WORKER, worker_specs(config, config.training, layout.policy_ranks, updates))
+    specs = worker_specs(config, config.training, layout.policy_ranks, updates)
+    mesh = specs[0].mesh()
+    policy = processes.policy(WORKER, specs)
     engines = processes.engines(ENGINES[config.rollout.engine], engine_specs(plan), config.rollout.cpu_cache_gib)
-    groups = [ModelGroup("policy", policy, config.training, config.timeout_seconds)]
+    groups = [ModelGroup("policy", policy, config.training, config.timeout_seconds, mesh)]
     if layout.reference_ranks:
         actors = processes.reference(WORKER, worker_specs(config, config.reference, layout.reference_ranks, 0))
-        groups.append(ModelGroup("reference", actors, config.reference, config.timeout_seconds))
+        beside = Mesh(layout.reference_ranks, mesh.ring, mesh.tensor)
+        groups.append(ModelGroup("reference", actors, config.reference, config.timeout_seconds, beside))
     start_groups(groups)
     return groups[0], groups[1] if len(groups) > 1 else None, EnginePool(engines)
 
@@ -140,7 +149,7 @@ def make_rollouts(
         episodes,
         environment,
         plan.prompts,
-        Order(len(plan.prompts), config.seed, config.data.shuffle, state.groups),
+        make_order(plan.sizes, list(config.data.sources().values()), config.seed, config.data.shuffle, state.groups),
         SamplingParams(rollout.temperature, rollout.max_new_tokens, stops),
         RolloutPlan(
             groups_per_step=config.groups_per_step,

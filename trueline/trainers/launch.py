@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
+from trueline.data.preview import render
+from trueline.models.loading import load_tokenizer
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.rollout.rollouts import RolloutFailure
@@ -16,6 +18,7 @@ from trueline.sync.weights import SyncFailure
 from trueline.trainers import plan as rl_plan
 from trueline.trainers import supervised
 from trueline.trainers.build import rl_trainer
+from trueline.trainers.guard import TrainingFailure
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)
@@ -35,6 +38,20 @@ def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = Fa
     )
 
 
+def show_preview(config: SupervisedConfig, rows: int) -> int:
+    """The first rows as the model will see them, learnt stretches marked."""
+    plan = supervised.plan_supervised(config)
+    train = plan.material.train
+    tokenizer = load_tokenizer(plan.config.model)
+    color = sys.stdout.isatty()
+    sys.stdout.write(supervised.describe_plan(plan) + "\n")
+    for number, sample in enumerate(train.samples[: rows * train.task.together]):
+        row, part = divmod(number, train.task.together)
+        which = f" {('chosen', 'rejected')[part]}" if train.task.together == 2 else ""
+        sys.stdout.write(f"\nrow {row + 1}{which}: {render(sample, tokenizer, color)}\n")
+    return 0
+
+
 def named(config: Kind, verb: str) -> Kind:
     return config if config.name is not None else config.replaced({"name": default_name(verb)})
 
@@ -51,9 +68,12 @@ def launch(config: RunConfig, about: str, steps: int, dry_run: bool, resume: boo
     try:
         with trainer(folder, progress) as running:
             state = running.fit()
-    except (ActorFailure, RolloutFailure, SyncFailure) as error:
+    except (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure) as error:
         progress.note(f"error: {error}\nThe run can go on from its last checkpoint with --resume --name {config.name}")
         return 1
     newest = Checkpoints(folder.path, config.checkpoint).newest()
+    if newest is None or int(newest.name.removeprefix("step_")) < state.step:
+        progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
+        return 1
     progress.note(f"done: step {state.step} of {steps}; model in {newest}/model")
     return 0 if state.step == steps else 130

@@ -8,8 +8,8 @@ from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.lookup import lookup
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import ConfigError, Tree
-from trueline.config.data import DataConfig
-from trueline.config.model import RanksConfig
+from trueline.config.data import PromptDataConfig
+from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.readers import read_prompts
@@ -35,11 +35,13 @@ class RLPlan:
     prompts: list[Prompt]
     evaluation_prompts: list[Prompt]
     longest_prompt: int
+    sizes: list[int]  # prompts of each dataset
 
 
 def plan_rl(config: RLConfig) -> RLPlan:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
-    prompts = load_prompts(config.data, config.data.path, "data.path")
+    sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
+    prompts = [prompt for source in sources for prompt in source]
     evaluation = load_prompts(config.data, config.evaluation.data, "evaluation.data") if config.evaluation.data else []
     check_reward(config.reward, list(prompts[0].columns), prompts[0].label is not None)
     check_names(config)
@@ -51,8 +53,10 @@ def plan_rl(config: RLConfig) -> RLPlan:
     layout = layout_of(config)
     check_devices(layout, machine)
     check_shape(config, facts, machine)
+    check_parallel(config.model, facts)
     longest = check_prompt_lengths(config, [*prompts, *evaluation])
-    plan = RLPlan(config, machine, facts, layout, prompts, evaluation[: config.evaluation.limit], longest)
+    sizes = [len(source) for source in sources]
+    plan = RLPlan(config, machine, facts, layout, prompts, evaluation[: config.evaluation.limit], longest, sizes)
     check_memory(plan)
     return plan
 
@@ -69,7 +73,7 @@ def check_installed(key: str, engine: str, instead: str) -> None:
         raise ConfigError(f"{key}={engine}: {engine} is not installed here; install it or set {key}={instead}")
 
 
-def load_prompts(config: DataConfig, path: str, key: str) -> list[Prompt]:
+def load_prompts(config: PromptDataConfig, path: str, key: str) -> list[Prompt]:
     return read_prompts(open_source(path, key), config, path)
 
 
@@ -93,6 +97,15 @@ def resolve(config: RLConfig, facts: ModelFacts, machine: Machine) -> RLConfig:
     return config.replaced(values)
 
 
+def check_parallel(model: ModelConfig, facts: ModelFacts) -> None:
+    width = model.tensor_parallel
+    if facts.heads % width or facts.key_heads % width:
+        raise ConfigError(
+            f"model.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
+            "key-value heads"
+        )
+
+
 def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
     if dtype != "auto":
         return dtype
@@ -102,7 +115,7 @@ def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
 def resolve_path(path: str) -> str:
     """Other processes may have another working folder and know no `~`; a hub name stays as it is."""
     folder = Path(path).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else path
+    return str(folder.resolve()) if path and folder.is_dir() else path
 
 
 def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
@@ -124,7 +137,8 @@ def layout_of(config: RLConfig) -> Layout:
     assert config.training.ranks and config.reference.ranks and config.rollout.engines
     return Layout(
         policy_ranks=config.training.ranks,
-        reference_ranks=config.reference.ranks if config.algorithm.kl.coefficient > 0 else 0,
+        # A policy with adapters is its own reference without them.
+        reference_ranks=config.reference.ranks if config.algorithm.kl.coefficient and not config.model.lora.rank else 0,
         engines=config.rollout.engines,
         tensor_parallel=config.rollout.tensor_parallel,
         colocated=config.placement == "colocated",
@@ -150,7 +164,7 @@ def check_shape(config: RLConfig, facts: ModelFacts, machine: Machine) -> None:
         )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     for section, ranks in (("training", config.training), ("reference", config.reference)):
-        if longest > ranks.micro_batch_tokens:
+        if longest > ranks.micro_batch_tokens * config.model.ring:
             raise ConfigError(
                 f"one sequence may have {longest} tokens (rollout.max_prompt_tokens + rollout.max_new_tokens), more "
                 f"than {section}.micro_batch_tokens={ranks.micro_batch_tokens}: raise it, or lower one of the two"

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
+from torch import Tensor
 
 from trueline.algorithms.advantages import assign_advantages
 from trueline.algorithms.correction import mismatch_metrics
@@ -20,9 +21,10 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group, Rollouts
 from trueline.sync.weights import WeightSync
 from trueline.trainers.evaluation import Evaluator
+from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.group import LossSettings, ModelGroup, write_model
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class RLState:
     step: int = 0
     version: int = 0
     groups: int = 0
+    skipped_steps: int = 0
+    tracker: str = ""  # id of the run at Weights & Biases
 
     def advance(self, groups: int) -> None:
         self.step += 1
@@ -75,9 +79,11 @@ class RLTrainer:
     progress: Progress
     state: RLState
     timer: Timer
+    guard: Guard
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
+        self.guard.watch()
         with self.progress, Interrupts(self.progress.note) as interrupts:
             self.publish()
             if state.step == 0:
@@ -94,6 +100,7 @@ class RLTrainer:
                     metrics = self.learn(samples)
                     metrics |= self.describe(groups, samples)
                     state.advance(len(groups) + self.rollouts.failures.dropped_groups)
+                    state.skipped_steps = self.guard.skipped
                     self.save_if_due()
                 metrics |= self.publish()
                 if self.evaluation_due():
@@ -117,9 +124,16 @@ class RLTrainer:
             temperature = self.config.rollout.temperature
             for sample, scores in zip(samples, self.policy.score(samples, temperature), strict=True):
                 sample.old_logprobs = scores
-            if self.reference is not None:
-                for sample, scores in zip(samples, self.reference.score(samples, temperature), strict=True):
+            if self.config.algorithm.kl.coefficient > 0:
+                for sample, scores in zip(samples, self.reference_scores(samples), strict=True):
                     sample.ref_logprobs = scores
+
+    def reference_scores(self, samples: list[Sample]) -> list[Tensor]:
+        """By a model of its own, or by a policy with adapters without them."""
+        temperature = self.config.rollout.temperature
+        if self.reference is not None:
+            return self.reference.score(samples, temperature)
+        return self.policy.score(samples, temperature, reference=True)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step per minibatch; the numbers of the last one are reported."""
@@ -133,7 +147,7 @@ class RLTrainer:
                 for part in np.array_split(order, config.minibatches):
                     minibatch = [samples[at] for at in part]
                     set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
-                    metrics = self.policy.update(minibatch, "policy", settings)
+                    metrics = self.guard.check(self.policy.update(minibatch, "policy", settings))
         return metrics
 
     def evaluate(self) -> dict[str, float]:
@@ -190,7 +204,7 @@ class RLTrainer:
         self.checkpoints.save(self.state.step, asdict(self.state), self._write)
 
     def _write(self, folder: Path) -> None:
-        self.policy.call("save", str(folder))
+        write_model(self.policy, folder)
 
 
 def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:

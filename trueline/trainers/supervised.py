@@ -1,32 +1,35 @@
-"""Supervised training: the same worker, the same update, no sampling."""
+"""Offline training: the same worker, the same update, no sampling."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 
-import torch
+from torch import Tensor
 
-from trueline.algorithms.weighting import set_weights
 from trueline.config.base import ConfigError
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.model import ModelConfig
+from trueline.config.supervised import DistillRunConfig, SupervisedConfig
+from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
-from trueline.data.loader import Order
-from trueline.data.readers import Example, read_examples
-from trueline.data.sources import open_source
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.models.loading import ModelFacts, check_model, load_tokenizer, stop_tokens
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.speed import flops_per_token, speed_metrics
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.runtime.actors import Target
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
 from trueline.runtime.placement import Layout, Processes, check_devices
+from trueline.trainers.dataset import Dataset, Material, check_longest, load_material
+from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.plan import check_installed, resolve_dtype, resolve_path
+from trueline.trainers.plan import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.trainers.reference import fill_reference
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.group import LossSettings, ModelGroup, write_model
 from trueline.training.worker import WorkerSpec
 
 
@@ -36,59 +39,78 @@ class SupervisedPlan:
     machine: Machine
     facts: ModelFacts
     layout: Layout
-    samples: list[Sample]
+    material: Material
     steps: int
+    longest: int
 
 
 def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded."""
-    examples = read_examples(open_source(config.data.path, "data.path"), config.data, config.completion_column)
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
-    ranks = config.training.ranks or (max(machine.gpus, 1) if config.training.engine == "deepspeed" else 1)
-    steps = config.steps or max(len(examples) * config.epochs // config.samples_per_step, 1)
-    config = config.replaced(
+    config = resolve(config, facts, machine)
+    material = load_material(config, chat_format(config))
+    budget = Budget(config.training.micro_batch_tokens * config.model.ring, packed=config.training.packing)
+    longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
+    steps = config.steps or max(material.train.rows() * config.epochs // config.samples_per_step, 1)
+    assert config.training.ranks
+    layout = Layout(config.training.ranks, reference_ranks=0, engines=0, tensor_parallel=1, colocated=False)
+    check_devices(layout, machine)
+    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest)
+
+
+def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
+    """Fill in every key that was left to the machine or the model."""
+    width = config.model.tensor_parallel * config.model.ring
+    ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
+    limit = config.training.micro_batch_tokens * config.model.ring
+    resolved = config.replaced(
         {
             "model": {
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks},
-            "steps": steps,
-            "max_tokens": config.max_tokens or min(facts.context, config.training.micro_batch_tokens),
+            "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
+            "max_tokens": config.max_tokens or min(facts.context, limit),
         }
     )
-    layout = Layout(policy_ranks=ranks, reference_ranks=0, engines=0, tensor_parallel=1, colocated=False)
-    check_devices(layout, machine)
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
-    assert config.max_tokens
-    samples = [to_sample(example, chat, config.max_tokens) for example in examples]
-    return SupervisedPlan(config, machine, facts, layout, samples, steps)
+    check_parallel(resolved.model, facts)
+    if isinstance(resolved, DistillRunConfig):
+        resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
+        check_teacher(resolved)
+    return resolved
 
 
-def to_sample(example: Example, chat: ChatFormat, max_tokens: int) -> Sample:
-    """The prompt is read, the completion is learnt."""
-    prompt = chat.prompt_tokens(example.messages)
-    completion = chat.completion_tokens(example.completion)
-    if len(prompt) + len(completion) > max_tokens:
-        raise ConfigError(
-            f"{example.place}: {len(prompt) + len(completion)} tokens are more than max_tokens={max_tokens}: "
-            "shorten the row or raise the limit"
-        )
-    mask = [False] * len(prompt) + [True] * len(completion)
-    mask[0] = False  # nothing comes before the first token, so it has no log-prob
-    return Sample(torch.tensor(prompt + completion), torch.tensor(mask))
+def check_teacher(config: DistillRunConfig) -> None:
+    if not config.distill.teacher:
+        raise ConfigError("distill.teacher is empty: name the model to learn from, e.g. distill.teacher=path/to/folder")
+    check_model(ModelConfig(path=config.distill.teacher, trust_remote_code=config.model.trust_remote_code))
+
+
+def chat_format(config: SupervisedConfig) -> ChatFormat:
+    tokenizer = load_tokenizer(config.model)
+    return ChatFormat(tokenizer, config.data.chat_template == "auto", stop_tokens(config.model, tokenizer))
 
 
 def describe_plan(plan: SupervisedPlan) -> str:
-    config = plan.config
+    config, train, held_out = plan.config, plan.material.train, plan.material.held_out
     devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
+    mesh = config.model
+    shape = f", tensor {mesh.tensor_parallel} x ring {mesh.ring}" if mesh.tensor_parallel * mesh.ring > 1 else ""
+    counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
+    data = [
+        f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
+        *(f"format     {described}" for described in train.formats),
+        *([f"held out   {held_out.rows()} rows"] if held_out else []),
+    ]
     return "\n".join(
         [
             f"machine    {devices}",
-            f"model      {config.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {config.model.dtype}",
-            f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, ZeRO {config.training.zero_stage}",
-            f"data       {len(plan.samples)} rows, longest {max(sample.length() for sample in plan.samples)} tokens",
+            f"model      {mesh.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {mesh.dtype}"
+            + (f", LoRA of rank {mesh.lora.rank}" if mesh.lora.rank else ""),
+            f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, "
+            f"ZeRO {config.training.zero_stage}{shape}",
+            *data,
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
         ]
     )
@@ -98,6 +120,8 @@ def describe_plan(plan: SupervisedPlan) -> str:
 class SupervisedState:
     step: int = 0
     rows: int = 0
+    skipped_steps: int = 0
+    tracker: str = ""  # id of the run at Weights & Biases
 
 
 @dataclass(slots=True)
@@ -108,56 +132,153 @@ class SupervisedTrainer:
     tracker: Tracker
     progress: Progress
     state: SupervisedState
+    guard: Guard
+    timer: Timer
 
     def fit(self) -> SupervisedState:
-        plan, state, timer = self.plan, self.state, Timer()
+        plan, state, train = self.plan, self.state, self.plan.material.train
         config = plan.config
-        order = Order(len(plan.samples), config.seed, config.data.shuffle, state.rows)
+        order = train.order(config.seed, config.data.shuffle, state.rows)
+        self.guard.watch()
         with self.progress, Interrupts(self.progress.note) as interrupts:
+            metrics = self.evaluate() if state.step == 0 else {}
+            if metrics:
+                self.tracker.log(0, metrics)
+                self.progress.note(shown(metrics))
             while state.step < plan.steps and not interrupts.requested:
-                minibatch = [plan.samples[next(order)] for _ in range(config.samples_per_step)]
-                set_weights(minibatch, "token_mean", budget=0)
-                with timer.phase("train"):
-                    metrics = self.model.update(minibatch, "sft", LossSettings())
-                state.step, state.rows = state.step + 1, order.position
-                if self.checkpoints.due(state.step):
-                    self.save()
-                tokens = sum(sample.length() for sample in minibatch)
-                times = timer.flush()
-                metrics |= times | {"speed/tokens_per_second": tokens / times["time/step"]}
+                rows = [next(order) for _ in range(config.samples_per_step)]
+                metrics = self.learn(rows)
+                state.step, state.rows, state.skipped_steps = state.step + 1, order.position, self.guard.skipped
+                if self.evaluation_due():
+                    metrics |= self.evaluate()
+                if self.checkpoints.due(state.step) or state.step == plan.steps:
+                    self.save(metrics)
+                times = self.timer.flush()
+                metrics |= times | self.speed(train.take(rows), times["time/train"])
                 self.tracker.log(state.step, metrics)
                 self.progress.step(state.step, metrics)
-            self.save()
+            self.save({})
         return state
 
-    def save(self) -> None:
-        self.checkpoints.save(self.state.step, asdict(self.state), self._write)
+    def learn(self, rows: list[int]) -> dict[str, float]:
+        """One optimizer step on these rows."""
+        train = self.plan.material.train
+        with self.timer.phase("train"):
+            samples = train.take(rows)
+            settings = self.settings(train, [train.mismatched[row] for row in rows] if train.mismatched else [])
+            metrics = self.model.update(samples, train.task.loss, settings, together=train.task.together)
+            return self.guard.check(metrics | settings.statistics)
+
+    def settings(self, dataset: Dataset, mismatched: list[Sample]) -> LossSettings:
+        statistics = {}
+        if mismatched:
+            statistics["kto/kl"] = kl_estimate(mismatched, self.model.score(mismatched))
+        return LossSettings(1.0, dataset.task.settings(self.plan.config), statistics)
+
+    def evaluation_due(self) -> bool:
+        every, step = self.plan.config.evaluation.every, self.state.step
+        return step == self.plan.steps or (every > 0 and step % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss of all held-out rows; nothing where none are held out."""
+        held_out = self.plan.material.held_out
+        if held_out is None:
+            return {}
+        with self.timer.phase("evaluate"):
+            samples = held_out.take(list(range(held_out.rows())))
+            settings = self.settings(held_out, held_out.mismatched)
+            found = self.model.evaluate(samples, held_out.task.loss, settings, together=held_out.task.together)
+            if held_out.task.head == "reward":
+                self.store_scale(samples)
+        return {f"evaluation/{name}": value for name, value in found.items()}
+
+    def store_scale(self, samples: list[Sample]) -> None:
+        """Mean and deviation of a reward model's scores are saved with it, for whoever normalises rewards."""
+        scores = [float(scores[-1, 0]) for scores in self.model.score(samples)]
+        self.model.call("annotate", {"reward_mean": fmean(scores), "reward_std": pstdev(scores)})
+
+    def speed(self, samples: list[Sample], seconds: float) -> dict[str, float]:
+        plan, tokens = self.plan, sum(sample.length() for sample in samples)
+        flops = flops_per_token(plan.facts.parameters, adapters=plan.config.model.lora.rank > 0)
+        return speed_metrics(tokens, seconds, plan.layout.policy_ranks, flops, plan.machine.gpu_name)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        with self.timer.phase("save"):
+            self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
 
     def _write(self, folder: Path) -> None:
-        self.model.call("save", str(folder))
+        write_model(self.model, folder)
+
+
+def kl_estimate(mismatched: list[Sample], logprobs: list[Tensor]) -> float:
+    """KTO's z: how far the model is from the reference on answers to other prompts; never below zero."""
+    ratios = [
+        float(((scores - sample.ref_logprobs) * sample.mask).sum())
+        for sample, scores in zip(mismatched, logprobs, strict=True)
+    ]
+    return max(fmean(ratios), 0.0)
+
+
+def shown(metrics: dict[str, float]) -> str:
+    return "start      " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 @contextmanager
 def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progress) -> Iterator[SupervisedTrainer]:
-    config, world = plan.config, plan.layout.policy_ranks
+    config, task = plan.config, plan.material.train.task
     local = config.runtime == "local"
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(plan.machine))
-        specs = [
-            WorkerSpec(config.model, config.training, rank, world, plan.steps, config.seed, config.timeout_seconds)
-            for rank in range(world)
-        ]
+        specs = worker_specs(plan)
         processes = Processes(plan.machine, plan.layout, folder.logs, local)
         actors = processes.policy(Target("trueline.training.worker:Worker"), specs)
-        model = ModelGroup("model", actors, config.training, config.timeout_seconds)
+        model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
         model.start()
-        checkpoints = Checkpoints(folder.path, config.checkpoint)
-        newest = checkpoints.newest()
-        state = SupervisedState(**checkpoints.read_state(newest)) if newest else SupervisedState()
-        if newest is not None:
-            model.call("load", str(newest))
-            progress.note(f"resumed from {newest} at step {state.step}")
-        tracker = Tracker(folder, config.monitoring.tensorboard, state.step)
+        if task.reference(config):
+            fill_reference(model, used_samples(plan), folder.path / "reference.safetensors", progress)
+        checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
+        state = restore(checkpoints, model, progress)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
-        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state)
+        state.tracker = tracker.run_id
+        guard = Guard(model, config.training, progress.note)
+        guard.skipped = state.skipped_steps
+        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())
+
+
+def used_samples(plan: SupervisedPlan) -> list[Sample]:
+    """What the whole run will train and evaluate on; a short run over much data uses little of it."""
+    config, train, held_out = plan.config, plan.material.train, plan.material.held_out
+    order = train.order(config.seed, config.data.shuffle, 0)
+    samples = train.samples_of(next(order) for _ in range(plan.steps * config.samples_per_step))
+    return samples + (held_out.samples_of(range(held_out.rows())) if held_out else [])
+
+
+def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
+    config, world = plan.config, plan.layout.policy_ranks
+    return [
+        WorkerSpec(
+            config.model,
+            config.training,
+            rank,
+            world,
+            plan.steps,
+            config.seed,
+            config.timeout_seconds,
+            head=plan.material.train.task.head,
+            distill=config.distill if isinstance(config, DistillRunConfig) else None,
+        )
+        for rank in range(world)
+    ]
+
+
+def restore(checkpoints: Checkpoints, model: ModelGroup, progress: Progress) -> SupervisedState:
+    """The newest checkpoint, or a fresh state if there is none."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return SupervisedState()
+    state = SupervisedState(**checkpoints.read_state(newest))
+    model.call("load", str(newest))
+    progress.note(f"resumed from {newest} at step {state.step}")
+    return state

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,9 +19,10 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.run import CheckpointConfig
 from trueline.models.loading import load_tokenizer
+from trueline.models.lora import SETTINGS, save_adapter
 
 UNFINISHED = ".unfinished"
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,15 @@ class SavedTensors:
     handle: Any
     metadata: dict[str, str]
 
+    def names(self) -> list[str]:
+        return list(self.handle.keys())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.handle.get_slice(key).get_shape())
+
     def by_name(self) -> dict[str, dict[str, str]]:
         names: dict[str, dict[str, str]] = {}
-        for key in sorted(self.handle.keys()):
+        for key in sorted(self.names()):
             name, _, part = key.rpartition("/")
             names.setdefault(name, {})[part] = key
         return names
@@ -53,46 +61,89 @@ def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
 
 
-def save_model_folder(folder: Path, model: Any, weights: dict[str, Tensor], source: ModelConfig) -> None:
-    """A folder that `from_pretrained` opens: weights, configuration and tokenizer."""
-    target = folder / "model"
-    target.mkdir(parents=True)
-    save_tensors(target / "model.safetensors", weights, {"format": "pt"})
-    model.config.save_pretrained(target)
-    if model.can_generate():
-        model.generation_config.save_pretrained(target)
-    load_tokenizer(source).save_pretrained(target)
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A folder that `from_pretrained` opens: weights or adapter, configuration and tokenizer."""
+
+    path: Path
+    source: ModelConfig
+
+    def save(self, model: Any, weights: dict[str, Tensor], adapter: Any | None) -> None:
+        self.path.mkdir(parents=True)
+        if adapter is not None:
+            save_adapter(self.path, adapter, weights)
+            model.config.save_pretrained(self.path / SETTINGS)
+        else:
+            save_tensors(self.path / "model.safetensors", weights, {"format": "pt"})
+            model.config.save_pretrained(self.path)
+            if model.can_generate():
+                model.generation_config.save_pretrained(self.path)
+        load_tokenizer(self.source).save_pretrained(self.path)
 
 
 class Checkpoints:
     """The checkpoints of one run: `checkpoints/step_000050/` with model, training state and counters."""
 
-    def __init__(self, run_folder: Path, config: CheckpointConfig) -> None:
-        self.folder, self.config = run_folder / "checkpoints", config
+    def __init__(
+        self, run_folder: Path, config: CheckpointConfig, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.folder, self.config, self.note = run_folder / "checkpoints", config, note
+        self.failures = 0  # saves that the disk refused
 
     def due(self, step: int) -> bool:
         return self.config.every > 0 and step % self.config.every == 0
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """`write` fills a folder; only when all of it is on disk does it get its real name."""
+    def save(
+        self, step: int, state: dict[str, Any], write: Callable[[Path], None], metrics: dict[str, float] | None = None
+    ) -> Path | None:
+        """`write` fills a folder; only when all of it is on disk does it get its real name.
+
+        A disk that is full or broken costs this checkpoint, not the run: None, and a line that says so.
+        """
         target = self.folder / f"step_{step:06d}"
         if target.exists():
             return target
         aside = target.with_suffix(UNFINISHED)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        write(aside)
-        (aside / STATE).write_text(json.dumps(state, indent=2))
-        (aside / MANIFEST).write_text(json.dumps(hashes(aside), indent=2))
-        flush_tree(aside)
-        aside.rename(target)
-        flush(self.folder)
-        self.rotate()
+        try:
+            for left in self.folder.glob(f"*{UNFINISHED}"):  # by a kill
+                shutil.rmtree(left)
+            aside.mkdir(parents=True)
+            write(aside)
+            (aside / STATE).write_text(json.dumps(state, indent=2))
+            (aside / METRICS).write_text(json.dumps(metrics or {}, indent=2))
+            (aside / MANIFEST).write_text(json.dumps(hashes(aside), indent=2))
+            flush_tree(aside)
+            aside.rename(target)
+            flush(self.folder)
+            self.rotate()
+        except OSError as error:
+            self._give_up(aside, error)
+            return None
         return target
 
+    def _give_up(self, aside: Path, error: OSError) -> None:
+        self.failures += 1
+        shutil.rmtree(aside, ignore_errors=True)
+        last = self.newest()
+        self.note(
+            f"warning: {aside.stem} could not be saved ({error}); the run goes on. "
+            + (f"The last good checkpoint is {last}" if last else "There is no checkpoint yet: make room on the disk")
+        )
+
     def rotate(self) -> None:
-        for old in self.finished()[: -self.config.keep]:
-            shutil.rmtree(old)
+        finished = self.finished()
+        kept = {*finished[-self.config.keep :], *self.best()}
+        for old in finished:
+            if old not in kept:
+                # Renamed first: a kill while files go must not leave what looks like a checkpoint.
+                doomed = old.rename(old.with_suffix(UNFINISHED))
+                shutil.rmtree(doomed)
+
+    def best(self) -> list[Path]:
+        """The checkpoints that the configured metric likes best."""
+        name, sign = self.config.metric.removeprefix("-"), -1.0 if self.config.metric.startswith("-") else 1.0
+        scored = [(sign * value, path) for path in self.finished() if (value := saved_metric(path, name)) is not None]
+        return [path for _, path in sorted(scored, key=lambda entry: entry[0])[: self.config.keep_best]]
 
     def finished(self) -> list[Path]:
         """Oldest first."""
@@ -120,6 +171,14 @@ class Checkpoints:
             )
         assert isinstance(state, dict)
         return state
+
+
+def saved_metric(checkpoint: Path, name: str) -> float | None:
+    try:
+        value = json.loads((checkpoint / METRICS).read_text()).get(name)
+    except (OSError, json.JSONDecodeError):
+        return None
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def hashes(folder: Path) -> dict[str, str]:

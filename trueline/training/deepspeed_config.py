@@ -1,14 +1,26 @@
 """Our configuration in DeepSpeed's words."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from trueline.config.model import RanksConfig, TrainingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """How many ranks share the matrices out, and AutoTP's rule for each kind of layer."""
+
+    size: int
+    specs: list[dict[str, Any]]
+
 
 NO_LIMIT = 1e30  # with no clipping at all DeepSpeed does not compute the gradient's norm
 PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank under ZeRO 3
 
 
-def deepspeed_config(config: RanksConfig, dtype: str) -> dict[str, Any]:
+def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | None = None) -> dict[str, Any]:
     """One accumulation step: the worker marks the boundary itself, micro-batch by micro-batch."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -21,8 +33,18 @@ def deepspeed_config(config: RanksConfig, dtype: str) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
+    if config.offload != "none":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        settings["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which needs no compiler
+    if config.offload == "all":
+        settings["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if isinstance(config, TrainingConfig):
         settings["gradient_clipping"] = config.max_grad_norm or NO_LIMIT
+    if cuts is not None:
+        settings["tensor_parallel"] = {
+            "autotp_size": cuts.size,
+            "partition_config": {"use_default_specs": False, "layer_specs": cuts.specs},
+        }
     return settings
 
 

@@ -1,6 +1,7 @@
-"""DeepSpeed on one rank of a group: ZeRO 0 to 3."""
+"""DeepSpeed on one rank of a group: ZeRO 0 to 3, tensor parallelism by AutoTP."""
 
 import datetime
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,14 +16,18 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput
-from trueline.models.scorer import hf_name
+from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import deepspeed_config, effective_stage
-from trueline.training.engine import MOMENTS, StepInfo, TensorState
+from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
+from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
 
 GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
@@ -41,51 +46,71 @@ def join_ranks(store: Callable[[], Any], rank: int, world: int, timeout_seconds:
 
 
 class DeepSpeedEngine:
-    def __init__(self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device) -> None:
+    def __init__(
+        self, module: Scorer, config: RanksConfig, total_steps: int, device: torch.device, tensor_ranks: int = 1
+    ) -> None:
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         self.config, self.total_steps, self.device = config, total_steps, device
         self.stage = effective_stage(config, dtype)
+        cuts = tensor_parallel(module.model, tensor_ranks)
         optimizer = make_optimizer(module.parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype)
+            model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype, cuts)
         )
         self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
+        self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.base: Any = optimizer
-        self.world = dist.get_world_size()
+        self.cuts = Cuts(self.engine.module, tensor_ranks)
+        self.replicas = dist.get_world_size() // tensor_ranks
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
         self.steps = 0
+        self.average: MovingAverage | None = None
+        if isinstance(config, TrainingConfig) and config.ema_decay:
+            self.average = MovingAverage(self._shards(), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float) -> ModelOutput:
-        return ModelOutput(*self.engine(batch.tokens, batch.mask, temperature))
+        return model_output(self.engine(batch.tokens, batch.mask, batch.lengths, temperature))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """DeepSpeed averages over ranks; the loss is a share of a sum, so it is multiplied back."""
+        """DeepSpeed averages over replicas; the loss is a share of a sum, so it is multiplied back."""
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.world)
+        self.engine.backward(loss * self.replicas)
 
     def step(self) -> StepInfo:
         assert isinstance(self.config, TrainingConfig)
         rate = learning_rate_at(self.steps, self.config, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        plain_norm = self._plain_norm() if self.plain else None
-        self.engine.step()
-        self.steps += 1
-        norm = self.engine.get_global_grad_norm() if plain_norm is None else plain_norm
-        return StepInfo(float(norm), rate)
+        norm = self._plain_step() if self.plain else self._sharded_step()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self.steps += 1
+            if self.average is not None:
+                self.average.update()
+        return StepInfo(norm, rate, skipped)
 
-    def _plain_norm(self) -> Tensor:
-        """DeepSpeed reports no norm where it steps the plain optimizer."""
-        return nn.utils.get_total_norm([parameter.grad for parameter in self.named.values()])
+    def _plain_step(self) -> float:
+        """DeepSpeed reports no norm where it steps the plain optimizer, and steps whatever the gradient is."""
+        norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm
+
+    def _sharded_step(self) -> float:
+        """ZeRO leaves weights and moments alone when the norm over all ranks is not finite."""
+        self.engine.step()
+        return math.nan if self.optimizer.overflow else float(self.engine.get_global_grad_norm())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
-            yield from ((name, parameter.detach()) for name, parameter in self.named.items())
+            yield from ((name, self.cuts.whole(name, parameter.detach())) for name, parameter in self.named.items())
             return
         for names in self._gather_groups():
             with GatheredParameters([self.named[name] for name in names]):
-                yield from ((name, self.named[name].detach()) for name in names)
+                yield from ((name, self.cuts.whole(name, self.named[name].detach())) for name in names)
 
     def _gather_groups(self) -> Iterator[list[str]]:
         names: list[str] = []
@@ -99,13 +124,24 @@ class DeepSpeedEngine:
         yield names
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named.items():
-            yield name, parameter.grad if self.plain else safe_get_full_grad(parameter)
+        for name, parameter in self.trained.items():
+            yield name, self.cuts.whole(name, parameter.grad if self.plain else safe_get_full_grad(parameter))
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
         self._link_moments()
-        for name, parameter in self.named.items():
-            yield name, self._plain_state(parameter) if self.plain else self._sharded_state(parameter)
+        for name, parameter in self.trained.items():
+            parts = self._plain_state(parameter) if self.plain else self._sharded_state(parameter)
+            yield name, {key: self.cuts.whole(name, part) for key, part in parts.items()}
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.trained.items():
+            part = parameter.detach() if self.plain else safe_get_full_fp32_param(parameter)
+            yield name, self.cuts.whole(name, part)
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        if self.average is not None:
+            with self.average.in_place():
+                yield from self.masters()
 
     def _plain_state(self, parameter: nn.Parameter) -> TensorState:
         moments = self.base.state.get(parameter, {})
@@ -123,7 +159,7 @@ class DeepSpeedEngine:
             return
         for shard in self._shards():
             moments = {key: torch.zeros_like(shard) for key in MOMENTS}
-            self.base.state[shard] = {"step": torch.tensor(float(steps)), **moments}
+            self.base.state[shard] = {"step": self._step_count(shard.device), **moments}
         self._link_moments()
 
     def _link_moments(self) -> None:
@@ -136,21 +172,54 @@ class DeepSpeedEngine:
 
     def _shards(self) -> list[Tensor]:
         """The flat float32 tensors that the inner optimizer steps on this rank."""
+        if self.plain:
+            return list(self.trained.values())
         if self.stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
 
     def load_state(self, name: str, state: TensorState) -> None:
-        parameter = self.named[name]
-        values = {key: value.to(self.device) for key, value in state.items()}
+        parameter = self.trained[name]
+        values = {key: self.cuts.part(name, value).to(self.device) for key, value in state.items()}
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data.copy_(values["weight"])
         if self.plain:
             if self.steps:
                 moments = {key: values[key].clone() for key in MOMENTS}
-                self.base.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
+                self.base.state[parameter] = {"step": self._step_count(self.device), **moments}
             return
-        safe_set_full_fp32_param(parameter, values["weight"])
+        self._set(parameter, values["weight"])
         if self.steps:
             for key in MOMENTS:
-                safe_set_full_optimizer_state(parameter, values[key], key)
+                self._set(parameter, values[key], key)
+
+    def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
+        """The master weight or a moment. ZeRO 3's own setter fails where ranks do not divide the elements."""
+        if self.stage < 3:
+            if moment is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, moment)
+            return
+        length = parameter.ds_tensor.ds_numel
+        padded = nn.functional.pad(value.flatten(), (0, length * self.replicas - value.numel()))
+        shard = padded.split(length)[dist.get_rank() // self.cuts.size]
+        if moment is None:
+            safe_set_local_fp32_param(parameter, shard)
+        else:
+            safe_set_local_optimizer_state(parameter, shard, moment)
+
+    def _step_count(self, device: torch.device) -> Tensor:
+        return torch.tensor(float(self.steps), device=device)
+
+    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
+        if self.average is None:
+            return
+        self.average.restart()
+        with self.average.in_place():
+            for name, tensor in averages:
+                part = self.cuts.part(name, tensor).to(self.device)
+                if self.plain:
+                    self.trained[name].data.copy_(part)
+                else:
+                    self._set(self.trained[name], part)

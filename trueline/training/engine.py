@@ -18,6 +18,7 @@ TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made
 class StepInfo:
     grad_norm: float
     learning_rate: float
+    skipped: bool = False  # a gradient was not finite, on any rank: nothing was changed
 
 
 class TrainEngine(Protocol):
@@ -40,9 +41,24 @@ class TrainEngine(Protocol):
         """Full gradients, between the last `backward` and `step`."""
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
-        """What a checkpoint needs of each tensor."""
+        """What a checkpoint needs of each trained tensor."""
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained tensors in the precision that the optimizer steps."""
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        """The moving average of each trained tensor; nothing where none is kept."""
 
     def load_state(self, name: str, state: TensorState) -> None: ...
 
+    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None: ...
+
     def start_loading(self, steps: int) -> None:
         """Make room for the moments before `load_state` fills them."""
+
+
+def model_output(fields: dict[str, Tensor]) -> ModelOutput:
+    output = ModelOutput()
+    for name, tensor in fields.items():
+        setattr(output, name, tensor)
+    return output

@@ -1,7 +1,8 @@
 """The controller's view of all ranks of one model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from trueline.config.model import RanksConfig
 from trueline.data.batching import FILLER, Budget, Plan, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
 from trueline.runtime.actors import Actor, share, wait_all
+from trueline.training.mesh import Mesh
 from trueline.training.worker import Report
 
 
@@ -20,12 +22,17 @@ class LossSettings:
 
     temperature: float = 1.0
     algorithm: Any = None
+    statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
 
 
 class ModelGroup:
-    def __init__(self, name: str, actors: Sequence[Actor], config: RanksConfig, timeout_seconds: float) -> None:
+    def __init__(
+        self, name: str, actors: Sequence[Actor], config: RanksConfig, timeout_seconds: float, mesh: Mesh | None = None
+    ) -> None:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
-        self.budget = Budget(config.micro_batch_tokens, config.micro_batch_samples)
+        self.mesh = mesh or Mesh(len(actors))
+        tokens = config.micro_batch_tokens * self.mesh.ring
+        self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
 
     def start(self) -> None:
         start_groups([self])
@@ -34,42 +41,55 @@ class ModelGroup:
         """The same call on every rank; their results in rank order."""
         return wait_all([actor.submit(method, *args) for actor in self.actors], self.timeout_seconds)
 
-    def score(self, samples: list[Sample], temperature: float) -> list[Tensor]:
-        """[T] log-probs of each sample's tokens under this model."""
+    def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
+        """[T] log-probs of each sample's tokens under this model; [T, K] scores of a scoring head."""
         plan = self.plan(samples)
-        packed = share(pack_samples(samples))
-        calls = [
-            actor.submit("score", packed, passes, temperature) for actor, passes in zip(self.actors, plan, strict=True)
-        ]
+        flats = self._submit("score", samples, plan, temperature, reference)
         scores: dict[int, Tensor] = {}
-        for passes, flat in zip(plan, wait_all(calls, self.timeout_seconds), strict=True):
-            positions = [at for micro_batch in passes for at in micro_batch if at != FILLER]
-            pieces = torch.tensor(flat).split([samples[at].length() for at in positions])
-            scores.update(zip(positions, pieces, strict=True))
+        for passes, flat in zip(plan, flats, strict=True):
+            places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
+            pieces = torch.tensor(flat).split([samples[at].length() for at in places])
+            scores.update(zip(places, pieces, strict=False))
         return [scores[at] for at in range(len(samples))]
 
-    def update(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
+    def update(
+        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
+    ) -> dict[str, float]:
         """Exactly one optimizer step on the whole minibatch."""
-        return joined(self._spread("update", samples, loss, settings))
+        return joined(self._submit("update", samples, self.plan(samples, together), loss, settings))
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
         """The gradients of `update` without its step."""
-        return joined(self._spread("accumulate", samples, loss, settings))
+        return joined(self._submit("accumulate", samples, self.plan(samples), loss, settings))
 
-    def _spread(self, method: str, samples: list[Sample], loss: str, settings: LossSettings) -> list[Report]:
+    def evaluate(
+        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
+    ) -> dict[str, float]:
+        """The loss and its numbers without a gradient."""
+        return joined(self._submit("evaluate", samples, self.plan(samples, together), loss, settings))
+
+    def _submit(self, method: str, samples: list[Sample], plan: Plan, *args: Any) -> list[Any]:
+        """One result for each data place: ranks that share its samples return the same."""
         packed = share(pack_samples(samples))
         calls = [
-            actor.submit(method, packed, passes, loss, settings)
-            for actor, passes in zip(self.actors, self.plan(samples), strict=True)
+            actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args)
+            for rank, actor in enumerate(self.actors)
         ]
-        return wait_all(calls, self.timeout_seconds)
+        return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
-    def plan(self, samples: list[Sample]) -> Plan:
-        return plan_micro_batches([sample.length() for sample in samples], len(self.actors), self.budget)
+    def plan(self, samples: list[Sample], together: int = 1) -> Plan:
+        return plan_micro_batches([sample.length() for sample in samples], self.mesh.data, self.budget, together)
 
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
+
+
+def write_model(model: ModelGroup, folder: Path) -> None:
+    """Every rank takes part in a checkpoint; the disk's refusal is raised here, when all have done so."""
+    problems = [problem for problem in model.call("save", str(folder)) if problem]
+    if problems:
+        raise OSError(problems[0])
 
 
 def start_groups(groups: Sequence[ModelGroup]) -> None:

@@ -23,6 +23,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) -
         lr=config.learning_rate,
         betas=(config.betas[0], config.betas[1]),
         eps=config.epsilon,
+        fused=True,
     )
 
 
@@ -36,5 +37,6 @@ def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> flo
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "wsd": min((1.0 - progress) / config.decay_share, 1.0),
     }
     return config.learning_rate * factors[config.schedule]

@@ -1,5 +1,6 @@
 """Plain PyTorch in one process: for debugging and fast learning tests."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engine import MOMENTS, StepInfo, TensorState
+from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
 
 
@@ -17,11 +19,17 @@ class TorchEngine:
         self.module = module.to(device).train()
         self.config, self.total_steps, self.device = config, total_steps, device
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
+        self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.steps = 0
-        self.optimizer = make_optimizer(module.parameters(), config) if isinstance(config, TrainingConfig) else None
+        self.optimizer: torch.optim.AdamW | None = None
+        self.average: MovingAverage | None = None
+        if isinstance(config, TrainingConfig):
+            self.optimizer = make_optimizer(self.trained.values(), config)
+            if config.ema_decay:
+                self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float) -> ModelOutput:
-        return ModelOutput(*self.module(batch.tokens, batch.mask, temperature))
+        return model_output(self.module(batch.tokens, batch.mask, batch.lengths, temperature))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -29,36 +37,57 @@ class TorchEngine:
     def step(self) -> StepInfo:
         assert self.optimizer is not None and isinstance(self.config, TrainingConfig)
         limit = self.config.max_grad_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         rate = learning_rate_at(self.steps, self.config, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+            self.steps += 1
         self.optimizer.zero_grad()
-        self.steps += 1
-        return StepInfo(float(norm), rate)
+        if finite and self.average is not None:
+            self.average.update()
+        return StepInfo(norm, rate, skipped=not finite)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named.items():
             yield name, parameter.detach()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named.items():
+        for name, parameter in self.trained.items():
             yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
         assert self.optimizer is not None
-        for name, parameter in self.named.items():
+        for name, parameter in self.trained.items():
             moments = self.optimizer.state.get(parameter, {})
             yield name, {"weight": parameter.detach(), **{key: moments[key] for key in MOMENTS if key in moments}}
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.trained.items():
+            yield name, parameter.detach()
+
+    def averages(self) -> Iterator[tuple[str, Tensor]]:
+        if self.average is not None:
+            with self.average.in_place():
+                yield from self.masters()
 
     def start_loading(self, steps: int) -> None:
         self.steps = steps
 
     def load_state(self, name: str, state: TensorState) -> None:
         assert self.optimizer is not None
-        parameter = self.named[name]
+        parameter = self.trained[name]
         parameter.data.copy_(state["weight"])
         if self.steps:
             moments = {key: state[key].to(self.device).clone() for key in MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.steps)), **moments}
+            step = torch.tensor(float(self.steps), device=self.device)
+            self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
+        if self.average is not None:
+            self.average.restart()
+            with self.average.in_place():
+                for name, tensor in averages:
+                    self.trained[name].data.copy_(tensor)

@@ -1,19 +1,28 @@
 """One rank of one model: it scores, updates, hands out weights, saves and loads. It knows no algorithm."""
 
+import math
+import resource
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trueline.algorithms.supervised_losses import LOSSES
+from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.preference import DistillConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
-from trueline.data.types import Batch, LossOutput, PackedSamples
+from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model
-from trueline.models.scorer import Scorer
+from trueline.models.lora import adapters_off, add_lora, dequantized, merged
+from trueline.models.probe import Probe
+from trueline.models.scorer import Scorer, Teacher
 from trueline.runtime.transport import (
     Address,
     BroadcastGroup,
@@ -24,8 +33,9 @@ from trueline.runtime.transport import (
     bucket_views,
     checksum,
 )
-from trueline.training.checkpoints import load_tensors, save_model_folder, save_tensors
+from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
 from trueline.training.engine import TrainEngine
+from trueline.training.mesh import Mesh
 from trueline.training.torch_engine import TorchEngine
 
 
@@ -40,6 +50,11 @@ class WorkerSpec:
     total_steps: int
     seed: int
     timeout_seconds: float = 1800.0
+    head: str = "language"  # or "reward", "steps"
+    distill: DistillConfig | None = None
+
+    def mesh(self) -> Mesh:
+        return Mesh(self.world, self.model.ring, self.model.tensor_parallel)
 
 
 class Worker:
@@ -59,12 +74,46 @@ class Worker:
 
     def start(self, address: Address) -> None:
         """Join the other ranks and load the model."""
-        torch.manual_seed(self.spec.seed)
-        if self.spec.ranks.engine == "deepspeed":
+        spec, config = self.spec, self.spec.model
+        torch.manual_seed(spec.seed)
+        if spec.ranks.engine == "deepspeed":
             self._join(address)
-        self.model = load_model(self.spec.model, DTYPES[self.spec.model.dtype])
-        scorer = Scorer(self.model, self.spec.model.head_chunk_tokens)
-        self.engine = make_engine(scorer, self.spec, self.device)
+        dtype = DTYPES[config.dtype]
+        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing)
+        self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()}
+        speaks = spec.head == "language" and spec.distill is None
+        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks)
+        self.scorer = Scorer(
+            self.model,
+            config.head_chunk_tokens,
+            packed=spec.ranks.packing,
+            ring=spec.mesh().join_ring(spec.rank),
+            teacher=self._load_teacher(dtype),
+        )
+        self.engine = make_engine(self.scorer, spec, self.device)
+        tolerance = 1e-3 if config.dtype == "float32" else 0.1
+        probe.compare(self._forward, tolerance)
+
+    def _forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Every token's number, for the probe."""
+        none = torch.zeros(len(lengths), device=self.device)
+        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
+        return only(self.engine.forward(batch, 1.0))
+
+    def _load_teacher(self, dtype: torch.dtype) -> Teacher | None:
+        distill = self.spec.distill
+        if distill is None:
+            return None
+        config = ModelConfig(path=distill.teacher, trust_remote_code=self.spec.model.trust_remote_code)
+        model = load_model(config, dtype, packed=self.spec.ranks.packing).to(self.device).requires_grad_(False)
+        student, teacher = (one.get_output_embeddings().weight.shape[0] for one in (self.model, model))
+        if student != teacher:
+            raise ConfigError(
+                f"distill.teacher={distill.teacher}: it knows {teacher} tokens and the student {student}; "
+                "choose models with one vocabulary"
+            )
+        return Teacher(model, distill)
 
     def _join(self, address: Address) -> None:
         from trueline.training.deepspeed_engine import join_ranks  # noqa: PLC0415
@@ -78,37 +127,85 @@ class Worker:
             self.device,
         )
 
-    def score(self, packed: PackedSamples, passes: list[MicroBatch], temperature: float) -> np.ndarray:
-        """Log-probs of every token of this rank's samples, one after another in the plan's order."""
+    def score(
+        self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
+    ) -> np.ndarray:
+        """Of every token of this rank's samples, one after another in the plan's order: log-probs, or scores.
+
+        As `reference` a model with adapters answers without them.
+        """
         rows: list[Tensor] = []
-        with torch.no_grad():
+        with self._judging(), self._as_reference(reference):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
-                logprobs = self.engine.forward(batch, temperature).logprobs.cpu()
-                rows += [logprobs[row, : packed.lengths[at]] for row, at in enumerate(micro_batch) if at != FILLER]
+                values = only(self.engine.forward(batch, temperature)).cpu()
+                parts = zip(micro_batch, values.split(batch.lengths), strict=True)
+                rows += [part for at, part in parts if at != FILLER]
         return torch.cat(rows).numpy() if rows else np.zeros(0, dtype=np.float32)
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """No gradient, and no dropout of adapters."""
+        self.scorer.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.scorer.train()
+
+    def _as_reference(self, reference: bool) -> AbstractContextManager[None]:
+        return adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
 
     def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
         """One optimizer step on this rank's share of a minibatch."""
         report = self.accumulate(packed, passes, loss, settings)
         info = self.engine.step()
-        report.step = {"grad_norm": info.grad_norm, "learning_rate": info.learning_rate}
+        report.step = {
+            "grad_norm": info.grad_norm,
+            "learning_rate": info.learning_rate,
+            "skipped": float(info.skipped),
+            "memory/peak_gib": peak_memory_gib(self.device),
+        }
         return report
 
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
         report = Report({}, {}, {})
         for number, micro_batch in enumerate(passes, 1):
-            batch = collate(packed, micro_batch, self.device)
-            output = self.engine.forward(batch, settings.temperature)
-            values = LOSSES[loss](output, batch, settings.algorithm)
-            total = (batch.weights * values.values).sum()
+            batch, values = self._loss(packed, micro_batch, loss, settings)
+            total = (weights_of(values, batch) * values.values).sum()
+            if not math.isfinite(total.item()):
+                total = total * math.nan  # its gradient may be finite; no rank may step on it
             self.engine.backward(total, last=number == len(passes))
             report.add(values, batch)
         return report
 
+    def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
+        report = Report({}, {}, {})
+        with self._judging():
+            for micro_batch in passes:
+                batch, values = self._loss(packed, micro_batch, loss, settings)
+                report.add(values, batch)
+        return report
+
+    def _loss(
+        self, packed: PackedSamples, micro_batch: MicroBatch, loss: str, settings: Any
+    ) -> tuple[Batch, LossOutput]:
+        batch = collate(packed, micro_batch, self.device)
+        batch.statistics = settings.statistics
+        return batch, LOSSES[loss](self.engine.forward(batch, settings.temperature), batch, settings.algorithm)
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What a model without adapters would have to hold to say the same."""
+        weights = self.engine.weights()
+        if self.adapter is None:
+            return weights
+        if self.spec.model.lora.quantize:
+            weights = dequantized(weights, self.model)
+        return merged(weights, self.spec.model.lora.alpha / self.spec.model.lora.rank)
+
     def weight_specs(self, dtype: str) -> list[TensorSpec]:
         """Names and shapes of the weights, as engines will receive them."""
-        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.engine.weights()]
+        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
 
     def connect(self, address: Address, world: int, timeout_seconds: float) -> None:
         """Join the engines' broadcast group; only rank 0 sends."""
@@ -118,7 +215,7 @@ class Worker:
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
         """Every rank takes part in gathering; rank 0 sends, and returns a checksum per bucket."""
-        weights = self.engine.weights()
+        weights = self.plain_weights()
         sums: list[int] = []
         for bucket in buckets:
             buffer = bucket_buffer(bucket)
@@ -135,39 +232,103 @@ class Worker:
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:
         """For an engine in the same process."""
-        return [(name, tensor.clone()) for name, tensor in self.engine.weights()]
+        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
 
-    def save(self, folder: str) -> None:
-        """Every rank gathers; rank 0 writes a Hugging Face folder and the training state."""
+    def annotate(self, facts: dict[str, float]) -> None:
+        """Numbers that belong to the model and are saved in its configuration."""
+        for name, value in facts.items():
+            setattr(self.model.config, name, value)
+
+    def save(self, folder: str) -> str | None:
+        """Every rank gathers; rank 0 writes a Hugging Face folder and the training state.
+
+        What goes wrong on the disk is returned: the ranks go on together.
+        """
         write = self.spec.rank == 0
-        weights = {name: tensor.cpu() for name, tensor in kept(self.engine.weights(), write)}
-        if write:
-            save_model_folder(Path(folder), self.model, weights, self.spec.model)
-        states = {
-            f"{name}/{part}": tensor.cpu()
-            for name, state in kept(self.engine.state(), True)
-            for part, tensor in state.items()
-            if write
-        }
-        if write:
-            save_tensors(Path(folder) / "training.safetensors", states, {"steps": str(self.engine.steps)})
+        weights = gathered(self.engine.masters() if self.adapter else self.engine.weights(), write)
+        states = gathered(
+            ((f"{name}/{part}", tensor) for name, state in self.engine.state() for part, tensor in state.items()), write
+        )
+        states |= gathered(((f"{name}/average", tensor) for name, tensor in self.engine.averages()), write)
+        target = Path(folder)
+        try:
+            save_tensors(target / f"random-{self.spec.rank}.safetensors", random_states(), {})
+            if write:
+                ModelFolder(target / "model", self.spec.model).save(self.model, weights, self.adapter)
+                save_tensors(target / "training.safetensors", states, {"steps": str(self.engine.steps)})
+        except (OSError, SafetensorError) as error:
+            return f"rank {self.spec.rank}: {error}"
+        return None
 
     def load(self, folder: str) -> None:
-        """Take up weights and moments that `save` wrote, on any number of ranks."""
+        """Take up what `save` wrote, on any number of ranks."""
         with load_tensors(Path(folder) / "training.safetensors") as saved:
             self.engine.start_loading(int(saved.metadata["steps"]))
-            for name, parts in saved.by_name().items():
-                self.engine.load_state(name, {part: saved.read(key) for part, key in parts.items()})
+            named = saved.by_name()
+            self._check_names(folder, {name: saved.shape(parts["weight"]) for name, parts in named.items()})
+            for name, parts in named.items():
+                self.engine.load_state(
+                    name, {part: saved.read(key) for part, key in parts.items() if part != "average"}
+                )
+            self.engine.load_averages(
+                (name, saved.read(parts["average"])) for name, parts in named.items() if "average" in parts
+            )
+        mine = Path(folder) / f"random-{self.spec.rank}.safetensors"
+        if mine.exists():
+            with load_tensors(mine) as saved:
+                restore_random({name: saved.read(name) for name in ("cpu", "cuda") if name in saved.names()})
+
+    def _check_names(self, folder: str, saved: dict[str, tuple[int, ...]]) -> None:
+        mine = {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        wrong = sorted(set(saved.items()) ^ set(mine.items()))
+        if wrong:
+            raise ConfigError(
+                f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
+                "in one of the two); resume with the configuration that wrote it"
+            )
+
+    def fingerprints(self) -> dict[str, int]:
+        """A checksum of each trained tensor, to tell whether training changes it."""
+        return {name: bits_sum(tensor) for name, tensor in self.engine.masters()}
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
 
 
-def kept(pairs: Any, keep: bool) -> Any:
+def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Copies of what a generator yields, or nothing at all while it still runs to its end."""
-    for name, value in pairs:
-        if keep:
-            yield name, value.clone() if isinstance(value, Tensor) else value
+    return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
+
+
+def bits_sum(tensor: Tensor) -> int:
+    """The float32 bit patterns, added as integers: quick on any device, and another number once one weight moves."""
+    return int(tensor.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64))
+
+
+def random_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_random(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Of the device since the start; on a CPU, of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def only(output: ModelOutput) -> Tensor:
+    """Log-probs of a language model, scores of a scoring one; a student is asked for its divergence."""
+    for name in ("logprobs", "scores", "divergence"):
+        if is_filled(output, name):
+            return getattr(output, name)
+    raise AssertionError("a model output without numbers")
 
 
 def make_engine(scorer: Scorer, spec: WorkerSpec, device: torch.device) -> TrainEngine:
@@ -175,7 +336,7 @@ def make_engine(scorer: Scorer, spec: WorkerSpec, device: torch.device) -> Train
         return TorchEngine(scorer, spec.ranks, spec.total_steps, device)
     from trueline.training.deepspeed_engine import DeepSpeedEngine  # noqa: PLC0415
 
-    return DeepSpeedEngine(scorer, spec.ranks, spec.total_steps, device)
+    return DeepSpeedEngine(scorer, spec.ranks, spec.total_steps, device, spec.model.tensor_parallel)
 
 
 @dataclass(slots=True)
@@ -187,11 +348,16 @@ class Report:
     step: dict[str, float]
 
     def add(self, loss: LossOutput, batch: Batch) -> None:
-        sums = {name: (batch.weights * values).sum() for name, values in loss.means.items()}
-        sums["loss"] = (batch.weights * loss.values).sum().detach()
-        sums["weight"] = batch.weights.sum()
+        weights = weights_of(loss, batch)
+        sums = {name: (weights * values).sum() for name, values in loss.means.items()}
+        sums["loss"] = (weights * loss.values).sum().detach()
+        sums["weight"] = weights.sum()
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.item()
         for name, values in loss.maxima.items():
-            largest = float(torch.where(batch.mask, values, -torch.inf).max())
+            largest = float(torch.where(weights > 0, values, -torch.inf).max())
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), largest)
+
+
+def weights_of(loss: LossOutput, batch: Batch) -> Tensor:
+    return batch.shares if loss.per_sequence else batch.token_weights()

@@ -15,10 +15,10 @@ WEIGHTS = [0.1, 0.5, 0.8, 1.0, 2.0, 3.0, 5.0, 9.0]
 def corrected(config: CorrectionConfig) -> Tensor:
     """With log-probs chosen so that w = p_trainer / p_engine takes each of WEIGHTS."""
     width = len(WEIGHTS)
-    batch = Batch(torch.zeros(1, width), torch.ones(1, width, dtype=torch.bool), torch.ones(1, width))
-    batch.rollout_logprobs = torch.full((1, width), -3.0, dtype=torch.float64)
-    batch.old_logprobs = batch.rollout_logprobs + torch.tensor([WEIGHTS], dtype=torch.float64).log()
-    return correction_weights(batch, config)[0]
+    batch = Batch(torch.zeros(width), torch.ones(width, dtype=torch.bool), [width], torch.ones(1), torch.zeros(1))
+    batch.rollout_logprobs = torch.full((width,), -3.0, dtype=torch.float64)
+    batch.old_logprobs = batch.rollout_logprobs + torch.tensor(WEIGHTS, dtype=torch.float64).log()
+    return correction_weights(batch, config)
 
 
 def test_none_leaves_every_token_alone() -> None:

@@ -24,18 +24,19 @@ def config(**settings: object) -> AlgorithmConfig:
 
 
 def make(gap_to_rollout: float = 0.0, gap_to_reference: float = 0.0) -> tuple[ModelOutput, Batch]:
-    """One row with every pair of GRID."""
-    ratios = torch.tensor([[ratio for ratio, _ in GRID]])
-    old = torch.linspace(-3, -1, len(GRID))[None]
+    """One sequence with every pair of GRID."""
+    ratios = torch.tensor([ratio for ratio, _ in GRID])
+    old = torch.linspace(-3, -1, len(GRID))
     logprobs = (old + ratios.log()).requires_grad_()
-    batch = Batch(
-        torch.zeros(1, len(GRID), dtype=torch.long), torch.ones(1, len(GRID), dtype=torch.bool), torch.ones(1)
-    )
-    batch.advantages = torch.tensor([[advantage for _, advantage in GRID]])
+    tokens = torch.zeros(len(GRID), dtype=torch.long)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), [len(GRID)], torch.ones(1), torch.zeros(1))
+    batch.advantages = torch.tensor([advantage for _, advantage in GRID])
     batch.old_logprobs = old
     batch.rollout_logprobs = old - gap_to_rollout
     batch.ref_logprobs = logprobs.detach() - gap_to_reference
-    return ModelOutput(logprobs, torch.full_like(old, 0.7)), batch
+    output = ModelOutput()
+    output.logprobs, output.entropy = logprobs, torch.full_like(old, 0.7)
+    return output, batch
 
 
 def naive_ppo(ratio: float, advantage: float) -> float:
@@ -51,7 +52,7 @@ def naive_gradient(ratio: float, advantage: float) -> float:
 
 
 def close(found: Tensor, expected: list[float]) -> None:
-    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_ppo_clip_is_the_naive_loop() -> None:
@@ -64,12 +65,12 @@ def test_ppo_clip_stops_the_gradient_on_both_sides() -> None:
     policy_loss(output, batch, config()).values.sum().backward()
     inside = [at for at, (ratio, _) in enumerate(GRID) if ratio not in (1 - LOW, 1 + HIGH)]  # on the corner it is free
     assert output.logprobs.grad is not None
-    close(output.logprobs.grad[0, inside], [naive_gradient(*GRID[at]) for at in inside])
+    close(output.logprobs.grad[inside], [naive_gradient(*GRID[at]) for at in inside])
 
 
 def test_the_share_of_clipped_tokens_counts_those_whose_loss_the_clip_changed() -> None:
     output, batch = make()
-    shares = policy_loss(output, batch, config()).means["policy/clipped_share"][0].tolist()
+    shares = policy_loss(output, batch, config()).means["policy/clipped_share"].tolist()
     for (ratio, advantage), share in zip(GRID, shares, strict=True):
         if ratio not in (1 - LOW, 1 + HIGH):
             assert share == float(naive_gradient(ratio, advantage) == 0 and advantage != 0)

@@ -1,15 +1,108 @@
+import math
+
+import pytest
 import torch
 
 from trueline.algorithms.supervised_losses import LOSSES
+from trueline.config.preference import DistillConfig
 from trueline.data.types import Batch, ModelOutput
+
+# Two sequences; the loss applies to two tokens of the first and to one of the second.
+MASK = [False, True, True, False, True]
+
+
+def make() -> Batch:
+    """Each of the three tokens has a third of the loss."""
+    shares = torch.full((2,), 1 / 3)
+    return Batch(torch.zeros(5, dtype=torch.long), torch.tensor(MASK), [3, 2], shares, torch.zeros(2))
 
 
 def test_sft_is_the_negative_log_likelihood() -> None:
-    logprobs = torch.tensor([[0.0, -1.5, -0.25]], requires_grad=True)
-    batch = Batch(torch.zeros(1, 3), torch.tensor([[False, True, True]]), torch.tensor([[0.0, 0.5, 0.5]]))
-    loss = LOSSES["sft"](ModelOutput(logprobs, torch.tensor([[0.0, 0.3, 0.6]])), batch, None)
-    total = (batch.weights * loss.values).sum()
+    output, batch = ModelOutput(), make()
+    output.logprobs = torch.tensor([0.0, -1.5, -0.25, 0.0, -0.5], requires_grad=True)
+    output.entropy = torch.tensor([0.0, 0.3, 0.6, 0.0, 0.9])
+    loss = LOSSES["sft"](output, batch, None)
+    total = (batch.token_weights() * loss.values).sum()
     total.backward()
-    assert total.item() == (1.5 + 0.25) / 2
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [[0.0, -0.5, -0.5]]
+    assert not loss.per_sequence
+    assert total.item() == pytest.approx((1.5 + 0.25 + 0.5) / 3)
+    assert output.logprobs.grad is not None
+    assert output.logprobs.grad.tolist() == pytest.approx([0.0, -1 / 3, -1 / 3, 0.0, -1 / 3])
+    assert torch.equal(loss.means["sft/entropy"], output.entropy)
+
+
+# Logits of bad and of good at each token, and how good the step is.
+SCORES = [[9.0, -9.0], [0.5, 2.0], [1.0, 0.25], [-9.0, 9.0], [0.0, 1.0]]
+LABELS = [0.0, 1.0, 0.75, 0.0, 0.0]
+
+
+def scored(scores: list[list[float]]) -> tuple[ModelOutput, Batch]:
+    output, batch = ModelOutput(), make()
+    output.scores = torch.tensor(scores, requires_grad=True)
+    batch.step_labels = torch.tensor(LABELS)
+    return output, batch
+
+
+def share_of_good(bad: float, good: float) -> float:
+    return math.exp(good) / (math.exp(bad) + math.exp(good))
+
+
+def test_process_reward_is_the_cross_entropy_with_soft_labels() -> None:
+    output, batch = scored(SCORES)
+    loss = LOSSES["process_reward"](output, batch, None)
+    steps = [(share_of_good(*SCORES[at]), LABELS[at]) for at in (1, 2, 4)]
+    expected = [-label * math.log(good) - (1 - label) * math.log(1 - good) for good, label in steps]
+    assert not loss.per_sequence
+    assert loss.values[batch.mask].tolist() == pytest.approx(expected, rel=1e-5)
+    total = (batch.token_weights() * loss.values).sum()
+    assert total.item() == pytest.approx(sum(expected) / 3)
+
+
+def test_the_gradient_of_process_reward_is_the_gap_to_the_label() -> None:
+    """(share of good - label) on the logit of good, its opposite on that of bad; nothing off the labelled steps."""
+    output, batch = scored(SCORES)
+    loss = LOSSES["process_reward"](output, batch, None)
+    (batch.token_weights() * loss.values).sum().backward()
+    gaps = [(share_of_good(*scores) - label) / 3 for scores, label in zip(SCORES, LABELS, strict=True)]
+    on_good = [gap if masked else 0.0 for gap, masked in zip(gaps, MASK, strict=True)]
+    assert output.scores.grad is not None
+    assert output.scores.grad[:, 1].tolist() == pytest.approx(on_good, rel=1e-5)
+    assert output.scores.grad[:, 0].tolist() == pytest.approx([-gap for gap in on_good], rel=1e-5)
+
+
+def test_a_verdict_is_right_when_both_say_good_or_both_say_bad() -> None:
+    output, batch = scored(SCORES)
+    accuracy = LOSSES["process_reward"](output, batch, None).means["process_reward/accuracy"]
+    assert accuracy[batch.mask].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("gap", [-1000.0, 1000.0])
+def test_process_reward_is_finite_for_logits_far_apart(gap: float) -> None:
+    output, batch = scored([[0.0, gap]] * 5)
+    loss = LOSSES["process_reward"](output, batch, None)
+    loss.values.sum().backward()
+    assert output.scores.grad is not None
+    assert loss.values.isfinite().all()
+    assert output.scores.grad.isfinite().all()
+
+
+def test_logits_in_half_precision_are_compared_in_float32() -> None:
+    """bfloat16 holds 100 and 0.25, not their difference; so far out the loss of a good step is that difference."""
+    output, batch = scored([[100.0, 0.25]] * 5)
+    output.scores = output.scores.detach().bfloat16()
+    assert LOSSES["process_reward"](output, batch, None).values[1].item() == 99.75
+
+
+def test_distillation_minimises_the_divergence_of_each_token() -> None:
+    output, batch = ModelOutput(), make()
+    output.divergence = torch.tensor([0.0, 0.5, 0.25, 0.0, 1.5], requires_grad=True)
+    loss = LOSSES["distill"](output, batch, DistillConfig(teacher="teacher"))
+    assert not loss.per_sequence
+    assert (batch.token_weights() * loss.values).sum().item() == pytest.approx((0.5 + 0.25 + 1.5) / 3)
+    (batch.token_weights() * loss.values).sum().backward()
+    assert output.divergence.grad is not None
+    assert output.divergence.grad.tolist() == pytest.approx([0.0, 1 / 3, 1 / 3, 0.0, 1 / 3])
+
+
+def test_every_loss_that_a_worker_may_be_asked_for() -> None:
+    assert set(LOSSES) == {"policy", "sft", "preference", "kto", "reward_model", "process_reward", "distill"}

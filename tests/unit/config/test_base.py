@@ -5,7 +5,7 @@ from pydantic import Field
 
 from trueline.config.base import Config, ConfigError, merge, parse_override, read_tree
 from trueline.config.rl import RLConfig
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.supervised import TASK_VERBS, SupervisedConfig
 
 
 class Engine(Config):
@@ -143,7 +143,10 @@ def test_replaced_is_checked_like_a_file() -> None:
         car.replaced({"engine": {"power": -1}})
 
 
-@pytest.mark.parametrize("kind", [RLConfig, SupervisedConfig])
+KINDS = [RLConfig, SupervisedConfig, *dict.fromkeys(verb.kind for verb in TASK_VERBS.values())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_key_has_a_meaning_of_one_line(kind: type[Config]) -> None:
     keys = list(kind().leaves())
     assert len(keys) > 30

@@ -102,3 +102,14 @@ def test_a_name_is_one_folder_and_no_path(name: str) -> None:
 @pytest.mark.parametrize("override", ["training.zero_stage=4", "reference.zero_stage=2", "rollout.temperature=0"])
 def test_values_out_of_range_are_refused_by_key(override: str) -> None:
     assert refused(override).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.ring=2", "training.ranks=2", "reference.ranks=1"],
+        ["model.ring=2", "training.ranks=2", "reference.packing=false"],
+    ],
+)
+def test_the_references_ranks_must_fit_the_mesh_too(overrides: list[str]) -> None:
+    assert overrides[2].partition("=")[0] in refused(*overrides)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.config.supervised import SupervisedConfig
+from trueline.config.supervised import TASK_VERBS, PreferenceRunConfig, SftConfig, SupervisedConfig
 
 
 def test_the_dump_loads_back_equal(tmp_path: Path) -> None:
@@ -47,3 +47,55 @@ def test_the_longest_row_must_fit_into_a_pass() -> None:
     assert "max_tokens=101" in str(caught.value)
     assert "training.micro_batch_tokens=100" in str(caught.value)
     assert SupervisedConfig.load([], ["max_tokens=100", "training.micro_batch_tokens=100"]).max_tokens == 100
+
+
+@pytest.mark.parametrize("verb", sorted(TASK_VERBS))
+def test_the_defaults_of_every_verb_can_be_read_and_written(verb: str, tmp_path: Path) -> None:
+    chosen = TASK_VERBS[verb]
+    config = chosen.kind.load([], [], chosen.defaults)
+    assert config.task in {"sft", "distill", "preference", "kto", "rm", "prm"}
+    assert chosen.meaning
+    file = tmp_path / "config.yaml"
+    file.write_text(config.dump())
+    assert chosen.kind.load([file], [], chosen.defaults) == config
+
+
+@pytest.mark.parametrize(
+    ("verb", "loss"), [("dpo", "sigmoid"), ("cdpo", "sigmoid"), ("ipo", "ipo"), ("simpo", "simpo"), ("orpo", "orpo")]
+)
+def test_a_preference_verb_chooses_its_loss(verb: str, loss: str) -> None:
+    chosen = TASK_VERBS[verb]
+    config = chosen.kind.load([], [], chosen.defaults)
+    assert isinstance(config, PreferenceRunConfig)
+    assert config.preference.loss == loss
+    assert (config.preference.label_smoothing > 0) == (verb == "cdpo")
+
+
+def test_what_is_given_wins_over_a_verbs_defaults() -> None:
+    chosen = TASK_VERBS["simpo"]
+    config = chosen.kind.load([], ["preference.beta=5", "training.learning_rate=1e-3"], chosen.defaults)
+    assert isinstance(config, PreferenceRunConfig)
+    assert (config.preference.beta, config.preference.gamma, config.training.learning_rate) == (5.0, 1.0, 1e-3)
+
+
+def test_a_ring_has_room_for_longer_rows() -> None:
+    given = ["max_tokens=200", "training.micro_batch_tokens=100", "model.ring=2"]
+    assert SftConfig.load([], given).max_tokens == 200
+
+
+def test_held_out_rows_have_one_source() -> None:
+    with pytest.raises(ConfigError) as caught:
+        SftConfig.load([], ["evaluation.data=held.jsonl", "evaluation.share=0.1"])
+    for part in ("evaluation.data=held.jsonl", "evaluation.share=0.1", "set one of them"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["evaluation.share=1", "evaluation.share=-0.1", "evaluation.limit=0"])
+def test_held_out_shares_are_shares(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        SftConfig.load([], [override])
+
+
+def test_without_a_word_nothing_is_held_out() -> None:
+    evaluation = SftConfig().evaluation
+    assert (evaluation.data, evaluation.share, evaluation.by, evaluation.limit) == ("", 0.0, None, None)

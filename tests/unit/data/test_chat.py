@@ -1,15 +1,65 @@
 import copy
+from itertools import groupby
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trueline.data.chat import ChatFormat
+from trueline.config.base import ConfigError
+from trueline.data.chat import ChatFormat, Encoded, Learn, learnt_text
+from trueline.data.types import Message
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}:{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 MESSAGES = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1="}]
+
+CHATML = (
+    "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+FORGETS_REASONING = (
+    "{% for message in messages %}<s>{{ message.role }}\n"
+    "{{ message.content if loop.last else message.content.split('</think>')[-1] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+OPENS_REASONING = CHATML.replace("<s>assistant\n{% endif %}", "<s>assistant\n<think>\n{% endif %}")
+WITHOUT_END = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+
+TALK = [
+    {"role": "system", "content": "brief"},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "and one more?"},
+    {"role": "assistant", "content": "größer: 3"},
+]
+THOUGHTS = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "<think>easy</think>2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "<think>harder</think>4"},
+]
+
+
+def chat_with(tokenizer: PreTrainedTokenizerFast, template: str | None) -> ChatFormat:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    return ChatFormat(own, use_template=True)
+
+
+def learnt_stretches(chat: ChatFormat, encoded: Encoded) -> list[str]:
+    stretches = [
+        list(group) for _, group in groupby(zip(encoded.mask, encoded.tokens, strict=True), lambda one: one[0])
+    ]
+    return [chat.tokenizer.decode([token for _, token in stretch]) for stretch in stretches if stretch[0][0]]
+
+
+def whole_text(chat: ChatFormat, encoded: Encoded) -> str:
+    return str(chat.tokenizer.decode(encoded.tokens))
 
 
 @pytest.fixture
@@ -56,3 +106,164 @@ def test_a_completion_carries_its_end(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_a_reply_is_the_text_without_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatFormat(tokenizer, use_template=True)
     assert chat.reply_text(chat.completion_tokens("zwölf ✓")) == "zwölf ✓"
+
+
+# Conversations to learn
+
+
+def test_turns_share_a_sequence_where_the_template_only_appends(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, CHATML)
+    (encoded,) = chat.encode(TALK, "all")
+    assert whole_text(chat, encoded) == (
+        "<s>system\nbrief</s>\n<s>user\n1+1=</s>\n<s>assistant\n2</s>\n"
+        "<s>user\nand one more?</s>\n<s>assistant\ngrößer: 3</s>"
+    )
+    assert learnt_stretches(chat, encoded) == ["2</s>", "größer: 3</s>"]
+
+
+def test_only_the_last_turn_is_learnt_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, CHATML)
+    (every,), (last,) = chat.encode(TALK, "all"), chat.encode(TALK, "last")
+    assert last.tokens == every.tokens
+    assert learnt_stretches(chat, last) == ["größer: 3</s>"]
+
+
+def test_turns_before_the_start_are_context(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, CHATML)
+    assert chat.encode(TALK, "all", start=3) == chat.encode(TALK, "last")
+    assert chat.encode(TALK, "all", start=2) == chat.encode(TALK, "all")
+    assert chat.encode(TALK, "all", start=5) == []
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_one_sequence_for_each(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, FORGETS_REASONING)
+    first, second = chat.encode(THOUGHTS, "all")
+    assert whole_text(chat, first) == "<s>user\n1+1=</s>\n<s>assistant\n<think>easy</think>2</s>"
+    assert whole_text(chat, second) == (
+        "<s>user\n1+1=</s>\n<s>assistant\n2</s>\n<s>user\n2+2=</s>\n<s>assistant\n<think>harder</think>4</s>"
+    )
+    assert learnt_stretches(chat, first) == ["<think>easy</think>2</s>"]
+    assert learnt_stretches(chat, second) == ["<think>harder</think>4</s>"]
+
+
+def test_such_a_template_joins_turns_that_it_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, FORGETS_REASONING)
+    talk = [*TALK, {"role": "user", "content": "so?"}, {"role": "assistant", "content": "<think>hm</think>3"}]
+    (joined,) = chat.encode(talk, "all")
+    assert learnt_stretches(chat, joined) == ["2</s>", "größer: 3</s>", "<think>hm</think>3</s>"]
+
+
+def test_an_opened_turn_with_text_of_its_own_is_what_the_model_sees(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The next turn's prompt has no `<think>` before the earlier answer, so the two cannot share a sequence."""
+    chat = chat_with(tokenizer, OPENS_REASONING)
+    first, second = chat.encode(TALK[1:], "all")
+    assert whole_text(chat, first) == "<s>user\n1+1=</s>\n<s>assistant\n<think>\n2</s>"
+    assert learnt_stretches(chat, first) == ["2</s>"]
+    assert "assistant\n2</s>" in whole_text(chat, second)
+    assert learnt_stretches(chat, second) == ["größer: 3</s>"]
+
+
+def test_an_answer_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, OPENS_REASONING)
+    asked = {"role": "user", "content": "q"}
+    (likeness,) = chat.encode([asked, {"role": "assistant", "content": "<thing>"}], "all")
+    assert learnt_stretches(chat, likeness) == ["<thing></s>"]
+    (reasoning,) = chat.encode([asked, {"role": "assistant", "content": "<think>\nyes</think>a"}], "all")
+    assert whole_text(chat, reasoning) == "<s>user\nq</s>\n<s>assistant\n<think>\nyes</think>a</s>"
+    assert learnt_stretches(chat, reasoning) == ["yes</think>a</s>"]
+
+
+def test_without_an_end_in_the_template_the_last_answer_gets_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, WITHOUT_END)
+    (encoded,) = chat.encode(TALK, "all")
+    assert whole_text(chat, encoded) == (
+        "[system]brief[user]1+1=[assistant]2[user]and one more?[assistant]größer: 3</s>"
+    )
+    assert learnt_stretches(chat, encoded) == ["2", "größer: 3</s>"]
+
+
+def test_other_stop_tokens_end_an_answer_too(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CHATML.replace("</s>", "<pad>")
+    without, given = ChatFormat(own, True), ChatFormat(own, True, stop_ids=[own.pad_token_id])
+    assert learnt_stretches(without, without.encode(TALK, "all")[0]) == ["2<pad>\n", "größer: 3<pad>\n</s>"]
+    assert learnt_stretches(given, given.encode(TALK, "all")[0]) == ["2<pad>", "größer: 3<pad>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETS_REASONING, OPENS_REASONING, WITHOUT_END, None])
+@pytest.mark.parametrize("messages", [TALK, THOUGHTS, TALK[1:3]])
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_every_answer_stands_after_its_prompt_and_is_learnt_whole(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: list[Message], learn: Learn
+) -> None:
+    chat = chat_with(tokenizer, template)
+    sequences = chat.encode(messages, learn)
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = turns if learn == "all" else turns[-1:]
+    answers = [text for encoded in sequences for text in learnt_stretches(chat, encoded)]
+    opened = "<think>" if template == OPENS_REASONING else ""
+    contents = [messages[turn]["content"].removeprefix(opened) for turn in turns]
+    assert [answer.removesuffix("</s>") for answer in answers] == contents
+    prompts = []
+    for encoded in sequences:
+        assert encoded.tokens[-1] == chat.tokenizer.eos_token_id
+        assert encoded.mask[-1] and not encoded.mask[0]
+        starts = [at for at, learnt in enumerate(encoded.mask) if learnt and not encoded.mask[at - 1]]
+        prompts += [encoded.tokens[:start] for start in starts]
+    assert prompts == [chat.prompt_tokens(messages[:turn]) for turn in turns]
+
+
+def test_without_a_template_every_turn_is_a_sequence(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = ChatFormat(tokenizer, use_template=False)
+    first, second = chat.encode(TALK, "all")
+    assert first.tokens == [*chat.prompt_tokens(TALK[:2]), *chat.completion_tokens("2")]
+    assert whole_text(chat, second) == "brief\n1+1=\n2\nand one more?größer: 3</s>"
+    assert learnt_stretches(chat, second) == ["größer: 3</s>"]
+
+
+def test_a_turn_that_nothing_precedes_is_context_only(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, CHATML)
+    greeting = {"role": "assistant", "content": "hello"}
+    (encoded,) = chat.encode([greeting, *TALK[1:3]], "all")
+    assert learnt_stretches(chat, encoded) == ["2</s>"]
+    assert chat.encode([greeting], "all") == []
+
+
+def test_the_first_token_is_never_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    document = ChatFormat(tokenizer, use_template=True).encode_document("abc")
+    assert document.tokens == [*byte_tokens(tokenizer, "abc"), tokenizer.eos_token_id]
+    assert document.mask == [False, True, True, True]
+
+
+def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, REFUSES_SYSTEM)
+    assert chat.encode(TALK[1:], "all")
+    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template=never"):
+        chat.encode(TALK, "all")
+
+
+def test_a_template_that_leaves_out_answers_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, "{% for message in messages %}{% if message.role == 'user' %}u{% endif %}{% endfor %}")
+    with pytest.raises(ConfigError, match="leaves out the text of message 2"):
+        chat.encode(TALK, "all")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, None)
+    chat.tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        chat.encode(TALK, "all")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "full", "content", "learnt"),
+    [
+        ("u:", "u:a.", "a", "a."),
+        ("u:<t>", "u:a.", "a", "a."),
+        ("u:<t>", "u:<b.", "<b", "<b."),
+        ("u:<t>\n", "u:<t>a.", "<t>a", "a."),
+        ("u:<t>", "u:<changed>.", "other", "changed>."),
+    ],
+)
+def test_what_is_learnt_of_a_rendering(prompt: str, full: str, content: str, learnt: str) -> None:
+    assert learnt_text(prompt, full, content) == learnt

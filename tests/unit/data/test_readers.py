@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.config.data import DataConfig
-from trueline.data.readers import read_examples, read_prompts
+from trueline.config.data import PromptDataConfig
+from trueline.data.readers import read_prompts
 from trueline.data.sources import Located
 from trueline.data.types import Prompt
 
@@ -16,7 +16,7 @@ def located(*rows: dict[str, Any]) -> list[Located]:
 
 
 def prompts(*rows: dict[str, Any], **settings: Any) -> list[Prompt]:
-    return read_prompts(located(*rows), DataConfig(**settings), "file.jsonl")
+    return read_prompts(located(*rows), PromptDataConfig(**settings), "file.jsonl")
 
 
 def refused(*rows: dict[str, Any], **settings: Any) -> str:
@@ -90,6 +90,8 @@ def test_a_prompt_that_is_no_text_is_named_by_row_and_column(value: Any) -> None
         [{"role": "user"}],
         [{"content": "x"}],
         [{"role": "user", "content": 3}],
+        [{"role": "user", "content": " "}],
+        [{"from": "narrator", "value": "x"}],
         [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
     ],
 )
@@ -99,20 +101,11 @@ def test_messages_that_cannot_be_answered_are_named_by_row_and_column(value: Any
     assert "'messages'" in message
 
 
-def test_examples_have_a_completion_and_their_place() -> None:
-    rows = located({"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"})
-    examples = read_examples(rows, DataConfig(), None)
-    assert [(example.messages[0]["content"], example.completion) for example in examples] == [
-        ("1+1=", "2"),
-        ("1+2=", "3"),
-    ]
-    assert examples[1].place == "file.jsonl, line 2"
+def test_messages_may_be_spelled_as_sharegpt_does() -> None:
+    row = {"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "user", "value": "c"}]}
+    assert prompts(row)[0].messages == CHAT
 
 
-def test_the_completion_column_can_be_named_and_must_hold_text() -> None:
-    rows = located({"prompt": "p", "answer": "a", "mine": "m"}, {"prompt": "p", "answer": "a", "mine": ""})
-    assert read_examples(rows[:1], DataConfig(), "mine")[0].completion == "m"
-    with pytest.raises(ConfigError, match=r"line 2: column 'mine'"):
-        read_examples(rows, DataConfig(), "mine")
-    with pytest.raises(ConfigError, match=r"completion_column=other"):
-        read_examples(rows, DataConfig(), "other")
+def test_roles_that_no_table_knows_are_kept() -> None:
+    messages = [{"role": "developer", "content": "x"}, {"role": "tool", "content": "y"}]
+    assert prompts({"messages": messages})[0].messages == messages

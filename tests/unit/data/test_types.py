@@ -2,18 +2,20 @@ import pytest
 import torch
 
 from trueline.data.types import (
+    Batch,
     Completion,
     Outcome,
     Prompt,
     Sample,
     Trajectory,
     filled_fields,
+    is_filled,
     pack_samples,
     to_sample,
 )
 
 PROMPT = Prompt(0, [{"role": "user", "content": "hi"}])
-LATER = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+LATER = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "step_labels")
 
 
 def trajectory(reward: float | None = 1.0) -> Trajectory:
@@ -108,3 +110,48 @@ def test_packing_does_not_carry_the_storage_of_a_view() -> None:
     array = pack_samples([sample]).arrays["old_logprobs"]
     assert array.nbytes == 3 * 4
     assert array.base is None or array.base.nbytes == 3 * 4
+
+
+def test_packing_keeps_the_labels_of_sequences() -> None:
+    samples = [Sample(torch.tensor([1]), torch.tensor([True]), label=label) for label in (0.0, 1.0, -2.5)]
+    assert pack_samples(samples).labels.tolist() == [0.0, 1.0, -2.5]
+
+
+def batch() -> Batch:
+    """Three sequences of 3, 1 and 2 tokens; the second has nothing to learn."""
+    mask = torch.tensor([False, True, True, False, True, False])
+    shares = torch.tensor([0.5, 4.0, 0.25])
+    return Batch(torch.arange(6), mask, [3, 1, 2], shares, torch.zeros(3))
+
+
+def test_a_token_weighs_its_sequences_share_where_the_mask_is_true() -> None:
+    weights = batch().token_weights()
+    assert weights.tolist() == [0.0, 0.5, 0.5, 0.0, 0.25, 0.0]
+    assert weights.dtype == torch.float32
+
+
+def test_sums_are_over_the_masked_tokens_of_each_sequence() -> None:
+    values = torch.tensor([100.0, 1.0, 2.0, 100.0, 3.0, 100.0], requires_grad=True)
+    sums = batch().sums(values)
+    assert sums.tolist() == [3.0, 0.0, 3.0]
+    (sums * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [0.0, 1.0, 1.0, 0.0, 3.0, 0.0]
+
+
+def test_counts_are_of_masked_tokens() -> None:
+    counts = batch().counts()
+    assert counts.tolist() == [2.0, 0.0, 1.0]
+    assert counts.dtype == torch.float32
+
+
+def test_the_last_of_each_sequence_is_taken_masked_or_not() -> None:
+    assert batch().last_of(torch.arange(6.0)).tolist() == [2.0, 3.0, 5.0]
+    assert batch().last_of(torch.arange(12.0).view(6, 2)).tolist() == [[4.0, 5.0], [6.0, 7.0], [10.0, 11.0]]
+
+
+def test_a_batch_knows_which_of_its_fields_are_filled() -> None:
+    made = batch()
+    assert not is_filled(made, "advantages")
+    made.advantages = torch.zeros(6)
+    assert is_filled(made, "advantages")

@@ -1,14 +1,23 @@
+import copy
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
-from trueline.models.loading import TOKENIZER_FILES, check_model, load_model, load_tokenizer, stop_tokens
+from trueline.models.loading import (
+    TOKENIZER_FILES,
+    check_model,
+    load_model,
+    load_tokenizer,
+    padding_token,
+    stop_tokens,
+)
 
 
 @pytest.fixture
@@ -98,5 +107,105 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_settings(
 def test_dropout_is_off_even_in_training(copied: Path) -> None:
     change(copied / "config.json", attention_dropout=0.5)
     model = load_model(ModelConfig(path=str(copied)), torch.float32).train()
+    tokens = torch.tensor([[5, 80, 33, 7]])
+    assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "opt": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+        "word_embed_proj_dim": 32,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "qwen3": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "head_dim": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_facts_are_told_of_every_architecture(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Each has its own names for its sizes."""
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **ARCHITECTURES[kind])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+    tokenizer.save_pretrained(tmp_path / kind)
+    facts = check_model(ModelConfig(path=str(tmp_path / kind)))
+    assert (facts.heads, facts.head_size, facts.hidden_size, facts.layers) == (4, 8, 32, 2)
+    assert facts.vocabulary == len(tokenizer)
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
+def test_a_scale_of_one_is_no_rescaling(copied: Path, key: str) -> None:
+    change(copied / "config.json", **{key: 1.0})
+    assert check_model(ModelConfig(path=str(copied))).layers == 2
+    change(copied / "config.json", **{key: 2.0})
+    assert key in refused(copied)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("recurrent_gemma", {"logits_soft_cap": 30.0}), ("falcon_h1", {"lm_head_multiplier": 0.5})],
+)
+def test_every_way_to_rescale_logits_is_refused(copied: Path, kind: str, settings: dict[str, float]) -> None:
+    AutoConfig.for_model(kind, **settings).save_pretrained(copied)
+    assert next(iter(settings)) in refused(copied)
+
+
+@pytest.mark.parametrize(("head", "labels"), [("reward", 1), ("steps", 2)])
+def test_a_scoring_head_has_its_number_of_scores(model_folder: Path, head: str, labels: int) -> None:
+    model = load_model(ModelConfig(path=str(model_folder)), torch.float32, head)
+    assert model.score.weight.shape == (labels, 32)
+    assert model.config.pad_token_id != model.config.eos_token_id
+
+
+def test_padding_is_no_end(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = copy.deepcopy(tokenizer)
+    assert padding_token(plain) == tokenizer.pad_token_id != tokenizer.eos_token_id
+    plain.pad_token = plain.eos_token  # as many models on the hub have it
+    assert padding_token(plain) != plain.eos_token_id
+
+
+def test_attention_is_chosen_by_key_or_by_packing(model_folder: Path) -> None:
+    path = str(model_folder)
+    found = [
+        load_model(
+            ModelConfig(path=path, attention=attention), torch.float32, packed=packed
+        ).config._attn_implementation
+        for attention, packed in (("auto", False), ("eager", False), ("eager", True))
+    ]
+    assert found == ["sdpa", "eager", "trueline_packed"]
+
+
+def test_a_model_without_sdpa_can_be_loaded_padded(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Packing refuses bloom and says training.packing=false: doing so must work."""
+    config = AutoConfig.for_model("bloom", vocab_size=len(tokenizer), **ARCHITECTURES["bloom"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_model(ModelConfig(path=str(tmp_path), attention="eager"), torch.float32) is not None
+    assert load_model(ModelConfig(path=str(tmp_path)), torch.float32) is not None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_liger_is_refused_where_it_is_missing(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.liger=true: liger-kernel is not installed"):
+        load_model(ModelConfig(path=str(model_folder), liger=True), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["router_jitter_noise"])
+def test_no_other_noise_is_left_on_in_training(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Scoring and training must see the same function: PhiMoE and Mixtral shake their routers while training."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("mixtral", vocab_size=len(tokenizer), **sizes, **experts, **{name: 0.5})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path)), torch.float32).train()
     tokens = torch.tensor([[5, 80, 33, 7]])
     assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)

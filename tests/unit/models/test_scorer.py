@@ -1,46 +1,75 @@
+"""Numbers of the scorer against plain transformers: end to end, padded, one by one."""
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from trueline.config.model import ModelConfig
+from trueline.config.preference import DistillConfig
 from trueline.models.loading import load_model
-from trueline.models.scorer import Scorer, hf_name
+from trueline.models.scorer import Scorer, Teacher, hf_name, predicting
 
-TOKENS = torch.tensor([[5, 80, 33, 7, 120, 64], [9, 41, 200, 17, 3, 250]])
-MASK = torch.tensor([[False, False, True, True, False, True], [False, True, True, True, True, True]])
-
-
-def make_scorer(folder: Path, chunk: int = 4) -> Scorer:
-    return Scorer(load_model(ModelConfig(path=str(folder)), torch.float32), chunk)
-
-
-def plain(folder: Path, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of token t from the logits of token t - 1; the first token has none."""
-    logits = load_model(ModelConfig(path=str(folder)), torch.float32)(input_ids=tokens).logits[:, :-1] / temperature
-    scores = logits.log_softmax(-1)
-    logprobs = scores.gather(-1, tokens[:, 1:, None])[..., 0]
-    entropy = -(scores.exp() * scores).sum(-1)
-    first = torch.zeros(len(tokens), 1)
-    return torch.cat([first, logprobs], 1), torch.cat([first, entropy], 1)
+LENGTHS = [6, 2, 1, 9, 4]
+TOTAL = sum(LENGTHS)
+TOKENS = torch.randint(3, 250, (TOTAL,), generator=torch.Generator().manual_seed(1))
+MASK = torch.rand(TOTAL, generator=torch.Generator().manual_seed(2)) < 0.6
+EVERY = torch.ones(TOTAL, dtype=torch.bool)
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
+def make_scorer(folder: Path, chunk: int = 4, *, packed: bool = True, head: str = "language") -> Scorer:
+    torch.manual_seed(0)  # a new scoring head is random
+    return Scorer(load_model(ModelConfig(path=str(folder)), torch.float32, head, packed=packed), chunk, packed=packed)
+
+
+def plain_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def plain(model: Any, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of token t of one sequence, from the logits of token t - 1; the first token has none."""
+    scores = (model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+    first = torch.zeros(1)
+    logprobs = scores.gather(-1, tokens[1:, None])[:, 0]
+    return torch.cat([first, logprobs]), torch.cat([first, -(scores.exp() * scores).sum(-1)])
+
+
+def expected(folder: Path, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    model = plain_model(folder)
+    parts = [plain(model, part, temperature) for part in TOKENS.split(LENGTHS)]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_log_probs_and_entropy_are_those_of_the_plain_model(model_folder: Path, temperature: float, chunk: int) -> None:
-    logprobs, entropy = make_scorer(model_folder, chunk)(TOKENS, MASK, temperature)
-    expected_logprobs, expected_entropy = plain(model_folder, TOKENS, temperature)
-    torch.testing.assert_close(logprobs, expected_logprobs * MASK, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, expected_entropy * MASK, rtol=1e-5, atol=1e-5)
+def test_log_probs_and_entropy_are_those_of_the_plain_model(
+    model_folder: Path, temperature: float, chunk: int, packed: bool
+) -> None:
+    found = make_scorer(model_folder, chunk, packed=packed)(TOKENS, MASK, LENGTHS, temperature)
+    logprobs, entropy = expected(model_folder, temperature)
+    torch.testing.assert_close(found["logprobs"], logprobs * MASK, **CLOSE)
+    torch.testing.assert_close(found["entropy"], entropy * MASK, **CLOSE)
 
 
-def test_gradients_are_those_of_the_plain_model(model_folder: Path) -> None:
-    scorer = make_scorer(model_folder)
-    model = load_model(ModelConfig(path=str(model_folder)), torch.float32)
-    (scorer(TOKENS, MASK)[0] * torch.linspace(1, 2, 6)).sum().backward()
-    scores = model(input_ids=TOKENS).logits[:, :-1].log_softmax(-1).gather(-1, TOKENS[:, 1:, None])[..., 0]
-    (scores * MASK[:, 1:] * torch.linspace(1, 2, 6)[1:]).sum().backward()
+@pytest.mark.parametrize("packed", [True, False])
+def test_together_is_one_by_one(model_folder: Path, packed: bool) -> None:
+    scorer = make_scorer(model_folder, packed=packed)
+    parts = zip(TOKENS.split(LENGTHS), MASK.split(LENGTHS), strict=True)
+    alone = [scorer(tokens, mask, [len(tokens)], 1.0)["logprobs"] for tokens, mask in parts]
+    torch.testing.assert_close(scorer(TOKENS, MASK, LENGTHS, 1.0)["logprobs"], torch.cat(alone), **CLOSE)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gradients_are_those_of_the_plain_model(model_folder: Path, packed: bool) -> None:
+    scorer, model = make_scorer(model_folder, packed=packed), plain_model(model_folder)
+    flow = torch.linspace(1, 2, TOTAL) * MASK
+    (scorer(TOKENS, MASK, LENGTHS, 1.0)["logprobs"] * flow).sum().backward()
+    (torch.cat([plain(model, part, 1.0)[0] for part in TOKENS.split(LENGTHS)]) * flow).sum().backward()
     ours = {hf_name(name): parameter.grad for name, parameter in scorer.named_parameters()}
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert ours.keys() == theirs.keys()
@@ -48,34 +77,132 @@ def test_gradients_are_those_of_the_plain_model(model_folder: Path) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad", [0, 2, 99])
-def test_padding_does_not_change_a_row(model_folder: Path, pad: int) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(model_folder: Path, packed: bool) -> None:
+    """The backward pass computes attention again, by the layout of its own forward pass."""
+    found = []
+    for checkpointing in (False, True):
+        config = ModelConfig(path=str(model_folder), gradient_checkpointing=checkpointing)
+        scorer = Scorer(load_model(config, torch.float32, packed=packed), 4, packed=packed).train()
+        scorer(TOKENS, MASK, LENGTHS, 1.0)["logprobs"].sum().backward()
+        found.append([parameter.grad for parameter in scorer.parameters()])
+    for without, having in zip(*found, strict=True):
+        torch.testing.assert_close(having, without, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_neighbour_changes_nothing_bit_for_bit(model_folder: Path, packed: bool) -> None:
+    scorer = make_scorer(model_folder, packed=packed)
+    before = scorer(TOKENS, EVERY, LENGTHS, 1.0)["logprobs"].split(LENGTHS)
+    for changed in range(len(LENGTHS)):
+        parts = [part.clone() for part in TOKENS.split(LENGTHS)]
+        parts[changed] = (parts[changed] + 7) % 250
+        after = scorer(torch.cat(parts), EVERY, LENGTHS, 1.0)["logprobs"].split(LENGTHS)
+        same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+        assert same == [number != changed or LENGTHS[number] == 1 for number in range(len(LENGTHS))]
+
+
+def test_no_gradient_flows_to_a_neighbours_tokens(model_folder: Path) -> None:
     scorer = make_scorer(model_folder)
-    padded = torch.cat([TOKENS, torch.full((2, 5), pad)], 1)
-    mask = torch.cat([MASK, torch.zeros(2, 5, dtype=torch.bool)], 1)
-    alone, wide = scorer(TOKENS, MASK)[0], scorer(padded, mask)[0]
-    torch.testing.assert_close(wide[:, :6], alone, rtol=1e-5, atol=1e-5)
-    assert (wide[:, 6:] == 0).all()
+    mask = torch.cat([torch.full((length,), number == 3) for number, length in enumerate(LENGTHS)])
+    scorer(TOKENS, mask, LENGTHS, 1.0)["logprobs"].sum().backward()
+    gradient = scorer.model.get_input_embeddings().weight.grad
+    own = TOKENS.split(LENGTHS)[3][:-1]  # the last one is predicted and predicts nothing
+    assert gradient.abs().sum(-1).nonzero()[:, 0].tolist() == sorted(set(own.tolist()))
 
 
-def test_a_sampled_pad_token_counts_like_any_other(model_folder: Path) -> None:
-    tokens = TOKENS.clone()
-    tokens[0, 3] = 0  # the id of <pad>
-    logprobs, _ = make_scorer(model_folder)(tokens, MASK)
-    torch.testing.assert_close(logprobs, plain(model_folder, tokens, 1.0)[0] * MASK, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_sampled_pad_token_counts_like_any_other(model_folder: Path, packed: bool) -> None:
+    tokens = torch.tensor([9, 0, 0, 7, 0])  # 0 is the id of <pad>
+    mask = torch.tensor([False, True, True, True, True])
+    logprobs = make_scorer(model_folder, packed=packed)(tokens, mask, [5], 1.0)["logprobs"]
+    torch.testing.assert_close(logprobs, plain(plain_model(model_folder), tokens, 1.0)[0], **CLOSE)
 
 
-def test_a_row_without_masked_tokens_is_zero_and_can_be_differentiated(model_folder: Path) -> None:
-    scorer = make_scorer(model_folder)
-    logprobs, _ = scorer(torch.tensor([[5]]), torch.tensor([[False]]))
-    assert logprobs.tolist() == [[0.0]]
+@pytest.mark.parametrize("packed", [True, False])
+def test_nothing_masked_is_zero_and_can_be_differentiated(model_folder: Path, packed: bool) -> None:
+    scorer = make_scorer(model_folder, packed=packed)
+    logprobs = scorer(torch.tensor([5, 6, 0, 0]), torch.zeros(4, dtype=torch.bool), [2, 2], 1.0)["logprobs"]
+    assert logprobs.tolist() == [0.0] * 4
     logprobs.sum().backward()
     gradients = [parameter.grad for parameter in scorer.parameters() if parameter.grad is not None]
     assert gradients
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-def test_the_first_token_has_no_log_prob(model_folder: Path) -> None:
-    logprobs, entropy = make_scorer(model_folder)(TOKENS, torch.ones_like(MASK))
-    assert logprobs[:, 0].tolist() == entropy[:, 0].tolist() == [0.0, 0.0]
-    assert (logprobs[:, 1:] < 0).all()
+def test_a_mask_on_first_tokens_is_ignored(model_folder: Path) -> None:
+    found = make_scorer(model_folder)(TOKENS, EVERY, LENGTHS, 1.0)
+    torch.testing.assert_close(found["logprobs"], expected(model_folder)[0], **CLOSE)
+    assert [part[0].item() for part in found["logprobs"].split(LENGTHS)] == [0.0] * len(LENGTHS)
+    assert [part[0].item() for part in found["entropy"].split(LENGTHS)] == [0.0] * len(LENGTHS)
+
+
+def test_predicting_positions_stand_before_masked_ones_of_their_own_sequence() -> None:
+    mask = torch.tensor([True, False, True, True, True])
+    assert predicting(mask, [3, 2]).tolist() == [False, True, False, True, False]
+
+
+HEADS = {
+    "reward": transformers.AutoModelForSequenceClassification,
+    "steps": transformers.AutoModelForTokenClassification,
+}
+
+
+def saved_head(scorer: Scorer, folder: Path, head: str) -> Any:
+    """The scorer's model as plain transformers opens it."""
+    scorer.model.save_pretrained(folder)
+    return HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_step_scores_are_those_of_token_classification(model_folder: Path, tmp_path: Path, packed: bool) -> None:
+    scorer = make_scorer(model_folder, packed=packed, head="steps")
+    scores = scorer(TOKENS, MASK, LENGTHS, 1.0)["scores"]
+    model = saved_head(scorer, tmp_path, "steps")
+    theirs = torch.cat([model(input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)])
+    assert scores.shape == (TOTAL, 2)
+    torch.testing.assert_close(scores, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_reward_is_that_of_sequence_classification(model_folder: Path, tmp_path: Path, packed: bool) -> None:
+    scorer = make_scorer(model_folder, packed=packed, head="reward")
+    scores = scorer(TOKENS, MASK, LENGTHS, 1.0)["scores"]
+    model = saved_head(scorer, tmp_path, "reward")
+    theirs = torch.stack([model(input_ids=part[None]).logits[0, 0] for part in TOKENS.split(LENGTHS)])
+    assert scores.shape == (TOTAL, 1)
+    torch.testing.assert_close(scores[torch.tensor(LENGTHS).cumsum(0) - 1, 0], theirs, **CLOSE)
+
+
+def test_plain_transformers_finds_the_same_reward_in_a_padded_batch(model_folder: Path, tmp_path: Path) -> None:
+    """It reads the score at the last token that is not padding: an end token must not be taken for padding."""
+    scorer = make_scorer(model_folder, head="reward")
+    end = transformers.AutoTokenizer.from_pretrained(model_folder).eos_token_id
+    rows = [torch.tensor([9, 8, 7, 6, end]), torch.tensor([5, end])]
+    scores = scorer(torch.cat(rows), torch.ones(7, dtype=torch.bool), [5, 2], 1.0)["scores"][[4, 6], 0]
+    model = saved_head(scorer, tmp_path, "reward")
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
+    torch.testing.assert_close(model(input_ids=padded).logits[:, 0], scores, **CLOSE)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_student_is_compared_with_its_teacher_at_the_same_tokens(model_folder: Path, packed: bool) -> None:
+    student, teacher = (load_model(ModelConfig(path=str(model_folder)), torch.float32, packed=packed) for _ in "12")
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(1.5)
+    config = DistillConfig(temperature=2.0)
+    found = Scorer(student, 4, packed=packed, teacher=Teacher(teacher, config))(TOKENS, MASK, LENGTHS, 1.0)
+    logits = torch.cat([plain_model(model_folder)(input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)])
+    ours, theirs = (logits / 2.0).log_softmax(-1), (1.5 * logits / 2.0).log_softmax(-1)
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).roll(1)
+    divergence[[0, *torch.tensor(LENGTHS).cumsum(0)[:-1].tolist()]] = 0
+    torch.testing.assert_close(found["divergence"], divergence * MASK, **CLOSE)
+
+
+def test_a_teacher_is_not_among_the_trained_parts(model_folder: Path) -> None:
+    student, teacher = (load_model(ModelConfig(path=str(model_folder)), torch.float32, packed=True) for _ in "12")
+    scorer = Scorer(student, 4, teacher=Teacher(teacher, DistillConfig()))
+    theirs = {parameter.data_ptr() for parameter in teacher.parameters()}
+    assert not theirs & {parameter.data_ptr() for parameter in scorer.parameters()}
+    scorer(TOKENS, MASK, LENGTHS, 1.0)["divergence"].sum().backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())

@@ -1,11 +1,15 @@
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.trackers import Tracker
+
+QUIET = MonitoringConfig(tensorboard=False)
 
 
 @pytest.fixture
@@ -18,7 +22,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def write_run(folder: RunFolder, steps: range, reply: str = "größe", resume: int = 0) -> None:
-    tracker = Tracker(folder, tensorboard=False, resume_step=resume)
+    tracker = Tracker(folder, QUIET, resume_step=resume)
     for step in steps:
         tracker.log(step, {"loss": step / 10})
         tracker.show(step, [{"reply": reply, "label": Path("x")}] * 2)
@@ -32,7 +36,7 @@ def test_numbers_and_transcripts_are_json_lines(folder: RunFolder) -> None:
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_logged(folder: RunFolder) -> None:
-    tracker = Tracker(folder, tensorboard=False)
+    tracker = Tracker(folder, QUIET)
     tracker.log(1, {"loss": 0.5})
     assert lines(folder.metrics) == [{"step": 1, "loss": 0.5}]
     tracker.close()
@@ -59,3 +63,39 @@ def test_replies_with_line_separators_survive_resuming(folder: RunFolder, separa
     write_run(folder, range(1, 3), reply)
     write_run(folder, range(2, 3), reply, resume=1)
     assert [line["reply"] for line in lines(folder.transcripts)] == [reply] * 4
+
+
+def test_tensorboard_gets_every_number(folder: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = Tracker(folder, MonitoringConfig())
+    for step in (1, 2):
+        tracker.log(step, {"loss": step / 4, "speed/mfu": 0.5})
+    tracker.close()
+    events = EventAccumulator(str(folder.path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5)]
+    assert [event.value for event in events.Scalars("speed/mfu")] == [0.5, 0.5]
+
+
+def test_nothing_else_is_written_where_nothing_is_wanted(folder: RunFolder) -> None:
+    tracker = Tracker(folder, QUIET)
+    assert tracker.run_id == ""
+    tracker.close()
+    assert {path.name for path in folder.path.iterdir()} == {"metrics.jsonl", "transcripts.jsonl"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_keeps_the_id_of_a_run_that_goes_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "DISABLE_GIT": "true", "_DISABLE_STATS": "true"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = MonitoringConfig(tensorboard=False, wandb="project")
+    tracker = Tracker(folder, config, resume_step=2, run_id="k3pt1d00")
+    tracker.log(3, {"loss": 0.5})
+    tracker.close()
+    assert tracker.run_id == "k3pt1d00"
+    (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
+    assert "k3pt1d00" in file.name
+    assert lines(folder.metrics) == [{"step": 3, "loss": 0.5}]

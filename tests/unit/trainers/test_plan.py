@@ -13,7 +13,7 @@ from trueline.runtime.cluster import Machine
 from trueline.trainers.plan import check_names, check_prompt_lengths, check_shape, load_prompts, plan_rl, resolve
 
 GIB = 2**30
-FACTS = ModelFacts(parameters=10**9, context=4096, heads=8, head_size=64, vocabulary=1000, hidden_size=512, layers=4)
+FACTS = ModelFacts(10**9, context=4096, heads=8, key_heads=4, head_size=64, vocabulary=1000, hidden_size=512, layers=4)
 
 
 def machine(gpus: int) -> Machine:

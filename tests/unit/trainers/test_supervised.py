@@ -1,30 +1,196 @@
+"""From rows in files to the plan of a run, and what the loop asks of its parts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from trueline.config.base import ConfigError
+from trueline.config.supervised import TASK_VERBS, SupervisedConfig
+from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
-from trueline.data.readers import Example
-from trueline.trainers.supervised import to_sample
+from trueline.data.sources import open_source
+from trueline.data.types import Sample
+from trueline.trainers.dataset import Dataset, check_longest, encode_sources, load_material
+from trueline.trainers.supervised import kl_estimate, plan_supervised, shown
+from trueline.trainers.tasks import TASKS
+
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0" * (1 + n % 3)} for n in range(6)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(6)],
+    "preference": PAIRS,
+    "rm": PAIRS,
+    "kto": [{"prompt": f"{n}+1=", "completion": str(n + 1), "label": n % 2 == 0} for n in range(6)],
+    "prm": [{"prompt": f"{n}+1=", "completions": [f"{n}", f"{n + 1}"], "labels": [True, n % 2 == 0]} for n in range(6)],
+}
+ROWS["distill"] = ROWS["sft"]
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 @pytest.fixture
-def chat(tokenizer: PreTrainedTokenizerFast) -> ChatFormat:
-    return ChatFormat(tokenizer, use_template=True)
+def load(model_folder: Path, tmp_path: Path) -> Any:
+    def make(verb: str, *overrides: str, rows: list[dict[str, Any]] | None = None) -> SupervisedConfig:
+        chosen = TASK_VERBS[verb]
+        file = write(tmp_path, rows or ROWS[chosen.kind.task])
+        given = [f"model.path={model_folder}", f"data.path={file}", "runtime=local", "samples_per_step=2"]
+        teacher = [f"distill.teacher={model_folder}"] if verb == "distill" else []
+        return chosen.kind.load([], [*given, *teacher, *overrides], chosen.defaults)
+
+    return make
 
 
-def example(prompt: str, completion: str) -> Example:
-    return Example([{"role": "user", "content": prompt}], completion, "file.jsonl, line 7")
+@pytest.mark.parametrize("verb", sorted(TASK_VERBS))
+def test_every_verb_makes_a_plan(load: Any, verb: str) -> None:
+    plan = plan_supervised(load(verb))
+    train = plan.material.train
+    assert (train.rows(), plan.steps) == (6, 3)
+    assert len(train.samples) == 6 * train.task.together
+    assert all(sample.sampled_tokens() > 0 for sample in train.samples)
+    assert len(train.mismatched) == (6 if verb == "kto" else 0)
+    assert plan.config.max_tokens == 64  # the model's context
 
 
-def test_the_completion_and_its_end_are_learnt(chat: ChatFormat) -> None:
-    sample = to_sample(example("1+1=", "2"), chat, max_tokens=6)
-    assert sample.tokens.tolist() == [
-        *chat.prompt_tokens([{"role": "user", "content": "1+1="}]),
-        *chat.completion_tokens("2"),
-    ]
-    assert sample.mask.tolist() == [False] * 4 + [True, True]
+@pytest.mark.parametrize("verb", sorted(TASK_VERBS))
+def test_a_task_names_a_loss_and_settings_of_its_own(load: Any, verb: str) -> None:
+    config = load(verb)
+    task = TASKS[config.task]
+    assert task.reference(config) == (verb in ("dpo", "cdpo", "ipo", "kto"))
+    assert task.together == (2 if verb in ("dpo", "cdpo", "ipo", "simpo", "orpo", "rm") else 1)
+    assert task.head == {"rm": "reward", "prm": "steps"}.get(verb, "language")
 
 
-def test_a_row_that_is_too_long_is_named(chat: ChatFormat) -> None:
-    with pytest.raises(ConfigError, match=r"file\.jsonl, line 7: 6 tokens are more than max_tokens=5"):
-        to_sample(example("1+1=", "2"), chat, max_tokens=5)
+def test_the_completion_and_its_end_are_learnt(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = plan_supervised(load("sft")).material.train.samples[0]
+    prompt = len(tokenizer("0+1=")["input_ids"])
+    assert sample.mask.tolist() == [False] * prompt + [True, True]
+    assert sample.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_a_row_that_is_too_long_is_named(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*6 tokens are more than max_tokens=5"):
+        plan_supervised(load("sft", "max_tokens=5"))
+
+
+def test_epochs_and_rows_make_the_steps(load: Any) -> None:
+    assert plan_supervised(load("sft", "epochs=4")).steps == 12
+    assert plan_supervised(load("sft", "samples_per_step=100")).steps == 1
+    assert plan_supervised(load("sft", "steps=7")).steps == 7
+
+
+def test_held_out_rows_are_never_trained_on(load: Any) -> None:
+    material = plan_supervised(load("sft", "evaluation.share=0.5")).material
+    assert material.held_out is not None
+    assert material.train.rows() + material.held_out.rows() == 6
+    train, held_out = (
+        {tuple(sample.tokens.tolist()) for sample in part.samples} for part in (material.train, material.held_out)
+    )
+    assert not train & held_out
+
+
+def test_held_out_rows_come_from_a_file_of_their_own(load: Any, tmp_path: Path) -> None:
+    file = write(tmp_path, ROWS["sft"][:3], "held_out.jsonl")
+    material = plan_supervised(load("sft", f"evaluation.data={file}", "evaluation.limit=2")).material
+    assert material.held_out is not None
+    assert (material.train.rows(), material.held_out.rows()) == (6, 2)
+
+
+def test_a_mixture_has_rows_of_every_source(load: Any, tmp_path: Path) -> None:
+    one, two = write(tmp_path, ROWS["sft"][:2], "one.jsonl"), write(tmp_path, ROWS["sft"][2:], "two.jsonl")
+    config = load("sft").replaced({"data": {"path": "", "mixture": {str(one): 0.5, str(two): 0.5}}})
+    train = plan_supervised(config).material.train
+    assert train.sizes == [2, 4]
+    order = train.order(seed=0, shuffle=True, position=0)
+    assert {next(order) for _ in range(100)} == set(range(6))
+
+
+def make_dataset(lengths: list[int], together: int) -> Dataset:
+    task = TASKS["preference" if together == 2 else "sft"]
+    samples = [Sample(torch.arange(length), torch.arange(length) > 0) for length in lengths]
+    return Dataset(task, samples, [], [len(lengths) // together], [1.0], {}, [])
+
+
+def test_taken_samples_weigh_one_minibatch() -> None:
+    tokens, pairs = make_dataset([3, 4, 6], 1), make_dataset([3, 4, 6, 5], 2)
+    assert [sample.weight for sample in tokens.take([2, 0])] == [1 / 7, 1 / 7]  # masked: 5 and 2
+    taken = pairs.take([1, 0])
+    assert [sample.length() for sample in taken] == [6, 5, 3, 4]
+    assert [sample.weight for sample in taken] == [0.25] * 4
+
+
+def test_all_that_a_loss_may_ask_of_rows_is_found_once() -> None:
+    pairs = make_dataset([3, 4, 6, 5], 2)
+    assert [sample.length() for sample in pairs.samples_of([1, 0, 1])] == [3, 4, 6, 5]
+
+
+def test_the_longest_row_is_the_longest_pair() -> None:
+    assert check_longest(make_dataset([3, 4, 6], 1), Budget(6)) == 6
+    assert check_longest(make_dataset([3, 4, 6, 5], 2), Budget(11)) == 11
+
+
+def test_a_row_that_fits_no_pass_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .*micro_batch_tokens x model\.ring = 5"):
+        check_longest(make_dataset([3, 4, 6], 1), Budget(5))
+    with pytest.raises(ConfigError, match=r"a row of 11 tokens \(both answers of a pair\) does not fit"):
+        check_longest(make_dataset([3, 4, 6, 5], 2), Budget(10))
+
+
+LONG_PAIR = [{"prompt": "1+1=", "chosen": "2" * 20, "rejected": "3"}]
+
+
+def test_padding_counts_when_a_pair_is_held_against_the_limit(load: Any) -> None:
+    """Padded, 25 and 6 tokens are 50: a plan that accepts them breaks at the first step."""
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        plan_supervised(load("dpo", "training.micro_batch_tokens=40", "training.packing=false", rows=LONG_PAIR))
+
+
+def test_held_out_pairs_are_held_against_the_limit_too(load: Any, tmp_path: Path) -> None:
+    long = write(tmp_path, [LONG_PAIR[0] | {"rejected": "3" * 20}], "held_out.jsonl")
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        plan_supervised(load("dpo", "training.micro_batch_tokens=40", f"evaluation.data={long}"))
+
+
+def test_a_missing_teacher_is_asked_for(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher is empty"):
+        plan_supervised(load("distill", "distill.teacher="))
+
+
+def test_ktos_kl_is_the_mean_log_ratio_and_never_below_zero() -> None:
+    samples = [Sample(torch.arange(3), torch.tensor([False, True, True])) for _ in range(2)]
+    for sample, value in zip(samples, (1.0, 3.0), strict=True):
+        sample.ref_logprobs = torch.tensor([9.0, -value, -value])
+    zeros = [torch.zeros(3), torch.zeros(3)]
+    assert kl_estimate(samples, zeros) == pytest.approx((2.0 + 6.0) / 2)
+    assert kl_estimate(samples, [torch.full((3,), -10.0)] * 2) == 0.0
+
+
+def test_the_numbers_before_the_first_step_are_one_line() -> None:
+    assert shown({"evaluation/loss": 0.5, "evaluation/accuracy": 0.25}) == (
+        "start      evaluation/loss 0.5000  evaluation/accuracy 0.2500"
+    )
+
+
+def test_material_is_the_same_every_time(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = load("kto", "evaluation.share=0.3", "max_tokens=32")
+    chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
+    first, second = load_material(config, chat), load_material(config, chat)
+    assert (first.train.rows(), len(first.train.mismatched)) == (4, 4)
+    pairs = zip(*(one.train.samples_of(range(4)) for one in (first, second)), strict=True)
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in pairs)
+
+
+def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    config = load("sft", "max_tokens=5", "data.too_long=truncate")
+    rows = open_source(str(write(tmp_path, ROWS["sft"], "again.jsonl")), "data.path")
+    chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
+    dataset, records = encode_sources([rows, rows[:2]], [0.5, 0.5], config, chat)
+    assert len(records) == 8
+    assert dataset.counts["rows"] == dataset.counts["truncated"] == 8
+    assert len(dataset.formats) == 2

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 def test_a_checkpoint_is_named_by_its_step_and_keeps_its_state(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     saved = checkpoints.save(50, {"step": 50, "groups": 7}, write_nothing)
+    assert saved is not None
     assert saved == tmp_path / "checkpoints" / "step_000050" == checkpoints.newest()
     assert checkpoints.read_state(saved) == {"step": 50, "groups": 7}
     assert (saved / "model" / "weights").read_text() == "w"
@@ -40,19 +42,62 @@ def test_it_has_another_name_until_all_of_it_is_written(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000003"]
 
 
-def test_a_checkpoint_that_failed_half_way_is_ignored_and_written_anew(tmp_path: Path) -> None:
+def fail(folder: Path) -> None:
+    (folder / "stale").write_text("half")
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
+    first = checkpoints.save(1, {"step": 1}, write_nothing)
+    assert checkpoints.save(2, {"step": 2}, fail) is None
+    assert checkpoints.failures == 1
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000001"]
+    assert first is not None
+    assert checkpoints.read_state(first) == {"step": 1}
+    (note,) = notes
+    for part in ("step_000002 could not be saved", "No space left on device", "the run goes on", str(first)):
+        assert part in note
+
+
+def test_without_an_older_checkpoint_the_note_says_so(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert Checkpoints(tmp_path, CheckpointConfig(), notes.append).save(1, {}, fail) is None
+    assert "There is no checkpoint yet: make room on the disk" in notes[0]
+
+
+def test_a_step_whose_save_failed_can_be_saved_later(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.save(2, {}, fail)
+    saved = checkpoints.save(2, {}, write_nothing)
+    assert saved is not None
+    assert not (saved / "stale").exists()
+    assert names(checkpoints) == ["step_000002"]
+
+
+def test_what_a_kill_left_behind_is_ignored_and_written_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     checkpoints.save(1, {}, write_nothing)
 
-    def fail(folder: Path) -> None:
+    def killed(folder: Path) -> None:
         (folder / "stale").write_text("half")
-        raise OSError("disk full")
+        raise KeyboardInterrupt
 
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(2, {}, fail)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(2, {}, killed)
     assert names(checkpoints) == ["step_000001"]
-    assert not (checkpoints.save(2, {}, write_nothing) / "stale").exists()
-    assert names(checkpoints) == ["step_000001", "step_000002"]
+    saved = checkpoints.save(2, {}, write_nothing)
+    assert saved is not None
+    assert not (saved / "stale").exists()
+
+
+def test_a_mistake_in_the_program_is_no_broken_disk(tmp_path: Path) -> None:
+    def mistaken(folder: Path) -> None:
+        raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        Checkpoints(tmp_path, CheckpointConfig()).save(1, {}, mistaken)
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
@@ -60,6 +105,76 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     for step in (9, 10, 100, 101):
         checkpoints.save(step, {}, write_nothing)
     assert names(checkpoints) == ["step_000100", "step_000101"]
+
+
+def save_scored(checkpoints: Checkpoints, scores: list[float | None], name: str = "evaluation/loss") -> None:
+    """One checkpoint per score; None has none."""
+    for step, score in enumerate(scores, 1):
+        checkpoints.save(step, {}, write_nothing, {"loss": 0.5} | ({} if score is None else {name: score}))
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [int(name.removeprefix("step_")) for name in names(checkpoints)]
+
+
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=2))
+    save_scored(checkpoints, [0.9, 0.2, 0.5, None, 0.7, None])
+    assert steps(checkpoints) == [2, 3, 6]
+    assert [path.name for path in checkpoints.best()] == ["step_000002", "step_000003"]
+
+
+def test_a_minus_makes_more_the_better(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=2, metric="-evaluation/accuracy"))
+    save_scored(checkpoints, [0.9, 0.2, 0.5, 0.1], "evaluation/accuracy")
+    assert steps(checkpoints) == [1, 3, 4]
+
+
+def test_of_equals_the_earlier_stays(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=1))
+    save_scored(checkpoints, [0.5, 0.5, 0.5])
+    assert steps(checkpoints) == [1, 3]
+
+
+def test_a_metric_that_is_not_there_keeps_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=2, metric="nonsense"))
+    save_scored(checkpoints, [0.3, 0.2, 0.1])
+    assert steps(checkpoints) == [3]
+
+
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=1))
+    save_scored(checkpoints, [float("nan"), 0.5, float("nan"), 0.7])
+    assert steps(checkpoints) == [2, 4]
+
+
+def test_the_best_are_found_again_by_another_process(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep=1, keep_best=1)
+    save_scored(Checkpoints(tmp_path, config), [0.1, 0.4])
+    resumed = Checkpoints(tmp_path, config)
+    resumed.save(3, {}, write_nothing, {"evaluation/loss": 0.2})
+    assert steps(resumed) == [1, 3]
+
+
+def test_metrics_are_saved_with_a_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    saved, bare = checkpoints.save(1, {}, write_nothing, {"loss": 0.25}), checkpoints.save(2, {}, write_nothing)
+    assert saved is not None and bare is not None
+    assert json.loads((saved / "metrics.json").read_text()) == {"loss": 0.25}
+    assert json.loads((bare / "metrics.json").read_text()) == {}
+
+
+def test_a_rotated_checkpoint_goes_as_a_whole(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    save_scored(checkpoints, [None, None])
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000002"]
+
+
+def test_a_failed_save_rotates_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    save_scored(checkpoints, [None])
+    checkpoints.save(2, {}, fail)
+    assert steps(checkpoints) == [1]
 
 
 def test_newest_is_by_number_and_not_by_spelling(tmp_path: Path) -> None:
@@ -76,7 +191,9 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     def never(folder: Path) -> None:
         raise AssertionError("written twice")
 
-    assert checkpoints.read_state(checkpoints.save(4, {"step": 5}, never)) == {"step": 4}
+    again = checkpoints.save(4, {"step": 5}, never)
+    assert again is not None
+    assert checkpoints.read_state(again) == {"step": 4}
 
 
 def test_due_every_so_many_steps_or_never(tmp_path: Path) -> None:
@@ -99,6 +216,23 @@ def test_a_folder_without_readable_state_is_named(tmp_path: Path, text: str | No
         Checkpoints(tmp_path, CheckpointConfig()).read_state(folder)
 
 
+def test_a_manifest_cut_short_is_named(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path, CheckpointConfig()).save(1, {}, write_nothing)
+    assert saved is not None
+    manifest = saved / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-5])
+    with pytest.raises(ConfigError, match=r"step_000001: not a checkpoint of this run .*; remove it to resume"):
+        Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
+
+
+def test_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
+    saved = Checkpoints(tmp_path, CheckpointConfig()).save(1, {"step": 1}, write_nothing)
+    assert saved is not None
+    (saved / "state.json").write_text(json.dumps({"step": 2}))
+    with pytest.raises(ConfigError, match=r"state\.json is missing or not what was saved"):
+        Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
+
+
 def test_tensors_are_found_by_name_and_part(tmp_path: Path) -> None:
     tensors = {"a.b/weight": torch.arange(6.0).view(2, 3).T, "a.b/exp_avg": torch.ones(2), "c/weight": torch.zeros(1)}
     save_tensors(tmp_path / "t.safetensors", tensors, {"steps": "5"})
@@ -118,6 +252,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str
         (folder / "model" / "weights").write_bytes(b"0123456789")
 
     saved = checkpoints.save(1, {"step": 1}, write)
+    assert saved is not None
     weights = saved / "model" / "weights"
     if damage == "missing":
         weights.unlink()

@@ -33,12 +33,27 @@ def test_cosine_is_half_a_wave() -> None:
     assert rates[7] == pytest.approx(0.05)  # half way
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_wsd_stays_then_falls_in_equal_steps_to_zero() -> None:
+    """After 2 steps of warm-up 20 remain; the last quarter of them, 5, falls."""
+    settings = config(schedule="wsd", warmup_steps=2, decay_share=0.25)
+    rates = [learning_rate_at(step, settings, 22) for step in range(23)]
+    assert rates[:2] == pytest.approx([0.05, 0.1])
+    assert rates[2:18] == pytest.approx([0.1] * 16)
+    assert rates[18:] == pytest.approx([0.08, 0.06, 0.04, 0.02, 0.0])
+
+
+def test_wsd_that_falls_all_the_way_is_linear() -> None:
+    wsd = [learning_rate_at(step, config(schedule="wsd", decay_share=1.0, warmup_steps=3), 17) for step in range(20)]
+    linear = [learning_rate_at(step, config(schedule="linear", warmup_steps=3), 17) for step in range(20)]
+    assert wsd == pytest.approx(linear)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
 def test_after_the_end_it_stays_at_zero(schedule: str) -> None:
     assert learning_rate_at(50, config(schedule=schedule), 10) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
 def test_a_run_that_is_all_warm_up_is_possible(schedule: str) -> None:
     assert learning_rate_at(2, config(schedule=schedule, warmup_steps=5), 5) == pytest.approx(0.06)
 

@@ -1,20 +1,33 @@
+import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+)
 
+from tests.support.tiny import make_tiny_model
 from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.config.base import ConfigError
+from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
+from trueline.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample
 from trueline.runtime.actors import LocalActor
-from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.group import LossSettings, ModelGroup, write_model
 from trueline.training.worker import Worker, WorkerSpec
 
 SETTINGS = LossSettings(0.8, AlgorithmConfig(preset="grpo", entropy_coefficient=0.01))
+FULL, LORA = LoraConfig(), LoraConfig(rank=2, alpha=8.0)
 SCHEDULE = {"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1}
 
 
@@ -35,16 +48,20 @@ def make_samples(count: int, seed: int) -> list[Sample]:
     return samples
 
 
-def make_worker(folder: Path, **training: Any) -> Worker:
-    model = ModelConfig(path=str(folder), dtype="float32")
+def make_worker(
+    folder: Path, lora: LoraConfig = FULL, head: str = "language", distill: DistillConfig | None = None, **training: Any
+) -> Worker:
+    model = ModelConfig(path=str(folder), dtype="float32", lora=lora)
     ranks = TrainingConfig(engine="torch", **(SCHEDULE | training))
-    worker = Worker(WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0))
+    spec = WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0, head=head, distill=distill)
+    worker = Worker(spec)
     worker.start(("", 0))  # plain PyTorch meets nobody
     return worker
 
 
 def make_group(worker: Worker, tokens: int = 1000, rows: int | None = None) -> ModelGroup:
-    config = RanksConfig(engine="torch", micro_batch_tokens=tokens, micro_batch_samples=rows)
+    packing = worker.spec.ranks.packing
+    config = RanksConfig(engine="torch", micro_batch_tokens=tokens, micro_batch_samples=rows, packing=packing)
     return ModelGroup("policy", [LocalActor("policy-0", worker)], config, timeout_seconds=60)
 
 
@@ -134,37 +151,335 @@ def train(worker: Worker, steps: range) -> list[dict[str, float]]:
     return [group.update(make_samples(4, seed=100 + step), "policy", SETTINGS) for step in steps]
 
 
-def test_resuming_equals_going_on_bit_for_bit(model_folder: Path, tmp_path: Path) -> None:
-    straight = make_worker(model_folder)
+def save(worker: Worker, folder: Path) -> str:
+    folder.mkdir()
+    assert worker.save(str(folder)) is None
+    return str(folder)
+
+
+def resumed(checkpoint: str, *args: Any, **settings: Any) -> Worker:
+    worker = make_worker(*args, **settings)
+    worker.load(checkpoint)
+    return worker
+
+
+def averages(worker: Worker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.engine.averages()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("lora", [FULL, LORA, LoraConfig(rank=2, dropout=0.3)], ids=["full", "lora", "dropout"])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_resuming_equals_going_on_bit_for_bit(
+    model_folder: Path, tmp_path: Path, lora: LoraConfig, decay: float
+) -> None:
+    """Weights, moments, schedule, moving average, and the random numbers that dropout draws."""
+    straight = make_worker(model_folder, lora, ema_decay=decay)
     whole = train(straight, range(4))
 
-    first = make_worker(model_folder)
+    first = make_worker(model_folder, lora, ema_decay=decay)
     begun = train(first, range(2))
-    first.save(str(tmp_path / "checkpoint"))
-    second = make_worker(model_folder)
-    second.load(str(tmp_path / "checkpoint"))
-    resumed = train(second, range(2, 4))
+    checkpoint = save(first, tmp_path / "checkpoint")
+    torch.manual_seed(12345)
+    second = resumed(checkpoint, model_folder, lora, ema_decay=decay)
+    rest = train(second, range(2, 4))
 
-    assert begun + resumed == whole
-    for name, tensor in weights(straight).items():
-        assert torch.equal(weights(second)[name], tensor), name
+    assert without_memory(begun + rest) == without_memory(whole)
+    assert same(weights(straight), weights(second))
+    assert same(averages(straight), averages(second))
+    assert bool(averages(second)) == (decay > 0)
+
+
+def without_memory(reports: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in report.items() if name != "memory/peak_gib"} for report in reports]
 
 
 def test_saving_does_not_disturb_training(model_folder: Path, tmp_path: Path) -> None:
-    plain, saving = make_worker(model_folder), make_worker(model_folder)
+    plain, saving = make_worker(model_folder, ema_decay=0.5), make_worker(model_folder, ema_decay=0.5)
     train(plain, range(2))
     train(saving, range(1))
-    saving.save(str(tmp_path / "checkpoint"))
+    save(saving, tmp_path / "checkpoint")
     train(saving, range(1, 2))
-    assert all(torch.equal(weights(saving)[name], tensor) for name, tensor in weights(plain).items())
+    assert same(weights(plain), weights(saving))
+    assert same(averages(plain), averages(saving))
+
+
+def test_the_moving_average_follows_its_formula(model_folder: Path) -> None:
+    worker = make_worker(model_folder, ema_decay=0.75)
+    expected = weights(worker)
+    for step in range(3):
+        train(worker, range(step, step + 1))
+        expected = {name: 0.75 * expected[name] + 0.25 * tensor for name, tensor in weights(worker).items()}
+    for name, tensor in averages(worker).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_moving_average_begun_on_resuming_starts_at_the_resumed_weights(model_folder: Path, tmp_path: Path) -> None:
+    first = make_worker(model_folder)
+    train(first, range(1))
+    second = resumed(save(first, tmp_path / "checkpoint"), model_folder, ema_decay=0.9)
+    assert same(averages(second), weights(first))
+
+
+def test_a_checkpoint_with_an_average_is_taken_up_without_one(model_folder: Path, tmp_path: Path) -> None:
+    first = make_worker(model_folder, ema_decay=0.9)
+    train(first, range(1))
+    second = resumed(save(first, tmp_path / "checkpoint"), model_folder)
+    assert same(weights(first), weights(second))
+    assert not averages(second)
 
 
 def test_a_checkpoint_before_the_first_step_can_be_loaded(model_folder: Path, tmp_path: Path) -> None:
     fresh = make_worker(model_folder)
-    fresh.save(str(tmp_path / "checkpoint"))
-    again = make_worker(model_folder)
-    again.load(str(tmp_path / "checkpoint"))
-    assert train(again, range(1)) == train(fresh, range(1))
+    again = resumed(save(fresh, tmp_path / "checkpoint"), model_folder)
+    assert without_memory(train(again, range(1))) == without_memory(train(fresh, range(1)))
+
+
+def test_a_checkpoint_of_another_kind_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = save(make_worker(model_folder), tmp_path / "checkpoint")
+    for settings in ({"lora": LORA}, {"head": "reward"}):
+        with pytest.raises(ConfigError, match=f"{checkpoint}: a checkpoint of another model or task"):
+            resumed(checkpoint, model_folder, **settings)
+
+
+def test_a_checkpoint_of_another_size_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = save(make_worker(model_folder), tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=str(checkpoint)):
+        resumed(checkpoint, make_tiny_model(tmp_path / "wide", tied=False))
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_not_raised(model_folder: Path, tmp_path: Path) -> None:
+    worker = make_worker(model_folder)
+    problem = worker.save(str(tmp_path / "missing"))
+    assert problem is not None
+    assert problem.startswith("rank 0: ")
+    with pytest.raises(OSError, match="rank 0: "):
+        write_model(make_group(worker), tmp_path / "missing")
+
+
+def test_fingerprints_change_where_weights_change(model_folder: Path) -> None:
+    worker = make_worker(model_folder)
+    before = worker.fingerprints()
+    assert before.keys() == weights(worker).keys()
+    assert worker.fingerprints() == before
+    worker.model.lm_head.weight.data[3, 5] += 1e-6
+    changed = [name for name, value in worker.fingerprints().items() if value != before[name]]
+    assert changed == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing(model_folder: Path, bad: float) -> None:
+    worker = make_worker(model_folder, ema_decay=0.9)
+    train(worker, range(1))
+    before, moments, average = weights(worker), state(worker), averages(worker)
+    samples = make_samples(4, seed=20)
+    samples[2].advantages = samples[2].advantages + bad
+    metrics = make_group(worker, rows=1).update(samples, "policy", SETTINGS)
+    assert metrics["skipped"] == 1.0
+    assert not math.isfinite(metrics["loss"])
+    assert same(before, weights(worker))
+    assert same(moments, state(worker))
+    assert same(average, averages(worker))
+    assert worker.engine.steps == 1
+    assert not any(part.any() for part in worker.gradients().values())
+
+
+def state(worker: Worker) -> dict[str, torch.Tensor]:
+    return {f"{name}/{part}": value.clone() for name, parts in worker.engine.state() for part, value in parts.items()}
+
+
+def test_training_goes_on_after_a_skipped_step(model_folder: Path) -> None:
+    """As if the step had not been there, its place in the schedule included."""
+    plain, stumbling = make_worker(model_folder), make_worker(model_folder)
+    train(plain, range(2))
+    train(stumbling, range(1))
+    samples = make_samples(4, seed=20)
+    samples[0].advantages = samples[0].advantages * math.nan
+    make_group(stumbling).update(samples, "policy", SETTINGS)
+    assert train(stumbling, range(1, 2))[0]["skipped"] == 0.0
+    assert same(weights(plain), weights(stumbling))
+
+
+def test_evaluating_is_the_loss_of_an_update_and_changes_nothing(model_folder: Path) -> None:
+    worker, samples = make_worker(model_folder), make_samples(5, seed=21)
+    before = weights(worker)
+    found = make_group(worker, rows=2).evaluate(samples, "sft", SETTINGS)
+    assert same(before, weights(worker))
+    assert not any(part.any() for part in worker.gradients().values())
+    assert found == pytest.approx(make_group(worker).accumulate(samples, "sft", SETTINGS), rel=1e-5)
+
+
+def test_evaluating_and_scoring_know_no_dropout(model_folder: Path) -> None:
+    worker, samples = make_worker(model_folder, LoraConfig(rank=2, dropout=0.5)), make_samples(5, seed=21)
+    train(worker, range(2))
+    group = make_group(worker)
+    assert group.evaluate(samples, "sft", SETTINGS) == group.evaluate(samples, "sft", SETTINGS)
+    assert torch.equal(group.score(samples)[0], group.score(samples)[0])
+
+
+@pytest.mark.parametrize("rows", [2, 4, None])
+def test_padded_training_is_packed_training(model_folder: Path, rows: int | None) -> None:
+    samples, found = make_samples(6, seed=22), []
+    for packing in (True, False):
+        worker = make_worker(model_folder, packing=packing)
+        make_group(worker, rows=rows).accumulate(samples, "policy", SETTINGS)
+        found.append(worker.gradients())
+    for name, part in found[0].items():
+        np.testing.assert_allclose(found[1][name], part, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_as_reference_a_model_with_adapters_answers_without_them(model_folder: Path) -> None:
+    samples = make_samples(3, seed=23)
+    start = make_group(make_worker(model_folder)).score(samples, 0.8)
+    worker = make_worker(model_folder, LORA)
+    train(worker, range(2))
+    group = make_group(worker)
+    reference, policy = group.score(samples, 0.8, reference=True), group.score(samples, 0.8)
+    assert all(torch.equal(one, other) for one, other in zip(reference, start, strict=True))
+    assert not all(torch.allclose(one, other, atol=1e-3) for one, other in zip(policy, start, strict=True))
+    assert train(worker, range(2, 3))[0]["skipped"] == 0.0
+
+
+def test_only_adapters_are_trained_and_all_of_them(model_folder: Path) -> None:
+    worker = make_worker(model_folder, LORA)
+    before, frozen = worker.fingerprints(), dict(worker.engine.weights())
+    kept = {name: tensor.clone() for name, tensor in frozen.items() if "lora" not in name}
+    train(worker, range(2))
+    assert all(value != before[name] for name, value in worker.fingerprints().items())
+    assert all("lora" in name for name in before)
+    assert all(torch.equal(frozen[name], tensor) for name, tensor in kept.items())
+
+
+def test_an_engine_is_sent_plain_weights(model_folder: Path) -> None:
+    """Merged, under the names and in the order of the model without adapters."""
+    plain, worker = make_worker(model_folder), make_worker(model_folder, LORA)
+    train(worker, range(2))
+    specs = [(spec.name, spec.shape) for spec in worker.weight_specs("float32")]
+    assert specs == [(spec.name, spec.shape) for spec in plain.weight_specs("float32")]
+    samples = make_samples(3, seed=24)
+    plain.model.load_state_dict(weights(worker))
+    pairs = zip(make_group(plain).score(samples), make_group(worker).score(samples), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_four_bit_weights_stay_and_adapters_learn(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "wide", tied=False)  # bitsandbytes rounds in blocks of 64
+    worker = make_worker(folder, LoraConfig(rank=2, quantize=True))
+    assert worker.model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    before = worker.fingerprints()
+    kept = {name: tensor.clone() for name, tensor in worker.engine.weights() if "lora" not in name}
+    reports = train(worker, range(2))
+    assert all(math.isfinite(report["loss"]) and not report["skipped"] for report in reports)
+    assert all(value != before[name] for name, value in worker.fingerprints().items())
+    now = dict(worker.engine.weights())
+    assert all(torch.equal(now[name], tensor) for name, tensor in kept.items())
+    second = resumed(save(worker, tmp_path / "checkpoint"), folder, LoraConfig(rank=2, quantize=True))
+    assert second.fingerprints() == worker.fingerprints()
+
+
+def test_preferences_are_learnt(model_folder: Path) -> None:
+    """SimPO needs no reference: the margin between the two answers of each pair grows."""
+    worker, samples = make_worker(model_folder, schedule="constant", learning_rate=1e-3), make_samples(6, seed=25)
+    set_weights(samples, "sequence_sum", 0)
+    settings = LossSettings(1.0, PreferenceConfig(loss="simpo", beta=2.0))
+    group = make_group(worker, rows=2)
+    reports = [group.update(samples, "preference", settings, together=2) for _ in range(5)]
+    margins = [report["preference/margin"] for report in reports]
+    assert margins == sorted(margins)
+    assert margins[-1] > margins[0]
+
+
+def test_rewards_are_learnt_and_opened_by_transformers(model_folder: Path, tmp_path: Path) -> None:
+    worker, samples = make_worker(model_folder, head="reward", learning_rate=1e-3), make_samples(6, seed=26)
+    set_weights(samples, "sequence_sum", 0)
+    group, settings = make_group(worker), LossSettings(1.0, RewardModelConfig())
+    losses = [group.update(samples, "reward_model", settings, together=2)["loss"] for _ in "1234"]
+    assert losses == sorted(losses, reverse=True)
+    worker.annotate({"reward_mean": 0.25, "reward_std": 2.0})
+    save(worker, tmp_path / "checkpoint")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint" / "model", dtype=torch.float32)
+    assert (model.config.reward_mean, model.config.reward_std) == (0.25, 2.0)
+    for sample, scores in zip(samples, group.score(samples), strict=True):
+        assert scores.shape == (sample.length(), 1)
+        expected = model(input_ids=sample.tokens[None]).logits[0, 0]
+        torch.testing.assert_close(scores[-1, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["reward", "steps"])
+def test_a_scoring_head_beside_adapters_changes_as_a_whole(model_folder: Path, head: str) -> None:
+    """A tensor that is called trained and never moves stops a run."""
+    worker, samples = make_worker(model_folder, LORA, head=head), make_samples(4, seed=27)
+    for sample in samples:
+        sample.step_labels = torch.ones(sample.length())
+    set_weights(samples, "sequence_sum", 0)
+    before = worker.fingerprints()
+    loss, config = ("reward_model", RewardModelConfig()) if head == "reward" else ("process_reward", None)
+    for _ in range(2):
+        make_group(worker).update(samples, loss, LossSettings(1.0, config), together=2)
+    assert [name for name, value in worker.fingerprints().items() if value == before[name]] == []
+
+
+def test_what_belongs_to_a_reward_model_with_adapters_is_saved(model_folder: Path, tmp_path: Path) -> None:
+    worker = make_worker(model_folder, LORA, head="reward")
+    worker.annotate({"reward_mean": 0.25})
+    folder = Path(save(worker, tmp_path / "checkpoint")) / "model"
+    assert any("reward_mean" in file.read_text() for file in folder.rglob("*.json"))
+
+
+def test_a_student_comes_nearer_to_its_teacher(model_folder: Path, tmp_path: Path) -> None:
+    teacher = make_tiny_model(tmp_path / "teacher", tied=False)
+    worker = make_worker(model_folder, distill=DistillConfig(teacher=str(teacher)), learning_rate=1e-3)
+    samples = make_samples(4, seed=28)
+    losses = [make_group(worker).update(samples, "distill", SETTINGS)["loss"] for _ in "1234"]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(model_folder)
+    config.vocab_size += 8
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ConfigError, match=r"distill\.teacher=.*choose models with one vocabulary"):
+        make_worker(model_folder, distill=DistillConfig(teacher=str(tmp_path / "teacher")))
+
+
+def make_bloom(model_folder: Path, target: Path) -> Path:
+    """An architecture that never asks for packed attention."""
+    known = AutoConfig.from_pretrained(model_folder)
+    config = BloomConfig(
+        vocab_size=known.vocab_size,
+        hidden_size=32,
+        n_layer=2,
+        n_head=2,
+        pad_token_id=0,
+        eos_token_id=known.eos_token_id,
+    )
+    BloomForCausalLM(config).save_pretrained(target)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(target)
+    return target
+
+
+def test_an_architecture_that_cannot_be_packed_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    folder = make_bloom(model_folder, tmp_path / "bloom")
+    with pytest.raises(ConfigError, match=r"set training\.packing=false"):
+        make_worker(folder)
+
+
+def test_advantages_of_zero_leave_every_tensor_alone(model_folder: Path) -> None:
+    """Such a step is made, not skipped: whoever watches for weights that move must know of it."""
+    worker, samples = make_worker(model_folder, weight_decay=0.0), make_samples(4, seed=29)
+    for sample in samples:
+        sample.advantages = torch.zeros(sample.length())
+    before = worker.fingerprints()
+    settings = LossSettings(0.8, AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0}}))
+    metrics = make_group(worker).update(samples, "policy", settings)
+    assert (metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0)
+    assert worker.fingerprints() == before
 
 
 def test_the_model_folder_is_one_that_transformers_opens(model_folder: Path, tmp_path: Path) -> None:

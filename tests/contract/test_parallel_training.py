@@ -1,0 +1,146 @@
+"""One gradient, however the work is divided: packed or padded, over data, ring and tensor ranks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import run_ranks, started
+from tests.support.tiny import make_samples, make_tiny_model
+from trueline.algorithms.weighting import set_weights
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.preference import KTOConfig, PreferenceConfig
+from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.types import Sample, pack_samples
+from trueline.training.group import LossSettings
+from trueline.training.worker import Worker, WorkerSpec
+
+SAMPLES = 10  # five pairs
+FROZEN_RATE = 1e-12  # moves no float32 weight, so that many gradients can be taken of one model
+TOLERANCE = 1e-5
+
+Gradients = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the work is divided."""
+
+    engine: str = "deepspeed"
+    stage: int = 2
+    packing: bool = True
+    ring: int = 1
+    tensor: int = 1
+    checkpointing: bool = False
+    tied: bool = True
+    rows: int | None = None  # sequences per pass
+    world: int = 1
+
+    def name(self) -> str:
+        parts = [self.engine, f"ranks{self.world}", f"zero{self.stage}", f"ring{self.ring}", f"tensor{self.tensor}"]
+        flags = {"padded": not self.packing, "checkpointing": self.checkpointing, "untied": not self.tied}
+        return "-".join([*parts, *(flag for flag, on in flags.items() if on), f"rows{self.rows}"])
+
+
+POLICY = AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01})
+LOSSES: dict[str, tuple[int, LossSettings]] = {  # loss -> neighbours that stay together, settings
+    "policy": (1, LossSettings(0.8, POLICY)),
+    "sft": (1, LossSettings()),
+    "preference": (2, LossSettings(1.0, PreferenceConfig(nll_coefficient=0.5))),
+    "kto": (1, LossSettings(1.0, KTOConfig(desirable_weight=1.5), {"kto/kl": 0.25})),
+}
+BASE = Case("torch", 0, packing=False)
+ALONE = [
+    BASE,
+    Case("torch", 0),
+    *(Case("torch", 0, rows=rows) for rows in (2, 4)),
+    *(Case(stage=stage, rows=2) for stage in (0, 1, 2, 3)),
+    Case("torch", 0, checkpointing=True),
+    Case("torch", 0, packing=False, checkpointing=True, rows=4),
+    Case("torch", 0, packing=False, tied=False),
+    Case("torch", 0, tied=False, checkpointing=True, rows=2),
+]
+PAIR = [
+    *(Case(stage=stage, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
+    *(Case(stage=stage, ring=2, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
+    Case(stage=3, ring=2, checkpointing=True, world=2),
+    Case(stage=3, packing=False, rows=2, world=2),
+]
+PAIR_CUT = [
+    Case(stage=stage, tensor=2, tied=tied, rows=rows, world=2)
+    for stage in (0, 1, 2, 3)
+    for tied in (True, False)
+    for rows in (None, 2)
+]
+FOUR = [*(Case(stage=stage, ring=4, world=4) for stage in (0, 2, 3)), Case(stage=3, ring=2, rows=2, world=4)]
+FOUR_CUT = [Case(stage=stage, ring=2, tensor=2, rows=2, world=4) for stage in (1, 3)]
+
+
+def minibatch() -> list[Sample]:
+    samples = make_samples(SAMPLES, seed=5, longest=40)
+    for number, sample in enumerate(samples):
+        sample.label = float(number % 3 == 0)
+    return samples
+
+
+def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[Case]) -> dict[Any, Any]:
+    found = {}
+    for case in cases:
+        model = ModelConfig(
+            path=models[case.tied],
+            dtype="float32",
+            ring=case.ring,
+            tensor_parallel=case.tensor,
+            gradient_checkpointing=case.checkpointing,
+            head_chunk_tokens=7,
+        )
+        training = TrainingConfig.parse(
+            {"engine": case.engine, "zero_stage": case.stage, "learning_rate": FROZEN_RATE, "packing": case.packing}
+        )
+        worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0)))
+        for loss, (together, settings) in LOSSES.items():
+            samples = minibatch()
+            set_weights(samples, "token_mean" if loss in ("sft", "policy") else "sequence_sum", 0)
+            mesh = worker.spec.mesh()
+            lengths = [sample.length() for sample in samples]
+            plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), together)
+            report = worker.accumulate(pack_samples(samples), plan[mesh.data_place(rank)], loss, settings)
+            found[case, loss] = report.sums["loss"], worker.gradients()
+            worker.engine.step()
+    return found
+
+
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[float, Gradients]]:
+    """By (case, loss): the loss summed over data places, and the gradient of every tensor."""
+    folder = tmp_path_factory.mktemp("gradients")
+    models = {tied: str(make_tiny_model(folder / f"model-{tied}", tied=tied)) for tied in (True, False)}
+    # A process whose DeepSpeed has once cut matrices cannot train uncut ones, so those cases run apart.
+    found: dict[Any, tuple[float, Gradients]] = {}
+    for number, cases in enumerate((ALONE, PAIR, PAIR_CUT, FOUR, FOUR_CUT)):
+        ranks = run_ranks(take_gradients, cases[0].world, folder / str(number), models, cases)
+        for key, (_, tensors) in ranks[0].items():
+            width = key[0].ring * key[0].tensor
+            found[key] = sum(results[key][0] for results in ranks[::width]), tensors
+            for results in ranks[1:]:
+                assert all(np.allclose(results[key][1][name], tensors[name], rtol=1e-5, atol=1e-8) for name in tensors)
+    return found
+
+
+EVERY = [case for cases in (ALONE, PAIR, PAIR_CUT, FOUR, FOUR_CUT) for case in cases]
+
+
+@pytest.mark.parametrize("loss", list(LOSSES))
+@pytest.mark.parametrize("case", EVERY, ids=Case.name)
+def test_gradient_does_not_depend_on_the_division(case: Case, loss: str, gradients: dict[Any, Any]) -> None:
+    """1e-5 on the loss, and on the relative L2 distance of each gradient tensor."""
+    base = Case("torch", 0, packing=False, tied=case.tied)
+    expected_loss, expected = gradients[base, loss]
+    found_loss, found = gradients[case, loss]
+    assert abs(found_loss - expected_loss) < TOLERANCE
+    assert set(found) == set(expected)
+    for name, tensor in found.items():
+        distance = np.linalg.norm(tensor - expected[name]) / np.linalg.norm(expected[name])
+        assert distance < TOLERANCE, f"{name}: {distance:.2e}"

@@ -1,0 +1,110 @@
+"""Combinations of model and training keys: each refusal names the keys and the remedy."""
+
+import pytest
+from pydantic import ValidationError
+
+from trueline.config.base import ConfigError
+from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig, check_training
+from trueline.config.rl import RLConfig
+from trueline.config.supervised import SftConfig
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "torch has one process": (
+        ["training.engine=torch", "training.ranks=2"],
+        ["training.engine=torch", "training.ranks=1 (got 2)", "training.engine=deepspeed"],
+    ),
+    "torch divides no layers": (["training.engine=torch", "model.tensor_parallel=2"], ["model.tensor_parallel=1"]),
+    "torch divides no sequences": (["training.engine=torch", "model.ring=2"], ["model.ring=1"]),
+    "torch has no master weights": (
+        ["training.engine=torch", "model.dtype=bfloat16"],
+        ["training.engine=torch", "model.dtype=float32 (got bfloat16)"],
+    ),
+    "torch offloads nothing": (
+        ["training.engine=torch", "training.offload=optimizer"],
+        ["training.offload=none (got optimizer)"],
+    ),
+    "ranks are a multiple of the mesh": (
+        ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2"],
+        ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2", "set it to 4 or a multiple"],
+    ),
+    "a ring is packed": (["model.ring=2", "training.packing=false"], ["model.ring=2", "training.packing=true"]),
+    "weights are offloaded at stage 3": (
+        ["training.offload=all", "training.zero_stage=2"],
+        ["training.offload=all", "training.zero_stage=3 (got 2)"],
+    ),
+    "the optimizer is offloaded from stage 1": (
+        ["training.offload=optimizer", "training.zero_stage=0"],
+        ["training.offload=optimizer", "training.zero_stage=1 or more (got 0)"],
+    ),
+    "frozen weights need adapters": (
+        ["model.lora.quantize=true"],
+        ["model.lora.quantize=true", "model.lora.rank to 1 or more (got 0)"],
+    ),
+    "adapters are not divided": (
+        ["model.lora.rank=4", "model.tensor_parallel=2"],
+        ["model.lora.rank=4", "model.tensor_parallel=1 (got 2)"],
+    ),
+    "four bits are not sharded": (
+        ["model.lora.rank=4", "model.lora.quantize=true", "training.zero_stage=3"],
+        ["model.lora.quantize=true", "training.zero_stage=2 (got 3)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [SftConfig, RLConfig])
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_work_is_refused_by_key(kind: type[SftConfig] | type[RLConfig], case: str) -> None:
+    overrides, parts = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        kind.load([], overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.ranks=8", "model.tensor_parallel=2", "model.ring=2"],
+        ["training.engine=torch", "training.ranks=1", "training.zero_stage=3"],
+        ["training.offload=all", "training.zero_stage=3"],
+        ["training.offload=optimizer", "training.zero_stage=1"],
+        ["model.lora.rank=4", "model.lora.quantize=true"],
+        ["model.lora.rank=4", "training.zero_stage=3", "model.ring=2"],
+        ["training.engine=torch", "model.lora.rank=4", "model.lora.quantize=true", "model.dtype=float32"],
+        ["training.packing=false", "model.tensor_parallel=2"],
+    ],
+)
+def test_what_can_work_is_accepted(overrides: list[str]) -> None:
+    config = SftConfig.load([], overrides)
+    check_training(config.training, config.model)
+
+
+def test_the_defaults_fit_together() -> None:
+    check_training(TrainingConfig(), ModelConfig())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.lora.rank=-1",
+        "model.lora.dropout=1",
+        "model.lora.alpha=0",
+        "model.ring=0",
+        "training.ema_decay=1",
+        "training.decay_share=0",
+        "training.max_bad_steps=-1",
+        "training.schedule=exponential",
+        "training.micro_batch_tokens=0",
+        "checkpoint.keep=0",
+        "checkpoint.keep_best=-1",
+    ],
+)
+def test_values_out_of_range_are_refused_by_key(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SftConfig.load([], [override])
+    assert str(caught.value).startswith(override.partition("=")[0])
+
+
+def test_sections_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(ValidationError):
+        LoraConfig.model_validate({"rnk": 3})

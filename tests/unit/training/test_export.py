@@ -1,0 +1,160 @@
+"""Checkpoints as folders that plain transformers opens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trueline.algorithms.weighting import set_weights
+from trueline.config.base import ConfigError
+from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
+from trueline.config.run import CheckpointConfig
+from trueline.data.types import Sample
+from trueline.runtime.actors import LocalActor
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.export import Export, export
+from trueline.training.group import LossSettings, ModelGroup, write_model
+from trueline.training.worker import Worker, WorkerSpec
+
+TOKENS = torch.tensor([[5, 80, 33, 7, 120, 64]])
+LORA = LoraConfig(rank=2, alpha=8.0)
+
+
+def make_group(folder: Path, lora: LoraConfig, decay: float) -> ModelGroup:
+    training = TrainingConfig(engine="torch", learning_rate=1e-2, ema_decay=decay)
+    worker = Worker(WorkerSpec(ModelConfig(path=str(folder), dtype="float32", lora=lora), training, 0, 1, 4, 0))
+    worker.start(("", 0))
+    return ModelGroup("model", [LocalActor("model-0", worker)], training, 60)
+
+
+def make_run(folder: Path, run: Path, lora: LoraConfig = LoraConfig(), decay: float = 0.0) -> Path:  # noqa: B008
+    """A run folder with the checkpoints of steps 1 and 2; returns the newer one."""
+    group, checkpoints = make_group(folder, lora, decay), Checkpoints(run, CheckpointConfig())
+    sample = Sample(TOKENS[0], torch.ones(6, dtype=torch.bool))
+    set_weights([sample], "token_mean", 0)
+    saved = None
+    for step in (1, 2):
+        group.update([sample], "sft", LossSettings())
+        saved = checkpoints.save(step, {"step": step}, lambda aside: write_model(group, aside))
+    assert saved is not None
+    return saved
+
+
+@torch.no_grad()
+def logits(folder: Path) -> Tensor:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=TOKENS).logits
+
+
+def weights(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, **settings).named_parameters())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
+def refused(source: Path, target: Path, wanted: Export) -> str:
+    with pytest.raises(ConfigError) as caught:
+        export(source, target, wanted)
+    assert not target.exists() or list(target.iterdir()) == []
+    return str(caught.value)
+
+
+def test_a_plain_export_is_the_trained_model(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run")
+    made = export(checkpoint, tmp_path / "deep" / "model", Export())
+    assert made == tmp_path / "deep" / "model"
+    assert same(weights(made), weights(checkpoint / "model"))
+    assert not same(weights(made), weights(model_folder))
+    assert AutoTokenizer.from_pretrained(made)("1+1=") == AutoTokenizer.from_pretrained(model_folder)("1+1=")
+    assert [path.name for path in made.parent.iterdir()] == ["model"]
+
+
+def test_of_a_run_the_newest_checkpoint_is_taken(model_folder: Path, tmp_path: Path) -> None:
+    newest = make_run(model_folder, tmp_path / "run")
+    assert newest.name == "step_000002"
+    assert same(weights(export(tmp_path / "run", tmp_path / "out", Export())), weights(newest / "model"))
+    older = newest.with_name("step_000001")
+    assert same(weights(export(older, tmp_path / "old", Export())), weights(older / "model"))
+
+
+def test_the_average_is_exported_in_place_of_the_weights(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run", decay=0.75)
+    first, second = weights(checkpoint.with_name("step_000001") / "model"), weights(checkpoint / "model")
+    found = weights(export(checkpoint, tmp_path / "out", Export(average=True)))
+    for name, start in weights(model_folder).items():
+        after_one = 0.75 * start + 0.25 * first[name]
+        torch.testing.assert_close(found[name], 0.75 * after_one + 0.25 * second[name], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_are_exported_in_another_type(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run")
+    made = export(checkpoint, tmp_path / "out", Export(dtype="bfloat16"))
+    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
+    found = weights(made, dtype="auto")
+    expected = {name: tensor.bfloat16() for name, tensor in weights(checkpoint / "model").items()}
+    assert same(found, expected)
+
+
+def test_an_adapter_is_exported_as_an_adapter(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run", LORA)
+    made = export(checkpoint, tmp_path / "out", Export())
+    assert not (made / "model.safetensors").exists()
+    assert torch.equal(logits(made), logits(checkpoint / "model"))
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    opened = peft.PeftModel.from_pretrained(base, made).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(opened(input_ids=TOKENS).logits, logits(made), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_merged_export_says_what_the_adapter_says(model_folder: Path, tmp_path: Path, average: bool) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run", LORA, decay=0.5)
+    adapter = export(checkpoint, tmp_path / "adapter", Export(average=average))
+    made = export(checkpoint, tmp_path / "merged", Export(merge=True, average=average))
+    assert not list(made.glob("adapter*"))
+    assert weights(made).keys() == weights(model_folder).keys()
+    torch.testing.assert_close(logits(made), logits(adapter), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(made), logits(model_folder), atol=1e-3)
+
+
+def test_the_average_of_an_adapter_differs_from_the_adapter(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run", LORA, decay=0.5)
+    last, average = (export(checkpoint, tmp_path / str(flag), Export(average=flag)) for flag in (False, True))
+    assert not torch.allclose(logits(last), logits(average), atol=1e-3)
+
+
+def test_a_merged_export_has_the_wanted_type(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run", LORA)
+    made = export(checkpoint, tmp_path / "out", Export(merge=True, dtype="bfloat16"))
+    assert {tensor.dtype for tensor in weights(made, dtype="auto").values()} == {torch.bfloat16}
+    assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be_exported_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run")
+    (tmp_path / "there").mkdir()
+    assert f"{tmp_path / 'there'} exists: name a new folder" in refused(checkpoint, tmp_path / "there", Export())
+    assert "there is no adapter to merge" in refused(checkpoint, tmp_path / "out", Export(merge=True))
+    assert "training.ema_decay above 0" in refused(checkpoint, tmp_path / "out", Export(average=True))
+    empty = tmp_path / "nothing"
+    assert f"{empty}: neither a checkpoint nor a run folder" in refused(empty, tmp_path / "out", Export())
+
+
+def test_a_refusal_leaves_nothing_behind(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run")
+    for wanted in (Export(merge=True), Export(average=True)):
+        refused(checkpoint, tmp_path / "out", wanted)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, tmp_path: Path) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "run")
+    file = checkpoint / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
+    assert "model/model.safetensors is missing or not what was saved" in refused(checkpoint, tmp_path / "out", Export())

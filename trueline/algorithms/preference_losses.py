@@ -1,0 +1,152 @@
+"""Losses on answers that were judged, not given: pairs of chosen and rejected, or single answers with a verdict.
+
+Pairs are neighbours: row 2i is chosen, row 2i + 1 rejected. A pair's value stands on both of its rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from trueline.config.preference import KTOConfig, PreferenceConfig, RewardModelConfig
+from trueline.data.types import Batch, LossOutput, ModelOutput
+
+CERTAIN = -1e-6  # a mean log-prob above this is float32's noise around probability one
+
+
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """The worth of each answer, [B], and what is lost at the margin between the two of a pair, [B/2]."""
+
+    reward: Callable[[ModelOutput, Batch, PreferenceConfig], Tensor]
+    value: Callable[[Tensor, PreferenceConfig], Tensor]
+    includes_nll: bool = False
+
+
+def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> LossOutput:
+    """The named loss, plus the chosen answer's NLL per token (arXiv:2404.19733)."""
+    loss = PAIR_LOSSES[config.loss]
+    rewards = loss.reward(output, batch, config)
+    chosen, rejected = halves(rewards)
+    values = loss.value(chosen - rejected, config)
+    means = margin_means("preference", rewards)
+    means["preference/chosen_reward"], means["preference/rejected_reward"] = chosen, rejected
+    means["preference/chosen_logprob"], means["preference/rejected_logprob"] = halves(batch.sums(output.logprobs))
+    coefficient = 1.0 if loss.includes_nll else config.nll_coefficient
+    if coefficient > 0:
+        means["preference/nll"] = -halves(mean_logprobs(output, batch))[0]
+        values = values + coefficient * means["preference/nll"]
+    return on_both_rows(values, means)
+
+
+def log_ratios(output: ModelOutput, batch: Batch) -> Tensor:
+    """[B] log of policy over reference, of whole answers."""
+    return batch.sums(output.logprobs.float() - batch.ref_logprobs)
+
+
+def per_token(sums: Tensor, batch: Batch) -> Tensor:
+    return sums / batch.counts().clamp(min=1)  # a filler has no tokens
+
+
+def mean_logprobs(output: ModelOutput, batch: Batch) -> Tensor:
+    return per_token(batch.sums(output.logprobs.float()), batch)
+
+
+def log_ratio_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """DPO's implicit reward (arXiv:2305.18290, eq. 5)."""
+    return config.beta * log_ratios(output, batch)
+
+
+def ipo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """DPO's reward, or its mean per token, which is what IPO's authors run."""
+    rewards = log_ratio_reward(output, batch, config)
+    return per_token(rewards, batch) if config.length_normalized else rewards
+
+
+def simpo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """Length-normalised log-prob (SimPO, arXiv:2405.14734, eq. 4)."""
+    return config.beta * mean_logprobs(output, batch)
+
+
+def log_odds(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """log(p / (1 - p)) of an answer's mean probability per token (ORPO, arXiv:2403.07691, eq. 4)."""
+    mean = mean_logprobs(output, batch)
+    # Only the value is limited: 1 / (1 - p) meets the softmax's own factor 1 - p, so logits see a bounded gradient.
+    limited = mean + (mean.clamp(max=CERTAIN) - mean).detach()
+    return limited - torch.log(-torch.expm1(limited))
+
+
+def sigmoid(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """DPO (arXiv:2305.18290, eq. 7); with label smoothing its authors' cDPO, for labels that may be wrong."""
+    wrong = config.label_smoothing
+    return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+
+
+def hinge(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """SLiC's loss (arXiv:2305.10425) on DPO's margin (RSO, arXiv:2309.06657)."""
+    return relu(1 - margin)
+
+
+def ipo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """(x - 1 / (2 beta))^2 at margin = beta x (IPO, arXiv:2310.12036, eq. 17)."""
+    return ((margin - 0.5) / config.beta).square()
+
+
+def simpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """SimPO (arXiv:2405.14734, eq. 6)."""
+    return -logsigmoid(margin - config.gamma)
+
+
+def orpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """ORPO's odds-ratio term (arXiv:2403.07691, eq. 7)."""
+    return -config.odds_coefficient * logsigmoid(margin)
+
+
+def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
+    """KTO (arXiv:2402.01306); the label is 1 where the answer is desirable, else 0."""
+    ratios = log_ratios(output, batch)
+    desirable = batch.labels > 0.5
+    sign = torch.where(desirable, 1.0, -1.0)
+    margin = sign * config.beta * (ratios - batch.statistics["kto/kl"])
+    weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+    means = {"kto/accuracy": (margin > 0).float(), "kto/margin": margin.detach(), "kto/log_ratio": ratios.detach()}
+    return LossOutput(weight * torch.sigmoid(-margin), means, per_sequence=True)
+
+
+def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -> LossOutput:
+    """Bradley-Terry with a margin (Llama 2, arXiv:2307.09288, eq. 2) and centring (arXiv:2312.09244)."""
+    rewards = batch.last_of(output.scores[:, 0]).float()
+    chosen, rejected = halves(rewards)
+    margin, _ = halves(batch.labels)
+    values = -logsigmoid(chosen - rejected - margin) + config.centering * (chosen + rejected).square()
+    means = margin_means("reward_model", rewards)
+    means["reward_model/chosen"], means["reward_model/rejected"] = chosen, rejected
+    return on_both_rows(values, means)
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] -> [B/2] of the chosen, [B/2] of the rejected."""
+    chosen, rejected = values.view(-1, 2).unbind(1)
+    return chosen, rejected
+
+
+def margin_means(name: str, rewards: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = halves(rewards)
+    return {f"{name}/accuracy": (chosen > rejected).float(), f"{name}/margin": chosen - rejected}
+
+
+def on_both_rows(values: Tensor, means: dict[str, Tensor]) -> LossOutput:
+    """[B/2] -> [B]: shares belong to rows, and those of a pair's rows add up to the pair's."""
+    rows = {name: mean.detach().repeat_interleave(2) for name, mean in means.items()}
+    return LossOutput(values.repeat_interleave(2), rows, per_sequence=True)
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(log_ratio_reward, sigmoid),
+    "hinge": PairLoss(log_ratio_reward, hinge),
+    "ipo": PairLoss(ipo_reward, ipo),
+    "simpo": PairLoss(simpo_reward, simpo),
+    "orpo": PairLoss(log_odds, orpo, includes_nll=True),
+}

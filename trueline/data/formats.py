@@ -1,0 +1,360 @@
+"""Dataset rows -> the records that are trained on, in the formats that datasets come in."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trueline.config.base import ConfigError
+from trueline.config.data import DataConfig
+from trueline.data.readers import COMPLETION_COLUMNS, choose_column, parse_messages, read_messages, text_of, value_of
+from trueline.data.sources import Located
+from trueline.data.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, the assistant's turns among them."""
+
+    messages: list[Message]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Plain text to continue pre-training on."""
+
+    text: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, the better one first."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    margin: float
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rated:
+    """An answer that is desirable or not."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    desirable: bool
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepRated:
+    """An answer in steps, each with its label from 0 to 1."""
+
+    prompt: list[Message]
+    steps: list[str]
+    labels: list[float]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A part that a column plays in a format; `data.<name>_column` names the column."""
+
+    name: str
+    usual: tuple[str, ...]
+    required: bool = True
+
+
+Columns = dict[str, str]  # role -> column; empty where the data has none
+Record = TypeVar("Record")
+RowReader = Callable[[Located, Columns, DataConfig], list[Record]]
+
+PROMPT = Role("prompt", ("prompt", "question", "messages"))
+COMPLETION = Role("completion", COMPLETION_COLUMNS)
+FORMATS = {
+    "messages": (Role("messages", ("messages",)),),
+    "conversations": (Role("messages", ("conversations", "conversation")),),
+    "alpaca": (Role("prompt", ("instruction",)), Role("input", ("input",), False), Role("completion", ("output",))),
+    "completion": (PROMPT, COMPLETION),
+    "text": (Role("text", ("text",)),),
+    "preference": (
+        Role("prompt", ("prompt", "question"), False),
+        Role("chosen", ("chosen",)),
+        Role("rejected", ("rejected",)),
+    ),
+    "rated": (PROMPT, COMPLETION, Role("rating", ("label",))),
+    "steps": (PROMPT, Role("completion", ("completions",)), Role("rating", ("labels",))),
+}
+TRUTH = {"true": True, "false": False, "1": True, "0": False}
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Conversation | Document], str]:
+    return read_rows(rows, config, CONVERSATION_READERS)
+
+
+def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
+    """`margin_column` holds by how much the chosen answer is better; without it every margin is 0."""
+    if margin_column is not None:
+        choose_column(rows[0], margin_column, (), "margin_column")
+
+    def read(located: Located, columns: Columns, config: DataConfig) -> list[Pair]:
+        prompt, chosen, rejected = answers_of(located, columns, config)
+        margin = number_of(located, margin_column) if margin_column is not None else 0.0
+        return [Pair(prompt, chosen, rejected, margin, located.place)]
+
+    return read_rows(rows, config, {"preference": read})
+
+
+def read_rated(rows: list[Located], config: DataConfig) -> tuple[list[Rated], str]:
+    """A pair becomes a desirable and an undesirable record."""
+    return read_rows(rows, config, RATED_READERS)
+
+
+def read_steps(rows: list[Located], config: DataConfig) -> tuple[list[StepRated], str]:
+    return read_rows(rows, config, {"steps": steps_of})
+
+
+def check_ratings(records: list[Rated]) -> None:
+    """Refuse a dataset, all of it, whose answers are all desirable or all undesirable."""
+    if len({record.desirable for record in records}) == 1:
+        kind, missing = ("true", "false") if records[0].desirable else ("false", "true")
+        raise ConfigError(
+            f"{records[0].place} to {records[-1].place}: all {len(records)} labels are {kind}; nothing can be learnt "
+            f"without answers of both kinds: add rows with the label {missing}"
+        )
+
+
+def read_rows(
+    rows: list[Located], config: DataConfig, readers: dict[str, RowReader[Record]]
+) -> tuple[list[Record], str]:
+    """The records of all rows, and which format they were read in; `readers` are the formats that fit the task."""
+    name, columns = find_format(rows[0], config, list(readers))
+    found = [column for column in columns.values() if column]
+    records = [record for located in rows for record in readers[name](located, columns, config)]
+    return records, f"{name} (column{'s' if len(found) > 1 else ''} {', '.join(found)})"
+
+
+def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:
+    """The format that was asked for, or the first one whose columns the first row has."""
+    if config.format != "auto":
+        if config.format not in allowed:
+            raise ConfigError(f"data.format={config.format} is not for this task: use auto or {', '.join(allowed)}")
+        return config.format, find_columns(config.format, first, config)
+    named = {name for name, column in named_columns(config).items() if column is not None}
+    named &= {role.name for name in allowed for role in FORMATS[name]}
+    for name in allowed:
+        roles = {role.name: role for role in FORMATS[name]}
+        if named <= set(roles) and all(fits(role, first, named) for role in roles.values()):
+            return name, find_columns(name, first, config)
+    shapes = "; ".join(f"{name}: {shape_of(name)}" for name in allowed)
+    asked = f" with data.{', data.'.join(f'{name}_column' for name in sorted(named))}" if named else ""
+    raise ConfigError(
+        f"{first.place} has the columns {', '.join(first.row)}, which{asked} are none of the known formats ({shapes}): "
+        "name the columns with data.<part>_column=... or set data.format"
+    )
+
+
+def named_columns(config: DataConfig) -> dict[str, str | None]:
+    return {
+        "messages": config.messages_column,
+        "prompt": config.prompt_column,
+        "completion": config.completion_column,
+        "chosen": config.chosen_column,
+        "rejected": config.rejected_column,
+        "rating": config.rating_column,
+        "text": config.text_column,
+    }
+
+
+def fits(role: Role, first: Located, named: set[str]) -> bool:
+    return not role.required or role.name in named or any(column in first.row for column in role.usual)
+
+
+def find_columns(name: str, first: Located, config: DataConfig) -> Columns:
+    named = named_columns(config)
+    return {
+        role.name: choose_column(first, named.get(role.name), role.usual, f"data.{role.name}_column", role.required)
+        for role in FORMATS[name]
+    }
+
+
+def shape_of(name: str) -> str:
+    parts = ["/".join(role.usual) for role in FORMATS[name] if role.required]
+    return " + ".join(parts)
+
+
+def with_system(messages: list[Message], config: DataConfig) -> list[Message]:
+    if config.system_prompt is None:
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def prompt_of(located: Located, columns: Columns, config: DataConfig) -> list[Message]:
+    return read_messages(located, columns["prompt"], config.system_prompt)
+
+
+def turns_of(located: Located, column: str) -> list[Message]:
+    """Text is one turn of the assistant's."""
+    value = value_of(located, column)
+    if isinstance(value, list):
+        return parse_messages(value, located, column)
+    return [{"role": "assistant", "content": text_of(located, column)}]
+
+
+def answer_of(located: Located, column: str) -> list[Message]:
+    answer = turns_of(located, column)
+    check_answer(answer, located, column)
+    return answer
+
+
+def check_answer(answer: list[Message], located: Located, column: str) -> None:
+    if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in answer) or "nothing"
+        raise ConfigError(
+            f"{located.place}: column {column!r}: an answer must begin and end with a message of the assistant, "
+            f"found {roles} after the prompt"
+        )
+
+
+def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
+    column = columns["messages"]
+    messages = parse_messages(value_of(located, column), located, column)
+    if all(message["role"] != "assistant" for message in messages[1:]):
+        raise ConfigError(
+            f"{located.place}: column {column!r} has no message of the assistant that answers another, so nothing can "
+            "be learnt: add it, or name the column with the answer by data.completion_column=..."
+        )
+    return [Conversation(with_system(messages, config), located.place)]
+
+
+def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
+    """The input, where a row has one, stands below the instruction."""
+    request = text_of(located, columns["prompt"])
+    added = located.row.get(columns["input"]) or ""
+    if not isinstance(added, str):
+        raise ConfigError(f"{located.place}: column {columns['input']!r} must be text, found {added!r:.80}")
+    content = f"{request}\n\n{added}" if added.strip() else request
+    answer = {"role": "assistant", "content": text_of(located, columns["completion"])}
+    return [Conversation(with_system([{"role": "user", "content": content}, answer], config), located.place)]
+
+
+def read_completion(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
+    messages = prompt_of(located, columns, config) + answer_of(located, columns["completion"])
+    return [Conversation(messages, located.place)]
+
+
+def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
+    if config.system_prompt is not None:
+        raise ConfigError(f"data.system_prompt={config.system_prompt!r:.80}: plain text has no messages; leave it out")
+    return [Document(text_of(located, columns["text"]), located.place)]
+
+
+def answers_of(
+    located: Located, columns: Columns, config: DataConfig
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Prompt, chosen and rejected; whole conversations are split where they part."""
+    prompt = read_messages(located, columns["prompt"], None) if columns["prompt"] else []
+    read = turns_of if prompt else whole_conversation
+    chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
+    if chosen == rejected:
+        raise ConfigError(f"{located.place}: chosen and rejected are the same: {chosen[-1]['content']!r:.80}")
+    if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
+        shared = shared_turns(chosen, rejected)
+        if any(message not in chosen[:shared] for message in prompt):
+            raise ConfigError(
+                f"{located.place}: chosen and rejected are whole conversations, but the prompt is not among the "
+                f"{shared} messages that they share: {prompt[-1]['content']!r:.80}"
+            )
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not prompt:
+        raise ConfigError(f"{located.place}: there is no prompt: chosen and rejected share no message")
+    check_answer(chosen, located, columns["chosen"])
+    check_answer(rejected, located, columns["rejected"])
+    return with_system(prompt, config), chosen, rejected
+
+
+def shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
+    same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def whole_conversation(located: Located, column: str) -> list[Message]:
+    """Messages, or text with turns marked as `\\n\\nHuman:` and `\\n\\nAssistant:`."""
+    value = value_of(located, column)
+    if isinstance(value, list):
+        return parse_messages(value, located, column)
+    before, *marked = TURN.split(text_of(located, column))
+    if before.strip() or not marked:
+        raise ConfigError(
+            f"{located.place}: column {column!r} is text and there is no prompt: name its column with "
+            "data.prompt_column=..., or give whole conversations as messages"
+        )
+    speakers, contents = marked[::2], marked[1::2]
+    turns = [{"role": SPEAKERS[who], "content": what.strip()} for who, what in zip(speakers, contents, strict=True)]
+    return parse_messages(turns, located, column)
+
+
+def number_of(located: Located, column: str) -> float:
+    value = value_of(located, column)
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{located.place}: column {column!r} must be a number, found {value!r:.80}")
+    return number
+
+
+def rated_of(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
+    prompt, answer = prompt_of(located, columns, config), answer_of(located, columns["completion"])
+    return [Rated(prompt, answer, truth_of(located, columns["rating"]), located.place)]
+
+
+def rated_from_pair(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
+    prompt, chosen, rejected = answers_of(located, columns, config)
+    return [Rated(prompt, chosen, True, located.place), Rated(prompt, rejected, False, located.place)]
+
+
+def truth_of(located: Located, column: str) -> bool:
+    value = value_of(located, column)
+    if isinstance(value, str) and value.strip().lower() in TRUTH:
+        return TRUTH[value.strip().lower()]
+    if isinstance(value, int | float) and value in (0, 1):
+        return bool(value)
+    raise ConfigError(f"{located.place}: column {column!r} must be true or false (or 1 or 0), found {value!r:.80}")
+
+
+def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[StepRated]:
+    steps, labels = list_of(located, columns["completion"]), list_of(located, columns["rating"])
+    for number, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise ConfigError(f"{located.place}: step {number} must be non-empty text, found {step!r:.80}")
+    if len(steps) != len(labels):
+        raise ConfigError(f"{located.place}: {len(steps)} steps have {len(labels)} labels: give one for each step")
+    for number, label in enumerate(labels):
+        if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+            raise ConfigError(f"{located.place}: label {number} must be true, false or 0 to 1, found {label!r:.80}")
+    return [StepRated(prompt_of(located, columns, config), steps, [float(label) for label in labels], located.place)]
+
+
+def list_of(located: Located, column: str) -> list[Any]:
+    value = value_of(located, column)
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{located.place}: column {column!r} must be a non-empty list, found {value!r:.80}")
+    return value
+
+
+CONVERSATION_READERS: dict[str, RowReader[Conversation | Document]] = {
+    "messages": read_chat,
+    "conversations": read_chat,
+    "alpaca": read_alpaca,
+    "completion": read_completion,
+    "text": read_text,
+}
+RATED_READERS: dict[str, RowReader[Rated]] = {"rated": rated_of, "preference": rated_from_pair}

@@ -1,0 +1,60 @@
+"""How far a student's next-token distributions are from a teacher's, slice by slice of the positions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trueline.config.preference import DistillConfig
+from trueline.models.head import slices
+
+
+def chunked_divergence(
+    hidden: Tensor, head: nn.Linear, teacher: tuple[Tensor, Any], config: DistillConfig, chunk: int
+) -> Tensor:
+    """[n]; each slice's logits are computed again in the backward pass, so they never exist as a whole."""
+    taught, teacher_head = teacher
+    parts = [
+        checkpoint(
+            slice_divergence,
+            hidden[rows],
+            head.weight,
+            head.bias,
+            (taught[rows], teacher_head),
+            config,
+            use_reentrant=False,
+        )
+        for rows in slices(len(hidden), chunk)
+    ]
+    return torch.cat(parts) if parts else hidden.sum(-1).float()
+
+
+def slice_divergence(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: tuple[Tensor, Any], config: DistillConfig
+) -> Tensor:
+    student_logits = nn.functional.linear(hidden, weight, bias).float() / config.temperature
+    with torch.no_grad():
+        teacher_logits = nn.functional.linear(teacher[0], teacher[1].weight, teacher[1].bias).float()
+        teacher_logits = teacher_logits / config.temperature
+    if config.top_k is not None:
+        teacher_logits, likeliest = teacher_logits.topk(min(config.top_k, teacher_logits.shape[-1]))
+        student_logits = student_logits.gather(-1, likeliest)
+    return DIVERGENCES[config.divergence](teacher_logits.log_softmax(-1), student_logits.log_softmax(-1))
+
+
+def kl(one: Tensor, other: Tensor) -> Tensor:
+    """KL(one || other) of log-probs [n, V]."""
+    return (one.exp() * (one - other)).sum(-1)
+
+
+def jensen_shannon(teacher: Tensor, student: Tensor) -> Tensor:
+    mixture = torch.logaddexp(teacher, student) - torch.log(torch.tensor(2.0))
+    return 0.5 * (kl(teacher, mixture) + kl(student, mixture))
+
+
+DIVERGENCES = {
+    "forward": kl,
+    "reverse": lambda teacher, student: kl(student, teacher),
+    "jsd": jensen_shannon,
+}

@@ -1,0 +1,142 @@
+"""Low-rank adapters beside frozen weights: added, merged, switched off, exported."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.model import LoraConfig
+from trueline.models.loading import CLASSES, scoring_head
+
+A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
+PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
+SETTINGS = "settings"  # folder with the adapted model's config.json, which peft would take for a whole model's
+TASKS = {"language": "CAUSAL_LM", "reward": "SEQ_CLS", "steps": "TOKEN_CLS"}
+
+
+def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
+    """Freezes all weights but the added ones and a new scoring head; returns peft's description of them."""
+    import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
+
+    targets = config.targets if config.targets == "all-linear" else config.targets.split(",")
+    described = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        task_type=TASKS[head],
+        base_model_name_or_path=path,
+        exclude_modules=None if head == "language" else ["score", "classifier"],
+    )
+    try:
+        peft.inject_adapter_in_model(described, model)
+    except ValueError as error:
+        raise ConfigError(f"model.lora.targets={config.targets}: {error}") from None
+    if head != "language":
+        name, layer = scoring_head(model)
+        layer.requires_grad_(True)
+        described.modules_to_save = [name]  # said afterwards: peft would wrap the layer, and its name would change
+    return described
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """Inside, the model is the one that training started from."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with adapters among them -> those of a plain model: W + scale * B A, under the plain names.
+
+    A layer's frozen tensors come first, then A, then B.
+    """
+    waiting: list[tuple[str, Tensor]] = []
+    low: Tensor | None = None
+    for name, tensor in weights:
+        if name.endswith(A):
+            low = tensor.clone()
+        elif name.endswith(B):
+            assert low is not None
+            for plain, kept in waiting:
+                whole = kept + (scale * (tensor.float() @ low.float())).to(kept) if plain.endswith(".weight") else kept
+                yield plain, whole
+            waiting = []
+        elif BASE in name:
+            waiting.append((name.replace(BASE, "."), tensor.clone()))
+        else:
+            yield name, tensor
+
+
+def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
+    """4-bit tensors as plain numbers."""
+    from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415  (an optional package)
+    from bitsandbytes.nn.modules import Params4bit  # noqa: PLC0415
+
+    parameters = dict(model.named_parameters())
+    for name, tensor in weights:
+        parameter = parameters[name]
+        if isinstance(parameter, Params4bit):
+            yield name, dequantize_4bit(parameter.data, parameter.quant_state)
+        else:
+            yield name, tensor
+
+
+def save_adapter(folder: Path, described: Any, trained: dict[str, Tensor]) -> None:
+    """A folder that peft, and transformers with peft installed, opens."""
+    tensors = {PEFT_PREFIX + name.replace(".default.", "."): tensor.contiguous() for name, tensor in trained.items()}
+    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
+    described.save_pretrained(folder)
+
+
+def load_adapter(folder: Path) -> tuple[dict[str, Tensor], Any]:
+    """What `save_adapter` wrote, under the names of a model with adapters."""
+    import peft  # noqa: PLC0415
+
+    tensors = load_file(folder / ADAPTER)
+    names = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    for part in ("lora_A", "lora_B"):
+        names = {name.replace(f".{part}.", f".{part}.default."): tensor for name, tensor in names.items()}
+    return names, peft.LoraConfig.from_pretrained(str(folder))
+
+
+def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
+    """The base model that an adapter folder names, at full precision, with the adapter's product added."""
+    import peft  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
+
+    described = peft.LoraConfig.from_pretrained(str(folder))
+    head = next(head for head, task in TASKS.items() if task == described.task_type)
+    base = getattr(transformers, CLASSES[head]).from_pretrained(
+        described.base_model_name_or_path,
+        config=transformers.AutoConfig.from_pretrained(folder / SETTINGS),
+        dtype=dtype or "auto",
+        use_safetensors=True,
+    )
+    return peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+
+
+def quantization(dtype: torch.dtype) -> Any:
+    """For `from_pretrained`: frozen weights in 4 bits, computation in `dtype`."""
+    from transformers import BitsAndBytesConfig  # noqa: PLC0415
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=torch.uint8,
+    )

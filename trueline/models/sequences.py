@@ -1,0 +1,98 @@
+"""How the sequences of a batch lie in one forward pass: end to end, padded, or divided over a ring of ranks."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trueline.models.attention import Current, Layout
+from trueline.models.ring_attention import Ring, gather_ring, local_positions, padded_lengths
+
+
+class Arrangement(Protocol):
+    """Between the flat axis [N] of a batch and what one rank's model is given of it."""
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        """The model's arguments."""
+
+    def hidden(self, states: Tensor) -> Tensor:
+        """The model's last hidden states -> [n, H], one row for each local position."""
+
+    def local(self, values: Tensor) -> Tensor:
+        """[N] -> [n]"""
+
+    def whole(self, values: Tensor) -> Tensor:
+        """[n, ...] -> [N, ...]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    lengths: list[int]
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        Current.layout = Layout(self.lengths)
+        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
+
+    def hidden(self, states: Tensor) -> Tensor:
+        return states[0]
+
+    def local(self, values: Tensor) -> Tensor:
+        return values
+
+    def whole(self, values: Tensor) -> Tensor:
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """On the right, so that under causal attention no mask is needed."""
+
+    lengths: list[int]
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
+
+    def hidden(self, states: Tensor) -> Tensor:
+        return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
+
+    def local(self, values: Tensor) -> Tensor:
+        return values
+
+    def whole(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Ringed:
+    """Each sequence is stretched to a length that the ring divides; the added tokens stand last and are dropped."""
+
+    def __init__(self, lengths: list[int], ring: Ring, device: torch.device) -> None:
+        self.ring, self.stretched = ring, padded_lengths(lengths, ring.size)
+        starts = [0]
+        for length in self.stretched:
+            starts.append(starts[-1] + length)
+        self.total = starts[-1]
+        self.real = torch.cat(
+            [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+        ).to(device)
+        self.here = local_positions(self.stretched, ring.rank, ring.size).to(device)
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        Current.layout = Layout([length // self.ring.size for length in self.stretched], self.ring)
+        places = positions(self.stretched, tokens.device)[self.here]
+        return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
+
+    def hidden(self, states: Tensor) -> Tensor:
+        return states[0]
+
+    def local(self, values: Tensor) -> Tensor:
+        stretched = torch.zeros(self.total, dtype=values.dtype, device=values.device)
+        stretched[self.real] = values
+        return stretched[self.here]
+
+    def whole(self, values: Tensor) -> Tensor:
+        return gather_ring(values, self.stretched, self.ring)[self.real]
+
+
+def positions(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths]).to(device)

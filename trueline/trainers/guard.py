@@ -1,0 +1,63 @@
+"""What must hold after every step: finite numbers, and weights that move."""
+
+from collections.abc import Callable
+
+from trueline.config.model import TrainingConfig
+from trueline.training.group import ModelGroup
+
+FIRST_STEPS = 2  # some tensors get their first gradient only in the second step, such as a LoRA's first matrix
+
+
+class TrainingFailure(RuntimeError):
+    """Training cannot go on; the message says why and what to change."""
+
+
+class Guard:
+    """Watches the updates of one model from wherever a run starts or resumes."""
+
+    def __init__(self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None]) -> None:
+        self.model, self.config, self.note = model, config, note
+        self.skipped = 0
+        self.in_a_row = 0
+        self.made = 0
+        self.at_start: dict[str, int] = {}
+
+    def watch(self) -> None:
+        """Remember the weights that training starts from."""
+        self.at_start = self.model.call("fingerprints")[0]
+
+    def check(self, metrics: dict[str, float]) -> dict[str, float]:
+        """After a step: its numbers, with the count of skipped steps in place of the flag."""
+        bad = bool(metrics.pop("skipped"))
+        self.skipped += bad
+        self.in_a_row = self.in_a_row + 1 if bad else 0
+        moved = not bad and metrics["grad_norm"] > 0  # a gradient of exactly zero rightly moves nothing
+        self.made += moved
+        if bad:
+            self._warn(metrics)
+        elif moved and self.made <= FIRST_STEPS and self.at_start:
+            self._compare()
+        return metrics | {"skipped_steps": float(self.skipped)}
+
+    def _warn(self, metrics: dict[str, float]) -> None:
+        limit = self.config.max_bad_steps
+        found = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
+        if self.in_a_row > limit:
+            raise TrainingFailure(
+                f"{self.in_a_row} steps in a row were not finite ({found}); training.max_bad_steps={limit}: lower "
+                "training.learning_rate, look at the last rows of the data, or try model.dtype=float32"
+            )
+        self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row)")
+
+    def _compare(self) -> None:
+        now = self.model.call("fingerprints")[0]
+        still = [name for name, before in self.at_start.items() if now[name] == before]
+        self.note(f"changed    {len(now) - len(still)} of {len(now)} trained tensors after step {self.made}")
+        if not still:
+            self.made = FIRST_STEPS
+        elif self.made == FIRST_STEPS:
+            raise TrainingFailure(
+                f"{len(still)} of {len(now)} trained tensors did not change in {FIRST_STEPS} steps, {still[0]} for "
+                f"one: training.learning_rate={self.config.learning_rate} may be too small for their precision, or "
+                "the loss does not reach them"
+            )

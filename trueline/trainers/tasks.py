@@ -1,0 +1,148 @@
+"""Offline tasks, one row each: how rows become samples, and which loss is taken of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trueline.config.preference import WITHOUT_REFERENCE
+from trueline.config.supervised import (
+    DistillRunConfig,
+    KTORunConfig,
+    PreferenceRunConfig,
+    ProcessRewardRunConfig,
+    RewardModelRunConfig,
+    SftConfig,
+    SupervisedConfig,
+)
+from trueline.data.chat import ChatFormat
+from trueline.data.encoding import Encodings, encode_conversations, encode_pairs, encode_rated, encode_steps
+from trueline.data.formats import check_ratings, read_conversations, read_pairs, read_rated, read_steps
+from trueline.data.sources import Located
+
+Records = list[Any]
+
+
+def no_settings(config: SupervisedConfig) -> None:
+    return None
+
+
+def no_reference(config: SupervisedConfig) -> bool:
+    return False
+
+
+def no_check(records: Records) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    read: Callable[[list[Located], Any], tuple[Records, str]]  # and what format the rows have
+    encode: Callable[[Records, ChatFormat, Any], Encodings]
+    loss: str
+    check: Callable[[Records], None] = no_check  # of all that is trained on
+    settings: Callable[[Any], Any] = no_settings  # the part of the configuration that the loss reads
+    head: str = "language"
+    together: int = 1  # neighbouring samples that make one row
+    per_sequence: bool = False
+    reference: Callable[[Any], bool] = no_reference  # whether log-probs of the starting model are needed
+
+
+def read_text(rows: list[Located], config: SftConfig) -> tuple[Records, str]:
+    return read_conversations(rows, config.data)
+
+
+def encode_text(records: Records, chat: ChatFormat, config: SftConfig) -> Encodings:
+    return encode_conversations(records, chat, limit(config), config.learn, config.data.too_long)
+
+
+def read_preferences(rows: list[Located], config: PreferenceRunConfig) -> tuple[Records, str]:
+    return read_pairs(rows, config.data)
+
+
+def read_margins(rows: list[Located], config: RewardModelRunConfig) -> tuple[Records, str]:
+    return read_pairs(rows, config.data, config.reward_model.margin_column)
+
+
+def encode_preferences(records: Records, chat: ChatFormat, config: SupervisedConfig) -> Encodings:
+    return encode_pairs(records, chat, limit(config), config.data.too_long)
+
+
+def read_verdicts(rows: list[Located], config: KTORunConfig) -> tuple[Records, str]:
+    return read_rated(rows, config.data)
+
+
+def encode_verdicts(records: Records, chat: ChatFormat, config: KTORunConfig) -> Encodings:
+    return encode_rated(records, chat, limit(config), config.data.too_long, config.samples_per_step)
+
+
+def read_process(rows: list[Located], config: ProcessRewardRunConfig) -> tuple[Records, str]:
+    return read_steps(rows, config.data)
+
+
+def encode_process(records: Records, chat: ChatFormat, config: ProcessRewardRunConfig) -> Encodings:
+    return encode_steps(
+        records, chat, limit(config), config.data.too_long, config.data.step_separator.replace("\\n", "\n")
+    )
+
+
+def limit(config: SupervisedConfig) -> int:
+    assert config.max_tokens is not None
+    return config.max_tokens
+
+
+def preference_settings(config: PreferenceRunConfig) -> Any:
+    return config.preference
+
+
+def preference_reference(config: PreferenceRunConfig) -> bool:
+    return config.preference.loss not in WITHOUT_REFERENCE
+
+
+def kto_settings(config: KTORunConfig) -> Any:
+    return config.kto
+
+
+def kto_reference(config: KTORunConfig) -> bool:
+    return True
+
+
+def reward_settings(config: RewardModelRunConfig) -> Any:
+    return config.reward_model
+
+
+def distill_settings(config: DistillRunConfig) -> Any:
+    return config.distill
+
+
+TASKS: dict[str, Task] = {
+    "sft": Task(read_text, encode_text, "sft"),
+    "distill": Task(read_text, encode_text, "distill", settings=distill_settings),
+    "preference": Task(
+        read_preferences,
+        encode_preferences,
+        "preference",
+        settings=preference_settings,
+        together=2,
+        per_sequence=True,
+        reference=preference_reference,
+    ),
+    "kto": Task(
+        read_verdicts,
+        encode_verdicts,
+        "kto",
+        check=check_ratings,
+        settings=kto_settings,
+        per_sequence=True,
+        reference=kto_reference,
+    ),
+    "rm": Task(
+        read_margins,
+        encode_preferences,
+        "reward_model",
+        settings=reward_settings,
+        head="reward",
+        together=2,
+        per_sequence=True,
+    ),
+    "prm": Task(read_process, encode_process, "process_reward", head="steps"),
+}

@@ -1,0 +1,94 @@
+"""A checkpoint -> a Hugging Face folder."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.run import CheckpointConfig
+from trueline.models.loading import DTYPES
+from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
+from trueline.training.checkpoints import Checkpoints, load_tensors, save_tensors
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What the folder is to hold."""
+
+    merge: bool = False
+    average: bool = False
+    dtype: str | None = None
+
+
+def export(source: Path, target: Path, wanted: Export) -> Path:
+    checkpoint = find_checkpoint(source)
+    if target.exists():
+        raise ConfigError(f"{target} exists: name a new folder")
+    Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # every file is what was written
+    averages = read_averages(checkpoint) if wanted.average else {}
+    adapted = (checkpoint / "model" / ADAPTER).is_file()
+    if wanted.merge and not adapted:
+        raise ConfigError(f"{checkpoint}: --merge, but there is no adapter to merge")
+    aside = target.with_name(target.name + ".unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(checkpoint / "model", aside)
+    write = write_merged if wanted.merge else write_adapter if adapted else write_weights
+    write(aside, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
+    aside.rename(target)
+    return target
+
+
+def find_checkpoint(source: Path) -> Path:
+    """A checkpoint as it is; of a run folder the newest one."""
+    if (source / "manifest.json").is_file():
+        return source
+    newest = Checkpoints(source, CheckpointConfig()).newest()
+    if newest is None:
+        raise ConfigError(f"{source}: neither a checkpoint nor a run folder with checkpoints in it")
+    return newest
+
+
+def read_averages(checkpoint: Path) -> dict[str, Tensor]:
+    with load_tensors(checkpoint / "training.safetensors") as saved:
+        keys = {name: parts["average"] for name, parts in saved.by_name().items() if "average" in parts}
+        if not keys:
+            raise ConfigError(f"{checkpoint}: no moving average was kept; train with training.ema_decay above 0")
+        return {name: saved.read(key) for name, key in keys.items()}
+
+
+def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights |= {name: tensor.to(weights[name].dtype) for name, tensor in averages.items()}
+    if dtype is not None:
+        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        declare(folder, dtype)
+    save_tensors(folder / WEIGHTS, weights, {"format": "pt"})
+
+
+def write_adapter(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    tensors, described = load_adapter(folder)
+    tensors |= averages
+    save_adapter(folder, described, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()})
+
+
+def write_merged(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    write_adapter(folder, averages, None)
+    model = merged_model(folder, dtype)
+    for name in (ADAPTER, "adapter_config.json"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / SETTINGS)
+    model.save_pretrained(folder)
+
+
+def declare(folder: Path, dtype: torch.dtype) -> None:
+    """The type of the weights as the model's configuration names it."""
+    file = folder / "config.json"
+    settings = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    file.write_text(json.dumps(settings, indent=2))
