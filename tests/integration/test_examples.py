@@ -1,15 +1,11 @@
 """Every example runs, shrunk to a tiny model and one step."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
 
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
@@ -52,9 +48,14 @@ def write_data(file: Path, verb: str) -> None:
     file.write_text("".join(json.dumps({name: row[name] for name in wanted}) + "\n" for row in rows))
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each example leaves the model folder of its checkpoint, under its verb."""
+    return tmp_path_factory.mktemp("saved")
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
-def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the end, and what it saves opens in plain transformers."""
+def test_example_runs(example: Path, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     make_tiny_model(tmp_path / "model", tied=True)
     data, task = tmp_path / "data.jsonl", example.stem in TASK_VERBS
@@ -64,9 +65,28 @@ def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     held_out = [f"evaluation.data={data}"] if "evaluation" in example.read_text() and not task else []
     teacher = [f"distill.teacher={tmp_path / 'model'}"] if example.stem == "distill" else []
     assert main([example.stem, *words, *(TINY_TASK if task else TINY_RL), *held_out, *teacher]) == 0
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
-    opened = OPENED_BY.get(example.stem, AutoModelForCausalLM).from_pretrained(tmp_path / "exported")
-    assert opened(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    (tmp_path / "run/checkpoints/step_000001/model").rename(saved / example.stem)
 
 
-OPENED_BY = {"rm": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
+OPEN = """
+import sys
+from pathlib import Path
+import torch, transformers
+
+heads = {"rm": "SequenceClassification", "prm": "TokenClassification"}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    kind = getattr(transformers, "AutoModelFor" + heads.get(folder.name, "CausalLM"))
+    model = kind.from_pretrained(folder)
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)("1+1=", return_tensors="pt")["input_ids"]
+    assert model(tokens).logits.isfinite().all(), folder
+    print(folder.name)
+assert "trueline" not in sys.modules
+"""
+
+
+def test_every_checkpoint_opens_in_a_fresh_process_with_plain_transformers(saved: Path, tmp_path: Path) -> None:
+    """After the examples above have run, in the order of this file."""
+    program = [sys.executable, "-c", OPEN, str(saved)]
+    opened = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert opened.returncode == 0, opened.stderr
+    assert set(opened.stdout.split()) == {example.stem for example in EXAMPLES}

@@ -15,7 +15,7 @@ Loss = Callable[[ModelOutput, Batch, Any], LossOutput]
 
 def sft(output: ModelOutput, batch: Batch, config: None) -> LossOutput:
     """Negative log-likelihood of the tokens to learn."""
-    return LossOutput(-output.logprobs, {"sft/entropy": output.entropy.detach()})
+    return LossOutput(-output.logprobs)
 
 
 def process_reward(output: ModelOutput, batch: Batch, config: None) -> LossOutput:
@@ -41,3 +41,4 @@ LOSSES: dict[str, Loss] = {
     "process_reward": process_reward,
     "distill": distill,
 }
+WITH_ENTROPY = frozenset({"policy"})  # losses that read the entropy, which costs another pass over the logits

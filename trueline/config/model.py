@@ -39,8 +39,8 @@ class ModelConfig(Config):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a quarter slower, far less memory."""
 
-    head_chunk_tokens: int = Field(1024, ge=1)
-    """Tokens per slice of the LM head; bounds the logits in memory to this many rows."""
+    head_chunk_tokens: int | None = Field(None, ge=1)
+    """Tokens per slice of the LM head; bounds the logits in memory to this many rows. null: 1024, on CPUs 128."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""

@@ -43,7 +43,7 @@ class SupervisedConfig(RunConfig):
     """Optimizer steps; null makes `epochs` passes over the data."""
 
     epochs: int = Field(1, ge=1)
-    """Passes over the data when `steps` is null."""
+    """Passes over the data when `steps` is null; the last step is filled up from the next pass."""
 
     samples_per_step: int = Field(64, ge=1)
     """Sequences, or pairs of them, per optimizer step, over all ranks."""

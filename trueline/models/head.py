@@ -1,58 +1,79 @@
 """Log-probs and entropy from hidden states, slice by slice: a [T, V] tensor never exists."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class HeadWork(NamedTuple):
+    """What is asked of the head."""
+
+    temperature: float
+    chunk: int  # rows of logits held at a time
+    entropy: bool
+
+
 class ChunkedHead(torch.autograd.Function):
-    """Hidden states and the head's weight -> log-prob of each target and entropy at each position.
+    """Hidden states and the head's weight -> log-prob of each target and, if asked for, entropy at each position.
 
     Both passes hold logits for `chunk` rows only; the backward pass computes them again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: tuple[float, int]
-    ) -> tuple[Tensor, Tensor]:
-        temperature, chunk = settings
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
+    ) -> tuple[Tensor, Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        for rows in slices(len(targets), chunk):
-            scores = log_softmax(hidden[rows], weight, bias, temperature)
-            logprobs[rows] = scores.gather(-1, targets[rows, None])[:, 0]
-            entropy[rows] = -(scores.exp() * scores).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
-        ctx.settings = settings
+        normalizers = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if work.entropy else None
+        for rows in slices(len(targets), work.chunk):
+            logits = tempered(hidden[rows], weight, bias, work.temperature)
+            normalizers[rows] = logits.logsumexp(-1)
+            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normalizers[rows]
+            if entropy is not None:
+                share = (logits - normalizers[rows, None]).exp_()
+                entropy[rows] = normalizers[rows] - share.mul_(logits).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
+        ctx.work = work
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """d logprob / d logits = onehot - p; d entropy / d logits = -p (log p + entropy)."""
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        temperature, chunk = ctx.settings
-        to_logprob, to_entropy = gradients
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
+        work, (to_logprob, to_entropy) = ctx.work, gradients
+        to_logprob = torch.zeros_like(normalizers) if to_logprob is None else to_logprob
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        for rows in slices(len(targets), chunk):
-            scores = log_softmax(hidden[rows], weight, bias, temperature)
-            share = scores.exp()
-            flow = -share * (to_logprob[rows, None] + to_entropy[rows, None] * (scores + entropy[rows, None]))
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for rows in slices(len(targets), work.chunk):
+            scores = tempered(hidden[rows], weight, bias, work.temperature).sub_(normalizers[rows, None])
+            if to_entropy is None:
+                flow = scores.exp_().mul_(-to_logprob[rows, None])
+            else:
+                flow = flow_with_entropy(scores, to_logprob[rows], to_entropy[rows], entropy[rows])
             flow.scatter_add_(-1, targets[rows, None], to_logprob[rows, None])
-            flow = (flow / temperature).to(hidden.dtype)
+            flow = (flow if work.temperature == 1 else flow.div_(work.temperature)).to(hidden.dtype)
             hidden_gradient[rows] = flow @ weight
-            weight_gradient += flow.T @ hidden[rows]
+            if weight_gradient is not None:
+                weight_gradient += flow.T @ hidden[rows]
             if bias_gradient is not None:
                 bias_gradient += flow.sum(0)
-        done_bias = bias_gradient.to(bias.dtype) if bias_gradient is not None else None
-        return hidden_gradient, weight_gradient.to(weight.dtype), done_bias, None, None
+        done = [total if total is None else total.to(hidden.dtype) for total in (weight_gradient, bias_gradient)]
+        return hidden_gradient, done[0], done[1], None, None
 
 
-def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, entropy: Tensor) -> Tensor:
+    """d logprob / d logits = onehot - p, here without the onehot; d entropy / d logits = -p (log p + entropy)."""
+    factors = to_logprob[:, None] + to_entropy[:, None] * (scores + entropy[:, None])
+    return -scores.exp() * factors
+
+
+def tempered(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """Logits in float32, divided by the temperature."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return torch.log_softmax(logits / temperature, dim=-1)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def slices(total: int, chunk: int) -> list[slice]:

@@ -11,7 +11,7 @@ from trueline.config.base import ConfigError
 from trueline.config.preference import DistillConfig
 from trueline.models.attention import Current
 from trueline.models.divergence import chunked_divergence
-from trueline.models.head import ChunkedHead
+from trueline.models.head import ChunkedHead, HeadWork
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import Ring
 from trueline.models.sequences import Arrangement, Packed, Padded, Ringed
@@ -43,14 +43,17 @@ class Scorer(nn.Module):
             head = model.get_output_embeddings()
             head.forward = MethodType(apply_head, head)
 
-    def forward(self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float) -> Outputs:
+    def forward(
+        self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float, entropy: bool = True
+    ) -> Outputs:
         arrangement = self.arrange(lengths, tokens.device)
         hidden = self.hidden_states(self.model, arrangement, tokens)
         if not self.speaks:
             return {"scores": arrangement.whole(scoring_head(self.model)[1](hidden).float())}
         wanted = arrangement.local(predicting(mask, lengths))
         targets = arrangement.local(tokens.roll(-1))[wanted]
-        found = self.judge(hidden[wanted], targets, temperature, self.taught(arrangement, tokens, wanted))
+        work = HeadWork(temperature, self.chunk, entropy)
+        found = self.judge(hidden[wanted], targets, work, self.taught(arrangement, tokens, wanted))
         return {name: place(values, wanted, arrangement) for name, values in found.items()}
 
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
@@ -76,21 +79,21 @@ class Scorer(nn.Module):
         with torch.no_grad():
             return self.hidden_states(teacher.model, arrangement, tokens)[wanted]
 
-    def judge(self, hidden: Tensor, targets: Tensor, temperature: float, taught: Tensor | None) -> Outputs:
+    def judge(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
         head = self.model.get_output_embeddings()
         teacher = self.teacher[0]
         if teacher is None or taught is None:
-            logprobs, entropy = head(hidden, (targets, temperature, self.chunk))
-            return {"logprobs": logprobs, "entropy": entropy}
-        return {"divergence": head(hidden, (teacher, taught, self.chunk))}
+            logprobs, entropy = head(hidden, targets, work)
+            return {"logprobs": logprobs} | ({"entropy": entropy} if work.entropy else {})
+        return {"divergence": head(hidden, (teacher, taught), work)}
 
 
-def apply_head(head: nn.Linear, hidden: Tensor, work: tuple[Any, ...]) -> Any:
-    """In place of the head's own forward: logits are never held as a whole."""
-    first, second, chunk = work
-    if isinstance(first, Teacher):
-        return chunked_divergence(hidden, head, (second, first.model.get_output_embeddings()), first.config, chunk)
-    return ChunkedHead.apply(hidden, head.weight, head.bias, first, (second, chunk))  # type: ignore[no-untyped-call]
+def apply_head(head: nn.Linear, hidden: Tensor, goal: Tensor | tuple[Teacher, Tensor], work: HeadWork) -> Any:
+    """In place of the head's own forward: logits are never held as a whole. The goal is targets, or a teacher."""
+    if isinstance(goal, Tensor):
+        return ChunkedHead.apply(hidden, head.weight, head.bias, goal, work)  # type: ignore[no-untyped-call]
+    teacher, taught = goal
+    return chunked_divergence(hidden, head, (taught, teacher.model.get_output_embeddings()), teacher.config, work.chunk)
 
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:

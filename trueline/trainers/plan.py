@@ -209,7 +209,7 @@ def activation_bytes(ranks: RanksConfig, plan: RLPlan) -> float:
     answers = config.groups_per_step * config.algorithm.group_size / config.minibatches / plan.layout.policy_ranks
     tokens = min(ranks.micro_batch_tokens, answers * (plan.longest_prompt + config.rollout.max_new_tokens))
     per_layer = 2 if config.model.gradient_checkpointing else 20
-    logits = min(tokens, config.model.head_chunk_tokens) * facts.vocabulary * 4 * 3
+    logits = min(tokens, config.model.head_chunk_tokens or 1024) * facts.vocabulary * 4 * 3
     return tokens * facts.hidden_size * facts.layers * per_layer * bytes_of(config.model.dtype) + logits
 
 

@@ -1,5 +1,6 @@
 """Offline training: the same worker, the same update, no sampling."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -52,7 +53,7 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     material = load_material(config, chat_format(config))
     budget = Budget(config.training.micro_batch_tokens * config.model.ring, packed=config.training.packing)
     longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
-    steps = config.steps or max(material.train.rows() * config.epochs // config.samples_per_step, 1)
+    steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     assert config.training.ranks
     layout = Layout(config.training.ranks, reference_ranks=0, engines=0, tensor_parallel=1, colocated=False)
     check_devices(layout, machine)

@@ -69,8 +69,8 @@ class DeepSpeedEngine:
         if isinstance(config, TrainingConfig) and config.ema_decay:
             self.average = MovingAverage(self._shards(), config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float) -> ModelOutput:
-        return model_output(self.engine(batch.tokens, batch.mask, batch.lengths, temperature))
+    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
+        return model_output(self.engine(batch.tokens, batch.mask, batch.lengths, temperature, entropy))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """DeepSpeed averages over replicas; the loss is a share of a sum, so it is multiplied back."""

@@ -27,7 +27,7 @@ class TrainEngine(Protocol):
     device: torch.device
     steps: int  # optimizer steps made so far
 
-    def forward(self, batch: Batch, temperature: float) -> ModelOutput: ...
+    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput: ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the sum over all ranks; `last` marks a step's last micro-batch."""

@@ -28,8 +28,8 @@ class TorchEngine:
             if config.ema_decay:
                 self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float) -> ModelOutput:
-        return model_output(self.module(batch.tokens, batch.mask, batch.lengths, temperature))
+    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
+        return model_output(self.module(batch.tokens, batch.mask, batch.lengths, temperature, entropy))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trueline.algorithms.supervised_losses import LOSSES
+from trueline.algorithms.supervised_losses import LOSSES, WITH_ENTROPY
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.preference import DistillConfig
@@ -37,6 +37,8 @@ from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensor
 from trueline.training.engine import TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.torch_engine import TorchEngine
+
+HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Worker:
         probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks)
         self.scorer = Scorer(
             self.model,
-            config.head_chunk_tokens,
+            config.head_chunk_tokens or HEAD_CHUNK[self.device.type],
             packed=spec.ranks.packing,
             ring=spec.mesh().join_ring(spec.rank),
             teacher=self._load_teacher(dtype),
@@ -99,7 +101,7 @@ class Worker:
         """Every token's number, for the probe."""
         none = torch.zeros(len(lengths), device=self.device)
         batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
-        return only(self.engine.forward(batch, 1.0))
+        return only(self.engine.forward(batch, 1.0, entropy=False))
 
     def _load_teacher(self, dtype: torch.dtype) -> Teacher | None:
         distill = self.spec.distill
@@ -138,7 +140,7 @@ class Worker:
         with self._judging(), self._as_reference(reference):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
-                values = only(self.engine.forward(batch, temperature)).cpu()
+                values = only(self.engine.forward(batch, temperature, entropy=False)).cpu()
                 parts = zip(micro_batch, values.split(batch.lengths), strict=True)
                 rows += [part for at, part in parts if at != FILLER]
         return torch.cat(rows).numpy() if rows else np.zeros(0, dtype=np.float32)
@@ -192,7 +194,8 @@ class Worker:
     ) -> tuple[Batch, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
-        return batch, LOSSES[loss](self.engine.forward(batch, settings.temperature), batch, settings.algorithm)
+        output = self.engine.forward(batch, settings.temperature, entropy=loss in WITH_ENTROPY)
+        return batch, LOSSES[loss](output, batch, settings.algorithm)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What a model without adapters would have to hold to say the same."""

@@ -20,7 +20,6 @@ def make() -> Batch:
 def test_sft_is_the_negative_log_likelihood() -> None:
     output, batch = ModelOutput(), make()
     output.logprobs = torch.tensor([0.0, -1.5, -0.25, 0.0, -0.5], requires_grad=True)
-    output.entropy = torch.tensor([0.0, 0.3, 0.6, 0.0, 0.9])
     loss = LOSSES["sft"](output, batch, None)
     total = (batch.token_weights() * loss.values).sum()
     total.backward()
@@ -28,7 +27,6 @@ def test_sft_is_the_negative_log_likelihood() -> None:
     assert total.item() == pytest.approx((1.5 + 0.25 + 0.5) / 3)
     assert output.logprobs.grad is not None
     assert output.logprobs.grad.tolist() == pytest.approx([0.0, -1 / 3, -1 / 3, 0.0, -1 / 3])
-    assert torch.equal(loss.means["sft/entropy"], output.entropy)
 
 
 # Logits of bad and of good at each token, and how good the step is.

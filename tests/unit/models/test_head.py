@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.models.head import ChunkedHead, slices
+from trueline.models.head import ChunkedHead, HeadWork, slices
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -35,7 +35,7 @@ def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tup
 def test_values_and_gradients_are_those_of_the_full_softmax(with_bias: bool, temperature: float, chunk: int) -> None:
     tensors, targets = inputs(ROWS, with_bias)
     ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
-    logprobs, entropy = ChunkedHead.apply(*ours, targets, (temperature, chunk))
+    logprobs, entropy = ChunkedHead.apply(*ours, targets, HeadWork(temperature, chunk, entropy=True))
     expected_logprobs, expected_entropy = full(theirs, targets, temperature)
     torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
@@ -52,17 +52,40 @@ def test_values_and_gradients_are_those_of_the_full_softmax(with_bias: bool, tem
 def test_one_output_alone_can_be_used() -> None:
     tensors, targets = inputs(ROWS, False)
     ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
-    ChunkedHead.apply(*ours, targets, (1.0, 3))[1].sum().backward()
+    ChunkedHead.apply(*ours, targets, HeadWork(1.0, 3, entropy=True))[1].sum().backward()
     full(theirs, targets, 1.0)[1].sum().backward()
     assert ours[0] is not None and theirs[0] is not None
     assert ours[0].grad is not None and theirs[0].grad is not None
     torch.testing.assert_close(ours[0].grad.double(), theirs[0].grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_without_entropy_log_probs_and_gradients_are_the_same(temperature: float) -> None:
+    tensors, targets = inputs(ROWS, True)
+    found = []
+    for entropy in (True, False):
+        ours = trainable(tensors, torch.float32)
+        logprobs, entropies = ChunkedHead.apply(*ours, targets, HeadWork(temperature, 3, entropy))
+        assert (entropies is None) == (not entropy)
+        (logprobs * torch.linspace(-1, 2, ROWS)).sum().backward()
+        found.append([logprobs, *(tensor.grad for tensor in ours if tensor is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    tensors, targets = inputs(ROWS, False)
+    hidden, weight, bias = trainable(tensors, torch.float32)
+    assert hidden is not None and weight is not None
+    weight.requires_grad_(False)
+    ChunkedHead.apply(hidden, weight, bias, targets, HeadWork(1.0, 3, False))[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
 def test_zero_rows_give_zero_gradients() -> None:
     tensors, targets = inputs(0, True)
     ours = trainable(tensors, torch.float32)
-    logprobs, entropy = ChunkedHead.apply(*ours, targets, (1.0, 4))
+    logprobs, entropy = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 4, entropy=True))
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     for tensor in ours:
@@ -73,7 +96,7 @@ def test_zero_rows_give_zero_gradients() -> None:
 def test_bfloat16_hidden_states_give_float32_log_probs() -> None:
     tensors, targets = inputs(ROWS, False)
     ours = trainable(tensors, torch.bfloat16)
-    logprobs, _ = ChunkedHead.apply(*ours, targets, (1.0, 3))
+    logprobs, _ = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 3, entropy=False))
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32
     assert all(tensor.grad.dtype == torch.bfloat16 for tensor in ours if tensor is not None and tensor.grad is not None)
