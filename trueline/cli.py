@@ -114,8 +114,12 @@ def load(kind: type[Kind], options: argparse.Namespace, flags: dict[str, str], b
 
         asked = kind.load(options.config, overrides, base)
         folder = RunFolder.find(asked.folder, asked.name, options.verb)
-        config = kind.load(options.config, overrides, read_tree(folder.config))
-        return config.replaced({"name": folder.path.name})
+        saved = read_tree(folder.config)
+        try:
+            kind.parse(saved)
+        except ConfigError as error:
+            raise ConfigError(f"{folder.config} is not of a {options.verb} run, or was changed: {error}") from None
+        return kind.load(options.config, overrides, saved).replaced({"name": folder.path.name})
     return kind.load(options.config, overrides, base)
 
 

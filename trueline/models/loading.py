@@ -167,6 +167,8 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
+    if config.lora.quantize:
+        lora.keep_gradients(model)
     if config.liger:
         apply_liger(model)
     if config.gradient_checkpointing:

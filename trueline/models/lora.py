@@ -129,6 +129,15 @@ def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
     return peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
 
 
+def keep_gradients(model: Any) -> None:
+    """bitsandbytes repacks 4-bit weights for inference on CPUs with bfloat16, where they let no gradient through."""
+    from bitsandbytes.nn.modules import Linear4bit  # noqa: PLC0415
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def quantization(dtype: torch.dtype) -> Any:
     """For `from_pretrained`: frozen weights in 4 bits, computation in `dtype`."""
     from transformers import BitsAndBytesConfig  # noqa: PLC0415

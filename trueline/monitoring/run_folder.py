@@ -1,5 +1,6 @@
 """The folder of a run: made once, never overwritten, taken up again by --resume."""
 
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -19,14 +20,14 @@ class RunFolder:
     def create(cls, config: RunConfig) -> "RunFolder":
         assert config.name is not None
         folder = cls(Path(config.folder).resolve() / config.name)
-        try:
-            folder.path.mkdir(parents=True)
-        except FileExistsError:
-            raise ConfigError(
-                f"{folder.path} exists: add --resume to go on with that run, or choose another --name"
-            ) from None
-        folder.logs.mkdir()
-        folder.config.write_text(config.dump())
+        if folder.path.exists():
+            raise ConfigError(f"{folder.path} exists: add --resume to go on with that run, or choose another --name")
+        # Made aside: a folder with the run's name can always be resumed.
+        aside = cls(folder.path.with_name(f"{config.name}.unfinished"))
+        shutil.rmtree(aside.path, ignore_errors=True)
+        aside.logs.mkdir(parents=True)
+        aside.config.write_text(config.dump())
+        aside.path.rename(folder.path)
         return folder
 
     @classmethod

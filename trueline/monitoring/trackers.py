@@ -48,7 +48,9 @@ def keep_until(file: Path, step: int) -> None:
         return
     whole = file.read_text().split("\n")[:-1]  # a kill may have left half a line at the end
     kept = [line for line in whole if json.loads(line)["step"] <= step]
-    file.write_text("".join(line + "\n" for line in kept))
+    aside = file.with_suffix(".unfinished")
+    aside.write_text("".join(line + "\n" for line in kept))
+    aside.rename(file)
 
 
 def make_board(folder: Path, resume_step: int) -> Any:
@@ -63,6 +65,9 @@ def open_wandb(folder: RunFolder, project: str, run_id: str) -> Any:
         import wandb  # noqa: PLC0415  (an optional package)
     except ImportError:
         raise ConfigError("monitoring.wandb: wandb is not installed; pip install 'trueline[wandb]'") from None
-    return wandb.init(
-        project=project, name=folder.path.name, dir=folder.path, id=run_id or None, resume="allow", config=None
-    )
+    try:
+        return wandb.init(project=project, name=folder.path.name, dir=folder.path, id=run_id or None, resume="allow")
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"monitoring.wandb={project}: {error}; run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
+        ) from error

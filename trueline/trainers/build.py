@@ -27,7 +27,8 @@ from trueline.sync.weights import Canary, WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
 from trueline.trainers.plan import RLPlan
-from trueline.trainers.rl import RLState, RLTrainer, Turns
+from trueline.trainers.rl import RLTrainer, Turns
+from trueline.trainers.state import RLState, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
 from trueline.training.mesh import Mesh
@@ -58,7 +59,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         rewards = RewardPool(config.reward, folder.logs / "reward.log")
         stack.callback(lambda: loop.run(rewards.stop(), "stopping reward processes"))
         checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-        state = restore(checkpoints, policy, progress)
+        state = restore(RLState, checkpoints, policy, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
         state.tracker = tracker.run_id
@@ -127,17 +128,6 @@ def engine_specs(plan: RLPlan) -> list[EngineSpec]:
         )
         for number in range(plan.layout.engines)
     ]
-
-
-def restore(checkpoints: Checkpoints, policy: ModelGroup, progress: Progress) -> RLState:
-    """The newest checkpoint, or a fresh state if there is none."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return RLState()
-    state = RLState(**checkpoints.read_state(newest))
-    policy.call("load", str(newest))
-    progress.note(f"resumed from {newest} at step {state.step}")
-    return state
 
 
 def make_rollouts(

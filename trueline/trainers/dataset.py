@@ -104,6 +104,8 @@ def check_longest(dataset: Dataset, budget: Budget) -> int:
     lengths = [sample.length() for sample in dataset.samples]
     units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
     longest = max(padded_load(unit, budget) for unit in units)
+    if budget.samples is not None and budget.samples < together:
+        raise ConfigError(f"training.micro_batch_samples={budget.samples} separates a pair: set it to 2 or more")
     if longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens{' (both answers of a pair)' if together == 2 else ''} does not fit into one "

@@ -69,7 +69,9 @@ def launch(config: RunConfig, about: str, steps: int, dry_run: bool, resume: boo
         with trainer(folder, progress) as running:
             state = running.fit()
     except (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure) as error:
-        progress.note(f"error: {error}\nThe run can go on from its last checkpoint with --resume --name {config.name}")
+        progress.note(f"error: {error}")
+        if Checkpoints(folder.path, config.checkpoint).newest() is not None:
+            progress.note(f"The run can go on from its last checkpoint with --resume --name {config.name}")
         return 1
     newest = Checkpoints(folder.path, config.checkpoint).newest()
     if newest is None or int(newest.name.removeprefix("step_")) < state.step:

@@ -1,6 +1,7 @@
 """Log-probs of the model that training starts from: computed once, kept with the run."""
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +14,35 @@ from trueline.training.group import ModelGroup
 SAMPLES_AT_ONCE = 4096
 
 
-def fill_reference(model: ModelGroup, samples: list[Sample], file: Path, progress: Progress) -> None:
+@dataclass(frozen=True, slots=True)
+class ReferenceCache:
+    """What the named model says of some samples, kept in a file."""
+
+    file: Path
+    model: str
+
+    def key(self, samples: list[Sample]) -> str:
+        digest = hashlib.sha256(self.model.encode())
+        for sample in samples:
+            digest.update(sample.tokens.numpy().tobytes())
+            digest.update(sample.mask.numpy().tobytes())
+        return digest.hexdigest()
+
+    def read(self, samples: list[Sample]) -> torch.Tensor | None:
+        if not self.file.exists():
+            return None
+        with load_tensors(self.file) as saved:
+            return saved.read("logprobs") if saved.metadata["key"] == self.key(samples) else None
+
+    def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
+        aside = self.file.with_suffix(".unfinished")
+        save_tensors(aside, {"logprobs": logprobs}, {"key": self.key(samples)})
+        aside.rename(self.file)
+
+
+def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:
     """Sets `ref_logprobs`. Called before a checkpoint is loaded, while the model still is the starting one."""
-    key = fingerprint(samples)
-    lengths = [sample.length() for sample in samples]
-    flat = read_cached(file, key)
+    flat = cache.read(samples)
     if flat is None:
         progress.note(f"reference  scoring {len(samples)} sequences once")
         parts = [
@@ -26,23 +51,6 @@ def fill_reference(model: ModelGroup, samples: list[Sample], file: Path, progres
             for part in model.score(samples[start : start + SAMPLES_AT_ONCE])
         ]
         flat = torch.cat(parts)
-        aside = file.with_suffix(".unfinished")
-        save_tensors(aside, {"logprobs": flat}, {"samples": key})
-        aside.rename(file)
-    for sample, logprobs in zip(samples, flat.split(lengths), strict=True):
+        cache.write(samples, flat)
+    for sample, logprobs in zip(samples, flat.split([sample.length() for sample in samples]), strict=True):
         sample.ref_logprobs = logprobs
-
-
-def read_cached(file: Path, key: str) -> torch.Tensor | None:
-    if not file.exists():
-        return None
-    with load_tensors(file) as saved:
-        return saved.read("logprobs") if saved.metadata["samples"] == key else None
-
-
-def fingerprint(samples: list[Sample]) -> str:
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(sample.tokens.numpy().tobytes())
-        digest.update(sample.mask.numpy().tobytes())
-    return digest.hexdigest()

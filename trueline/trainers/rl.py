@@ -23,24 +23,9 @@ from trueline.sync.weights import WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
+from trueline.trainers.state import RLState
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup, write_model
-
-
-@dataclass(slots=True)
-class RLState:
-    """Where a run stands. The prompts trained on so far are the first `groups` of the data's order."""
-
-    step: int = 0
-    version: int = 0
-    groups: int = 0
-    skipped_steps: int = 0
-    tracker: str = ""  # id of the run at Weights & Biases
-
-    def advance(self, groups: int) -> None:
-        self.step += 1
-        self.version += 1
-        self.groups += groups
 
 
 class Turns:

@@ -28,7 +28,8 @@ from trueline.trainers.dataset import Dataset, Material, check_longest, load_mat
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.plan import check_installed, check_parallel, resolve_dtype, resolve_path
-from trueline.trainers.reference import fill_reference
+from trueline.trainers.reference import ReferenceCache, fill_reference
+from trueline.trainers.state import SupervisedState, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup, write_model
 from trueline.training.worker import WorkerSpec
@@ -51,7 +52,8 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
     material = load_material(config, chat_format(config))
-    budget = Budget(config.training.micro_batch_tokens * config.model.ring, packed=config.training.packing)
+    training = config.training
+    budget = Budget(training.micro_batch_tokens * config.model.ring, training.micro_batch_samples, training.packing)
     longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     assert config.training.ranks
@@ -118,14 +120,6 @@ def describe_plan(plan: SupervisedPlan) -> str:
 
 
 @dataclass(slots=True)
-class SupervisedState:
-    step: int = 0
-    rows: int = 0
-    skipped_steps: int = 0
-    tracker: str = ""  # id of the run at Weights & Biases
-
-
-@dataclass(slots=True)
 class SupervisedTrainer:
     plan: SupervisedPlan
     model: ModelGroup
@@ -152,12 +146,13 @@ class SupervisedTrainer:
                 state.step, state.rows, state.skipped_steps = state.step + 1, order.position, self.guard.skipped
                 if self.evaluation_due():
                     metrics |= self.evaluate()
-                if self.checkpoints.due(state.step) or state.step == plan.steps:
-                    self.save(metrics)
                 times = self.timer.flush()
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
                 self.tracker.log(state.step, metrics)
                 self.progress.step(state.step, metrics)
+                # After its numbers are written: a kill in between costs the step again, not its row.
+                if self.checkpoints.due(state.step) or state.step == plan.steps:
+                    self.save(metrics)
             self.save({})
         return state
 
@@ -237,9 +232,10 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
         model.start()
         if task.reference(config):
-            fill_reference(model, used_samples(plan), folder.path / "reference.safetensors", progress)
+            cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
+            fill_reference(model, used_samples(plan), cache, progress)
         checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-        state = restore(checkpoints, model, progress)
+        state = restore(SupervisedState, checkpoints, model, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
         state.tracker = tracker.run_id
@@ -272,14 +268,3 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
         )
         for rank in range(world)
     ]
-
-
-def restore(checkpoints: Checkpoints, model: ModelGroup, progress: Progress) -> SupervisedState:
-    """The newest checkpoint, or a fresh state if there is none."""
-    newest = checkpoints.newest()
-    if newest is None:
-        return SupervisedState()
-    state = SupervisedState(**checkpoints.read_state(newest))
-    model.call("load", str(newest))
-    progress.note(f"resumed from {newest} at step {state.step}")
-    return state

@@ -10,7 +10,7 @@ from trueline.config.model import ModelConfig, RanksConfig
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
 from trueline.runtime.actors import LocalActor
-from trueline.trainers.reference import fill_reference, fingerprint
+from trueline.trainers.reference import ReferenceCache, fill_reference
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec
 
@@ -23,10 +23,10 @@ def group(model_folder: Path) -> ModelGroup:
     return ModelGroup("model", [LocalActor("model-0", worker)], ranks, 60)
 
 
-def fill(group: ModelGroup, samples: list[Sample], file: Path) -> str:
+def fill(group: ModelGroup, samples: list[Sample], file: Path, model: str = "start") -> str:
     """What was said on the way."""
     screen = io.StringIO()
-    fill_reference(group, samples, file, Progress("run", 1, Console(file=screen, width=200)))
+    fill_reference(group, samples, ReferenceCache(file, model), Progress("run", 1, Console(file=screen, width=200)))
     return screen.getvalue()
 
 
@@ -54,8 +54,14 @@ def test_other_samples_are_scored_anew(group: ModelGroup, tmp_path: Path) -> Non
     assert torch.equal(samples[0].ref_logprobs, group.score(samples)[0])
 
 
+def test_another_model_is_asked_anew(group: ModelGroup, tmp_path: Path) -> None:
+    fill(group, make_samples(5), tmp_path / "reference.safetensors")
+    assert "scoring 5 sequences once" in fill(group, make_samples(5), tmp_path / "reference.safetensors", "other")
+
+
 def test_tokens_and_masks_tell_samples_apart() -> None:
+    cache = ReferenceCache(Path("reference.safetensors"), "start")
     plain, other_mask = make_samples(2), make_samples(2)
     other_mask[1].mask = ~other_mask[1].mask
-    assert fingerprint(plain) == fingerprint(make_samples(2))
-    assert len({fingerprint(plain), fingerprint(other_mask), fingerprint(make_samples(2, seed=3))}) == 3
+    assert cache.key(plain) == cache.key(make_samples(2))
+    assert len({cache.key(plain), cache.key(other_mask), cache.key(make_samples(2, seed=3))}) == 3

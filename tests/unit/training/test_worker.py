@@ -1,11 +1,13 @@
 import importlib.util
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -380,6 +382,28 @@ def test_four_bit_weights_stay_and_adapters_learn(tmp_path: Path) -> None:
     assert all(torch.equal(now[name], tensor) for name, tensor in kept.items())
     second = resumed(save(worker, tmp_path / "checkpoint"), folder, LoraConfig(rank=2, quantize=True))
     assert second.fingerprints() == worker.fingerprints()
+
+
+def test_gradients_pass_through_four_bit_weights(tmp_path: Path) -> None:
+    """As through the same weights at full precision: what bitsandbytes does for inference must stay off."""
+    folder = make_tiny_model(tmp_path / "wide", tied=False)
+    quantized = make_worker(folder, LoraConfig(rank=2, quantize=True))
+    plain_folder = Path(shutil.copytree(folder, tmp_path / "plain"))
+    plain_weights = {name: tensor.clone() for name, tensor in quantized.plain_weights()}  # the adapters are still zero
+    save_file(plain_weights, plain_folder / "model.safetensors", metadata={"format": "pt"})
+    plain = make_worker(plain_folder, LoraConfig(rank=2))
+    for name, parameter in plain.model.named_parameters():
+        if "lora" in name:
+            parameter.data.copy_(quantized.model.get_parameter(name))
+    samples = make_samples(4, seed=9)
+    for worker in (quantized, plain):
+        make_group(worker).score(samples)  # in evaluation mode
+        make_group(worker).accumulate(samples, "policy", SETTINGS)
+    found, expected = quantized.gradients(), plain.gradients()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        distance = np.linalg.norm(found[name] - tensor) / max(np.linalg.norm(tensor), 1e-9)
+        assert distance < 1e-3, f"{name}: {distance:.2e}"
 
 
 def test_preferences_are_learnt(model_folder: Path) -> None:

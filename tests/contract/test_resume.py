@@ -1,0 +1,236 @@
+"""Six steps are three steps, a checkpoint and three more: on the same ranks bit for bit, on others within rounding."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.ranks import run_ranks, started
+from tests.support.tiny import make_samples, make_tiny_model
+from trueline.algorithms.weighting import set_weights
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.types import pack_samples
+from trueline.training.group import LossSettings
+from trueline.training.worker import Worker, WorkerSpec
+
+STAGES = (0, 1, 2, 3)
+FIRST, REST = range(3), range(3, 6)
+TOLERANCE = 1e-5  # relative L2 distance of each weight after a change of ranks or engine
+COURSE = {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+
+State = dict[str, np.ndarray]  # `tensor/weight`, the moments, and `tensor/average`
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is trained and over how many ranks it is spread."""
+
+    engine: str = "deepspeed"
+    stage: int = 2
+    ranks: int = 2
+    ring: int = 1
+    tensor: int = 1
+    lora: int = 0
+    ema: float = 0.0
+    offload: str = "none"
+    dtype: str = "float32"
+
+    def name(self) -> str:
+        changed = [f"{key}={value}" for key, value in asdict(self).items() if value != asdict(Case())[key]]
+        return "-".join(changed) or "default"
+
+    def launch(self) -> tuple[int, int]:
+        """Processes, and the tensor parallelism that they keep. Plain PyTorch runs on rank 0 of any launch."""
+        return (2, 1) if self.engine == "torch" else (self.ranks, self.tensor)
+
+    def worker(self, rank: int, model: str) -> Worker:
+        lora = {"rank": self.lora, "dropout": 0.1 if self.lora else 0.0}  # draws random numbers at every step
+        shape = {"path": model, "dtype": self.dtype, "ring": self.ring, "tensor_parallel": self.tensor, "lora": lora}
+        settings = {"engine": self.engine, "zero_stage": self.stage, "ema_decay": self.ema, "offload": self.offload}
+        training = TrainingConfig.parse(COURSE | settings)
+        worker = Worker(WorkerSpec(ModelConfig.parse(shape), training, rank, self.ranks, REST.stop, seed=0))
+        if self.engine == "deepspeed":
+            return started(worker)
+        worker.start(("", 0))  # plain PyTorch meets nobody
+        return worker
+
+
+Change = tuple[Case, Case]  # what saves, what resumes
+
+TORCH = Case("torch", 0, ranks=1)
+SAME = [
+    TORCH,
+    replace(TORCH, ema=0.8),
+    *(Case(stage=stage) for stage in STAGES),
+    *(Case(stage=stage, tensor=2) for stage in STAGES),
+    Case(stage=1, tensor=2, ema=0.8),
+    *(Case(stage=stage, ring=2) for stage in (2, 3)),
+    Case(stage=2, lora=4),
+    *(Case(stage=stage, ema=0.8) for stage in STAGES),
+    Case(stage=2, offload="optimizer"),
+    Case(stage=3, offload="all"),
+]
+CHANGED: list[Change] = [
+    (Case(stage=3), Case(stage=1, ranks=1)),
+    (Case(stage=3, ema=0.8), Case(stage=1, ranks=1, ema=0.8)),
+    (Case(stage=1, tensor=2), Case(stage=1, ranks=1)),
+    (Case(stage=3, tensor=2), Case(stage=3)),
+    (Case(stage=0, tensor=2), Case(stage=2)),
+    (Case(stage=1, tensor=2, ema=0.8), Case(stage=3, ema=0.8)),
+    (Case(stage=2), Case(stage=2, tensor=2)),
+    (TORCH, Case(stage=3, tensor=2)),
+    (Case(stage=2, ring=2), Case(stage=2, ranks=1)),
+    (Case(stage=2), Case(stage=2, ring=2)),
+    (Case(stage=2), TORCH),
+    (TORCH, Case(stage=3)),
+    *((Case(stage=stage), Case(stage=3 - stage)) for stage in STAGES),
+]
+
+
+def train(worker: Worker, rounds: Iterable[int]) -> list[float]:
+    """The loss at each step; the samples of a step depend on nothing but its number."""
+    settings = LossSettings(0.8, AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}}))
+    mesh, losses = worker.spec.mesh(), []
+    for number in rounds:
+        samples = make_samples(6, seed=number)
+        set_weights(samples, "sequence_mean", 24)
+        plan = plan_micro_batches([sample.length() for sample in samples], mesh.data, Budget(10_000, 2))
+        share = plan[mesh.data_place(worker.spec.rank)]
+        losses.append(worker.update(pack_samples(samples), share, "policy", settings).sums["loss"])
+    return losses
+
+
+def save(worker: Worker, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    assert worker.save(str(folder)) is None
+
+
+def state_of(worker: Worker) -> State:
+    engine = worker.engine
+    found = {
+        f"{name}/{part}": tensor.numpy().copy() for name, parts in engine.state() for part, tensor in parts.items()
+    }
+    return found | {f"{name}/average": tensor.numpy().copy() for name, tensor in engine.averages()}
+
+
+def train_whole(rank: int, world: int, model: str, folder: Path, cases: list[Case]) -> dict[Case, State]:
+    """Uninterrupted, with a checkpoint in the middle."""
+    ends = {}
+    for case in cases:
+        if rank < case.ranks:
+            worker = case.worker(rank, model)
+            train(worker, FIRST)
+            save(worker, folder / case.name())
+            train(worker, REST)
+            ends[case] = state_of(worker)
+    return ends
+
+
+def train_rest(rank: int, world: int, model: str, folder: Path, changes: list[Change]) -> dict[Change, State]:
+    ends = {}
+    for saved, case in changes:
+        if rank < case.ranks:
+            worker = case.worker(rank, model)
+            worker.load(str(folder / saved.name()))
+            train(worker, REST)
+            ends[saved, case] = state_of(worker)
+    return ends
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model"), tied=True))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, saved: Path) -> list[dict[Case, State]]:
+    """Of each rank: where the uninterrupted runs end. Leaves their checkpoints in `saved`."""
+    found: list[dict[Case, State]] = [{}, {}]
+    for launch in ((2, 1), (2, 2)):
+        cases = [case for case in SAME if case.launch() == launch]
+        results = run_ranks(train_whole, launch[0], saved / f"whole-{launch}", model, saved, cases)
+        for ends, result in zip(found, results, strict=True):
+            ends.update(result)
+    return found
+
+
+@pytest.fixture(scope="module")
+def resumed(model: str, saved: Path, whole: list[dict[Case, State]]) -> list[dict[Change, State]]:
+    """Of each rank: where runs end that took up the checkpoints of `whole` in processes of their own."""
+    found: list[dict[Change, State]] = [{}, {}]
+    every = [*((case, case) for case in SAME), *CHANGED]
+    for launch in ((2, 1), (2, 2), (1, 1)):
+        changes = [change for change in every if change[1].launch() == launch]
+        results = run_ranks(train_rest, launch[0], saved / f"rest-{launch}", model, saved, changes)
+        for ends, result in zip(found, results, strict=False):
+            ends.update(result)
+    return found
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("case", SAME, ids=Case.name)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    case: Case, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]
+) -> None:
+    """Weights, moments and averages of every rank, bit for bit."""
+    for rank in range(case.ranks):
+        expected, found = whole[rank][case], resumed[rank][case, case]
+        assert set(found) == set(expected)
+        assert any(name.endswith("/average") for name in found) == bool(case.ema)
+        wrong = {name: distance(found[name], expected[name]) for name in found if differs(found[name], expected[name])}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+def differs(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.tobytes() != other.tobytes()
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=lambda change: f"{change[0].name()}-to-{change[1].name()}")
+def test_a_run_resumes_on_other_ranks_and_engines(
+    change: Change, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]
+) -> None:
+    expected, found = whole[0][change[0]], resumed[0][change]
+    assert set(found) == set(expected)
+    far = {
+        name: distance(tensor, expected[name])
+        for name, tensor in found.items()
+        if name.endswith(("/weight", "/average"))
+    }
+    assert max(far.values()) < TOLERANCE, far
+
+
+def train_in_bfloat16(rank: int, world: int, model: str, folder: Path) -> dict[int, list[float]]:
+    """Losses of six steps at every stage, the last three from a checkpoint that goes on as if there were none."""
+    losses = {}
+    for stage in STAGES:
+        case = Case(stage=stage, ranks=1, dtype="bfloat16")
+        worker, again = case.worker(rank, model), case.worker(rank, model)
+        losses[stage] = train(worker, FIRST)
+        save(worker, folder / case.name())
+        train(worker, REST)
+        again.load(str(folder / case.name()))
+        losses[stage] += train(again, REST)
+        expected, found = state_of(worker), state_of(again)
+        assert not [name for name in expected if differs(found[name], expected[name])], f"stage {stage}"
+    return losses | {-1: train(Case(ranks=1).worker(rank, model), range(REST.stop))}
+
+
+def test_bfloat16_follows_float32(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower precision, same course; master weights and moments survive a checkpoint."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
+    losses = run_ranks(train_in_bfloat16, 1, tmp_path / "ranks", model, tmp_path)[0]
+    exact = losses.pop(-1)
+    for stage, lower in losses.items():
+        np.testing.assert_allclose(lower, exact, atol=0.02, err_msg=f"stage {stage}")

@@ -1,0 +1,48 @@
+"""Where a run stands, and how it takes that up again."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trueline.monitoring.progress import Progress
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.group import ModelGroup
+
+
+@dataclass(slots=True)
+class RLState:
+    """Where a run stands. The prompts trained on so far are the first `groups` of the data's order."""
+
+    step: int = 0
+    version: int = 0
+    groups: int = 0
+    skipped_steps: int = 0
+    tracker: str = ""  # id of the run at Weights & Biases
+
+    def advance(self, groups: int) -> None:
+        self.step += 1
+        self.version += 1
+        self.groups += groups
+
+
+@dataclass(slots=True)
+class SupervisedState:
+    """Where a run stands. The rows trained on so far are the first `rows` of the data's order."""
+
+    step: int = 0
+    rows: int = 0
+    skipped_steps: int = 0
+    tracker: str = ""  # id of the run at Weights & Biases
+
+
+State = TypeVar("State", RLState, SupervisedState)
+
+
+def restore(kind: type[State], checkpoints: Checkpoints, model: ModelGroup, progress: Progress) -> State:
+    """The newest checkpoint, or a fresh state if there is none."""
+    newest = checkpoints.newest()
+    if newest is None:
+        return kind()
+    state = kind(**checkpoints.read_state(newest))
+    model.call("load", str(newest))
+    progress.note(f"resumed from {newest} at step {state.step}")
+    return state
