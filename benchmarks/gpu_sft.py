@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from statistics import median
@@ -66,6 +67,7 @@ def measure(folder: Path, name: str, options: list[str]) -> dict[str, float]:
     if ended:
         raise SystemExit(f"{name}: exit code {ended}")
     lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder / run / "checkpoints")  # 20 GB each
     steps = [line for line in lines if "loss" in line][3:]
     return {key: median(step[key] for step in steps) for key in SHOWN if key in steps[0]}
 
