@@ -11,7 +11,7 @@ from trueline.monitoring.run_folder import RunFolder
 
 class Tracker:
     def __init__(self, folder: RunFolder, config: MonitoringConfig, resume_step: int = 0, run_id: str = "") -> None:
-        keep_until(folder.metrics, resume_step)
+        self.last_step = keep_until(folder.metrics, resume_step)
         keep_until(folder.transcripts, resume_step)
         self.metrics = folder.metrics.open("a")
         self.transcripts = folder.transcripts.open("a")
@@ -28,6 +28,11 @@ class Tracker:
         if self.remote is not None:
             self.remote.log(metrics, step=step)
 
+    def recover(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the row of a step that was saved and then killed before it was reported, as far as it was known."""
+        if metrics and self.last_step < step:
+            self.log(step, metrics)
+
     def show(self, step: int, transcripts: list[dict[str, Any]]) -> None:
         for transcript in transcripts:
             self.transcripts.write(json.dumps({"step": step, **transcript}, ensure_ascii=False, default=str) + "\n")
@@ -42,15 +47,16 @@ class Tracker:
             self.remote.finish()
 
 
-def keep_until(file: Path, step: int) -> None:
-    """Drop what was written after the checkpoint that a run resumes from: those steps come again."""
+def keep_until(file: Path, step: int) -> int:
+    """Drop what was written after the checkpoint that a run resumes from: those steps come again. The last kept one."""
     if not file.exists():
-        return
+        return -1
     whole = file.read_text().split("\n")[:-1]  # a kill may have left half a line at the end
     kept = [line for line in whole if json.loads(line)["step"] <= step]
     aside = file.with_suffix(".unfinished")
     aside.write_text("".join(line + "\n" for line in kept))
     aside.rename(file)
+    return int(json.loads(kept[-1])["step"]) if kept else -1
 
 
 def make_board(folder: Path, resume_step: int) -> Any:

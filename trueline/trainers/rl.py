@@ -86,14 +86,14 @@ class RLTrainer:
                     metrics |= self.describe(groups, samples)
                     state.advance(len(groups) + self.rollouts.failures.dropped_groups)
                     state.skipped_steps = self.guard.skipped
-                    self.save_if_due()
+                    self.save_if_due(metrics)
                 metrics |= self.publish()
                 if self.evaluation_due():
                     metrics |= self.evaluate()
                 if state.step < config.steps:
                     self.rollouts.release(len(groups))
                 self.report(metrics, trajectories)
-            self.save()
+            self.save({})
         return state
 
     def publish(self) -> dict[str, float]:
@@ -179,14 +179,14 @@ class RLTrainer:
         every, step = self.config.evaluation.every, self.state.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, metrics: dict[str, float]) -> None:
         """The last step is saved before its evaluation, so that nothing trained can be lost to it."""
         if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
             with self.timer.phase("save"):
-                self.save()
+                self.save(metrics)
 
-    def save(self) -> None:
-        self.checkpoints.save(self.state.step, asdict(self.state), self._write)
+    def save(self, metrics: dict[str, float]) -> None:
+        self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
 
     def _write(self, folder: Path) -> None:
         write_model(self.policy, folder)

@@ -155,6 +155,11 @@ class Checkpoints:
         finished = self.finished()
         return finished[-1] if finished else None
 
+    def newest_metrics(self) -> dict[str, float]:
+        """What was known of the newest checkpoint's step when it was saved."""
+        newest = self.newest()
+        return read_metrics(newest) if newest is not None else {}
+
     def read_state(self, checkpoint: Path) -> dict[str, Any]:
         """The counters of a checkpoint whose every file is what was written."""
         try:
@@ -174,11 +179,15 @@ class Checkpoints:
 
 
 def saved_metric(checkpoint: Path, name: str) -> float | None:
+    value = read_metrics(checkpoint).get(name)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def read_metrics(checkpoint: Path) -> dict[str, float]:
     try:
-        value = json.loads((checkpoint / METRICS).read_text()).get(name)
+        return dict(json.loads((checkpoint / METRICS).read_text()))
     except (OSError, json.JSONDecodeError):
-        return None
-    return float(value) if value is not None and math.isfinite(value) else None
+        return {}
 
 
 def hashes(folder: Path) -> dict[str, str]:
