@@ -187,6 +187,10 @@ def quiet_libraries() -> None:
         "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) - 1, 1)),
     }.items():
         os.environ.setdefault(name, value)
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn
 
 
 if __name__ == "__main__":
