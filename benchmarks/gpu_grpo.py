@@ -12,37 +12,15 @@ import random
 import sys
 from pathlib import Path
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from random_model import make_model
 
 from trueline.cli import main as trueline
-from trueline.demo.material import make_tokenizer
 
 LARGEST_GAP = 0.05
 REWARD = """
 def reward(reply: str) -> float:
     return sum(character.isdigit() for character in reply) / max(len(reply), 1)
 """
-
-
-def make_model(folder: Path, tiny: bool) -> None:
-    torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    shape = {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864}
-    if tiny:
-        shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-    config = Qwen2Config(
-        **shape,
-        vocab_size=1024 if tiny else 151936,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
 
 
 def make_data(folder: Path) -> None:
@@ -73,7 +51,7 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True)
-    make_model(folder, options.tiny)
+    make_model(folder / "model", "tiny" if options.tiny else "0.5B")
     make_data(folder)
     command = ["grpo", "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
     command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]

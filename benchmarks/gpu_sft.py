@@ -15,11 +15,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from random_model import make_model
 
 from trueline.cli import main as trueline
-from trueline.demo.material import make_tokenizer
 
 VARIANTS = {
     "packed": [],
@@ -28,26 +26,6 @@ VARIANTS = {
     "packed, checkpointed, LoRA 16": ["model.gradient_checkpointing=true", "model.lora.rank=16"],
 }
 SHOWN = ("speed/tokens_per_second", "speed/mfu", "memory/peak_gib", "time/train", "loss")
-
-
-def make_model(folder: Path, tiny: bool) -> None:
-    torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    shape = {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960}
-    if tiny:
-        shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
-    config = Qwen2Config(
-        **shape,
-        vocab_size=1024 if tiny else 151936,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
 
 
 def make_data(folder: Path, rows: int, longest: int) -> None:
@@ -79,7 +57,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     options, overrides = parser.parse_known_args()
     options.folder.mkdir(parents=True)
-    make_model(options.folder, options.tiny)
+    make_model(options.folder / "model", "tiny" if options.tiny else "1.5B")
     make_data(options.folder, rows=512, longest=256 if options.tiny else 2048)
     sizes = [f"steps={options.steps}", f"samples_per_step={16 if options.tiny else 128}", *overrides]
     found = {name: measure(options.folder, name, [*sizes, *keys]) for name, keys in VARIANTS.items()}

@@ -138,7 +138,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_stops_the_run(
     assert newest(tmp_path, 1).is_dir()
 
 
-def test_a_mixture_draws_from_every_source(tmp_path: Path) -> None:
+def test_a_mixture_of_formats_trains(tmp_path: Path) -> None:
     train(tmp_path, "sft", "steps=1")
     other = tmp_path / "more.jsonl"
     other.write_text("".join(json.dumps({"text": f"plain text {number}"}) + "\n" for number in range(20)))

@@ -47,16 +47,16 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, together:
 
 def check_fit(units: list[Unit], budget: Budget) -> None:
     for number, unit in enumerate(units):
-        if padded_load(unit, budget) > budget.tokens:
+        if pass_tokens(unit, budget) > budget.tokens:
             raise ValueError(
-                f"row {number} has {padded_load(unit, budget)} tokens, "
+                f"row {number} has {pass_tokens(unit, budget)} tokens, "
                 f"more than micro_batch_tokens={budget.tokens}: raise micro_batch_tokens or shorten the sequences"
             )
         if budget.samples is not None and len(unit) > budget.samples:
             raise ValueError(f"micro_batch_samples={budget.samples} separates a pair: raise it to {len(unit)} or more")
 
 
-def padded_load(lengths: list[int], budget: Budget) -> int:
+def pass_tokens(lengths: list[int], budget: Budget) -> int:
     """Tokens that one pass over sequences of these lengths computes."""
     return sum(lengths) if budget.packed else len(lengths) * max(lengths)
 
@@ -95,7 +95,7 @@ def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budge
     for unit in order:
         current = [*shares[-1], unit] if shares else []
         lengths = [length for one in current for length in units[one]]
-        fits = current and padded_load(lengths, budget) <= budget.tokens
+        fits = current and pass_tokens(lengths, budget) <= budget.tokens
         if fits and (budget.samples is None or len(lengths) <= budget.samples):
             shares[-1].append(unit)
         else:

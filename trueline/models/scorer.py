@@ -37,7 +37,6 @@ class Scorer(nn.Module):
         super().__init__()
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
         self.teacher = (teacher,)  # in a tuple, and so no submodule: it is neither trained nor sharded
-        self.layers = int(model.config.get_text_config().num_hidden_layers)
         self.speaks = model.get_output_embeddings() is not None
         if self.speaks:
             head = model.get_output_embeddings()

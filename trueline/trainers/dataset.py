@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trueline.algorithms.weighting import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.supervised import SupervisedConfig
-from trueline.data.batching import Budget, padded_load
+from trueline.data.batching import Budget, pass_tokens
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings
 from trueline.data.loader import Mixture, Order, make_order, split_rows
@@ -103,7 +103,7 @@ def check_longest(dataset: Dataset, budget: Budget) -> int:
     together, limit = dataset.task.together, budget.tokens
     lengths = [sample.length() for sample in dataset.samples]
     units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
-    longest = max(padded_load(unit, budget) for unit in units)
+    longest = max(pass_tokens(unit, budget) for unit in units)
     if budget.samples is not None and budget.samples < together:
         raise ConfigError(f"training.micro_batch_samples={budget.samples} separates a pair: set it to 2 or more")
     if longest > limit:
