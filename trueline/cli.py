@@ -2,28 +2,43 @@
 
 import argparse
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trueline.config.algorithm import PRESETS
-from trueline.config.base import ConfigError, Tree, read_tree
+from trueline.config.base import Config, ConfigError, read_tree
 from trueline.config.rl import RLConfig
+from trueline.config.rounds import FLAGS as RL_FLAGS
+from trueline.config.rounds import ROUND_VERBS
 from trueline.config.run import RunConfig
-from trueline.config.supervised import TASK_VERBS
+from trueline.config.sampling import SAMPLING_VERBS, JobVerb
+from trueline.config.serving import ServingConfig
+from trueline.config.supervised import TASK_VERBS, SupervisedConfig
 
-Kind = TypeVar("Kind", bound=RunConfig)
-
-# Flag -> configuration key, for the few things that nearly every command names.
-RL_FLAGS = {
-    "--model": "model.path",
-    "--data": "data.path",
-    "--reward": "reward.function",
-    "--eval-data": "evaluation.data",
-    "--name": "name",
-}
+LAUNCH = "trueline.trainers.launch:"
 TASK_FLAGS = {"--model": "model.path", "--data": "data.path", "--eval-data": "evaluation.data", "--name": "name"}
+COMMANDS: dict[str, JobVerb] = {  # that make a run
+    **{
+        preset: JobVerb(
+            RLConfig,
+            f"reinforcement learning with {preset}",
+            RL_FLAGS,
+            LAUNCH + "launch_rl",
+            {"algorithm": {"preset": preset}},
+        )
+        for preset in PRESETS
+    },
+    **{
+        name: JobVerb(task.kind, task.meaning, TASK_FLAGS, LAUNCH + "launch_supervised", task.defaults)
+        for name, task in TASK_VERBS.items()
+    },
+    **SAMPLING_VERBS,
+    **ROUND_VERBS,
+}
+SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,16 +66,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trueline", description="Train language models from feedback.")
     parser.set_defaults(takes_overrides=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for preset in PRESETS:
-        verb = verbs.add_parser(preset, help=f"reinforcement learning with {preset}")
-        add_run_options(verb, RL_FLAGS)
-        verb.set_defaults(run=run_rl, verb=preset)
-    for name, task in TASK_VERBS.items():
-        verb = verbs.add_parser(name, help=task.meaning)
-        add_run_options(verb, TASK_FLAGS)
-        verb.set_defaults(run=run_task, verb=name)
+    for name, command in COMMANDS.items():
+        verb = verbs.add_parser(name, help=command.meaning)
+        add_run_options(verb, command.flags)
+        verb.set_defaults(run=run_command, verb=name)
+    serve = verbs.add_parser("serve-reward", help="serve a reward model over HTTP, with a token")
+    add_config_options(serve, SERVE_FLAGS)
+    serve.set_defaults(run=serve_reward)
     config = verbs.add_parser("config", help="list every key with its default and meaning")
-    every = [*PRESETS, *TASK_VERBS]
+    every = [*COMMANDS, "serve-reward"]
     config.add_argument("of", nargs="?", default="grpo", choices=every, metavar="VERB", help="verb whose keys to list")
     config.set_defaults(run=show_config)
     add_data_verbs(verbs)
@@ -93,11 +107,15 @@ def add_export(verbs: Any) -> None:
 
 
 def add_run_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
+    add_config_options(verb, flags)
+    verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
+    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or with the newest one")
+
+
+def add_config_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
     for flag, key in flags.items():
         verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=f"same as {key}=...")
     verb.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML; later files win")
-    verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
-    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or with the newest one")
     verb.epilog = "Any key of `trueline config` can be set as key=value, e.g. training.learning_rate=1e-5"
     verb.set_defaults(takes_overrides=True)
 
@@ -107,8 +125,9 @@ def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> list[str]
     return [f"{key}={values[key]}" for key in flags.values() if values[key] is not None]
 
 
-def load(kind: type[Kind], options: argparse.Namespace, flags: dict[str, str], base: Tree) -> Kind:
-    overrides = [*given_flags(options, flags), *options.overrides]
+def load(command: JobVerb, options: argparse.Namespace) -> RunConfig:
+    kind, base = command.kind, command.defaults
+    overrides = [*given_flags(options, command.flags), *options.overrides]
     if options.resume:
         from trueline.monitoring.run_folder import RunFolder  # noqa: PLC0415
 
@@ -123,27 +142,28 @@ def load(kind: type[Kind], options: argparse.Namespace, flags: dict[str, str], b
     return kind.load(options.config, overrides, base)
 
 
-def run_rl(options: argparse.Namespace) -> int:
-    config = load(RLConfig, options, RL_FLAGS, {"algorithm": {"preset": options.verb}})
+def run_command(options: argparse.Namespace) -> int:
+    command = COMMANDS[options.verb]
+    config = load(command, options)
     quiet_libraries()
-    from trueline.trainers.launch import launch_rl  # noqa: PLC0415
+    launch = pkgutil.resolve_name(command.launch)
+    return int(launch(config, options.verb, dry_run=options.dry_run, resume=options.resume))
 
-    return launch_rl(config, options.verb, dry_run=options.dry_run, resume=options.resume)
 
-
-def run_task(options: argparse.Namespace) -> int:
-    config = load(TASK_VERBS[options.verb].kind, options, TASK_FLAGS, TASK_VERBS[options.verb].defaults)
+def serve_reward(options: argparse.Namespace) -> int:
+    config = ServingConfig.load(options.config, [*given_flags(options, SERVE_FLAGS), *options.overrides])
     quiet_libraries()
-    from trueline.trainers.launch import launch_supervised  # noqa: PLC0415
+    from trueline.trainers.serving import serve  # noqa: PLC0415
 
-    return launch_supervised(config, options.verb, dry_run=options.dry_run, resume=options.resume)
+    return serve(config)
 
 
 def preview_data(options: argparse.Namespace) -> int:
-    config = load(TASK_VERBS[options.verb].kind, options, TASK_FLAGS, TASK_VERBS[options.verb].defaults)
+    config = load(COMMANDS[options.verb], options)
     quiet_libraries()
     from trueline.trainers.launch import show_preview  # noqa: PLC0415
 
+    assert isinstance(config, SupervisedConfig)
     return show_preview(config, options.rows)
 
 
@@ -165,11 +185,9 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def show_config(options: argparse.Namespace) -> int:
-    config: RunConfig
-    if options.of in TASK_VERBS:
-        config = TASK_VERBS[options.of].kind.parse(TASK_VERBS[options.of].defaults)
-    else:
-        config = RLConfig.parse({"algorithm": {"preset": options.of}})
+    config: Config = ServingConfig()
+    if options.of in COMMANDS:
+        config = COMMANDS[options.of].kind.parse(COMMANDS[options.of].defaults)
     for key in config.leaves():
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0

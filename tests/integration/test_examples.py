@@ -9,10 +9,12 @@ import pytest
 
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
+from trueline.config.algorithm import PRESETS
 from trueline.config.supervised import TASK_VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+TRAINING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file.stem in {*PRESETS, *TASK_VERBS}]
+SAMPLING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file not in TRAINING]
 TINY_RL = [
     "groups_per_step=2",
     "algorithm.group_size=2",
@@ -22,6 +24,11 @@ TINY_RL = [
     "data.prompt_column=prompt",
 ]
 TINY_TASK = ["samples_per_step=2", "max_tokens=128", "evaluation.share=0.5"]
+OF_VERB = {  # what one step of a random model with two answers per prompt asks for
+    "dapo": ["algorithm.dynamic_sampling.enabled=false"],  # no answer is right, so every group has one reward
+    "on_policy_distill": ["teacher.path={model}"],
+    "distill": ["distill.teacher={model}"],
+}
 COLUMNS = {  # verb -> columns beside the prompt
     **dict.fromkeys(TASK_VERBS, ("chosen", "rejected")),
     **dict.fromkeys(("sft", "distill"), ("completion",)),
@@ -54,7 +61,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+@pytest.mark.parametrize("example", TRAINING, ids=lambda example: example.stem)
 def test_example_runs(example: Path, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     make_tiny_model(tmp_path / "model", tied=True)
@@ -63,8 +70,8 @@ def test_example_runs(example: Path, tmp_path: Path, saved: Path, monkeypatch: p
     words = ["--config", str(example), "--model", str(tmp_path / "model"), "--data", str(data), "--name", "run"]
     words += [f"folder={tmp_path}", "runtime=local", "steps=1"]
     held_out = [f"evaluation.data={data}"] if "evaluation" in example.read_text() and not task else []
-    teacher = [f"distill.teacher={tmp_path / 'model'}"] if example.stem == "distill" else []
-    assert main([example.stem, *words, *(TINY_TASK if task else TINY_RL), *held_out, *teacher]) == 0
+    own = [word.format(model=tmp_path / "model") for word in OF_VERB.get(example.stem, [])]
+    assert main([example.stem, *words, *(TINY_TASK if task else TINY_RL), *held_out, *own]) == 0
     (tmp_path / "run/checkpoints/step_000001/model").rename(saved / example.stem)
 
 
@@ -89,4 +96,26 @@ def test_every_checkpoint_opens_in_a_fresh_process_with_plain_transformers(saved
     program = [sys.executable, "-c", OPEN, str(saved)]
     opened = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert opened.returncode == 0, opened.stderr
-    assert set(opened.stdout.split()) == {example.stem for example in EXAMPLES}
+    assert set(opened.stdout.split()) == {example.stem for example in TRAINING}
+
+
+TINY_JOB = ["samples=2", "rollout.max_new_tokens=4", "rollout.max_prompt_tokens=32", "data.prompt_column=prompt"]
+TINY_ROUND = ["rounds=1", "prompts_per_round=8", "training.samples_per_step=2"]
+SPREAD = """
+def spread(reply: str) -> float:
+    return sum(map(ord, reply)) % 7
+"""
+
+
+@pytest.mark.parametrize("example", SAMPLING, ids=lambda example: example.stem)
+def test_sampling_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    make_tiny_model(tmp_path / "model", tied=True)
+    data = tmp_path / "data.jsonl"
+    write_data(data, "grpo")
+    (tmp_path / "reward.py").write_text(SPREAD)
+    words = ["--config", str(example), "--model", str(tmp_path / "model"), "--name", "run", "runtime=local"]
+    words += [f"folder={tmp_path}", "--reward", f"{tmp_path / 'reward.py'}:spread", *TINY_JOB]
+    words += ["--data", str(data)] if example.stem != "eval" else []
+    words += [f"evaluation.data={data}"] if "evaluation" in example.read_text() else []
+    assert main([example.stem, *words, *(TINY_ROUND if "rounds" in example.read_text() else [])]) == 0

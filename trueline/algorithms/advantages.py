@@ -1,15 +1,49 @@
-"""Rewards -> advantages: (samples of one step) -> `advantages` filled on each."""
+"""Rewards -> advantages: (samples of one step) -> `advantages` filled on each, zero where nothing was sampled."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trueline.algorithms.lookup import lookup
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Sample
 
 Estimator = Callable[[list[Sample], AlgorithmConfig], None]
+
+# Estimators that look at single tokens
+
+
+def gae(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Generalised advantages (arXiv:1506.02438, eq. 16) over sampled tokens, and the returns that the critic learns.
+
+    VAPO (arXiv:2504.05118, section 4) has a lambda per answer for the policy, and returns with lambda = 1.
+    """
+    rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
+    values = on_sampled(samples, [sample.values for sample in samples])
+    gaps = rewards - values
+    gaps[:, :-1] += config.gamma * values[:, 1:]
+    advantages = discounted_sums(gaps, config.gamma * policy_lambdas(samples, config))
+    returns = advantages + values if config.length_adaptive is None else returns_to_go(rewards, config)
+    for sample, advantage, target in zip(samples, advantages, returns, strict=True):
+        sample.advantages, sample.returns = on_all(sample, advantage), on_all(sample, target)
+
+
+def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """REINFORCE with returns-to-go (Williams, 1992), as in REINFORCE++ (arXiv:2501.03262)."""
+    rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
+    for sample, advantage in zip(samples, returns_to_go(rewards, config), strict=True):
+        sample.advantages = on_all(sample, advantage)
+
+
+def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """On-policy distillation (arXiv:2306.13649): how much likelier the teacher finds the token that was sampled."""
+    for sample in samples:
+        sample.advantages = (sample.teacher_logprobs - sample.old_logprobs) * sample.mask
+
+
+# Estimators that look at whole answers
 
 
 def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
@@ -31,28 +65,102 @@ def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
         spread(members, rewards - others)
 
 
+def batch_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """REINFORCE with the batch's mean as baseline (Williams, 1992), for single answers."""
+    rewards = rewards_of(samples)
+    spread(samples, rewards - rewards.mean())
+
+
+def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """ReMax (arXiv:2310.10505, section 3): reward minus that of the greedy answer to the same prompt."""
+    for sample in samples:
+        sample.advantages = (sample.reward - sample.baseline) * sample.mask
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "gae": gae,
+    "reinforce": reinforce,
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "greedy_baseline": greedy_baseline,
+    "batch_mean": batch_mean,
+    "teacher": teacher,
+}
+
+
+def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
+    lookup(ADVANTAGES, config.advantage, "algorithm.advantage")(samples, config)
+    if config.whiten:
+        whiten(samples)
+
+
+def whiten(samples: list[Sample]) -> None:
+    """Mean 0 and variance 1 over the tokens in the loss (arXiv:2501.03262 takes them over the whole batch)."""
+    in_loss = [sample.advantages.masked_select(sample.mask) for sample in samples if not sample.filtered]
+    if not in_loss:
+        return
+    tokens = torch.cat(in_loss).double()
+    mean, deviation = tokens.mean().item(), (tokens.var(correction=0) + 1e-8).sqrt().item()
+    for sample in samples:
+        sample.advantages = (sample.advantages - mean) / deviation * sample.mask
+
+
 def by_group(samples: list[Sample]) -> Iterator[tuple[list[Sample], Tensor]]:
-    """The members of each group and their rewards; float64, so that order cannot matter."""
+    """The members of each group and their rewards."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     for members in groups.values():
-        yield members, torch.tensor([member.reward for member in members], dtype=torch.float64)
+        yield members, rewards_of(members)
+
+
+def rewards_of(samples: list[Sample]) -> Tensor:
+    """[B] float64, so that order cannot matter."""
+    return torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
 
 
 def spread(members: list[Sample], advantages: Tensor) -> None:
     """One number per answer, on each of its sampled tokens; exactly zero where all rewards are equal."""
     equal = len({member.reward for member in members}) == 1
-    for sample, advantage in zip(members, advantages, strict=True):
-        sample.advantages = (0.0 if equal else advantage.float()) * sample.mask
+    for sample, advantage in zip(members, advantages.tolist(), strict=True):
+        sample.advantages = (0.0 if equal else advantage) * sample.mask
 
 
-def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
-    lookup(ADVANTAGES, config.advantage, "algorithm.advantage")(samples, config)
+# Sums along the sampled tokens of many answers at once
 
 
-ADVANTAGES: dict[str, Estimator] = {
-    "group_norm": group_norm,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-}
+def policy_lambdas(samples: list[Sample], config: AlgorithmConfig) -> Tensor:
+    """[B] decay of each answer's trace."""
+    if config.length_adaptive is None:
+        return torch.full((len(samples),), config.gae_lambda, dtype=torch.float64)
+    lengths = torch.tensor([sample.sampled_tokens() for sample in samples], dtype=torch.float64)
+    return (1 - 1 / (config.length_adaptive * lengths)).clamp(0, 1)
+
+
+def returns_to_go(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+    """[B, L] -> [B, L]: G_t = r_t + gamma G_{t+1}."""
+    return discounted_sums(rewards, torch.full((len(rewards),), config.gamma, dtype=torch.float64))
+
+
+def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
+    """x_t = values_t + decay * x_{t+1} along the rows of [B, L], with a decay [B].
+
+    A sum over n tokens and the one that begins n later make a sum over 2n: log2(L) rounds in place of L steps.
+    """
+    sums, reach = values.clone(), 1
+    while reach < values.shape[1]:
+        sums[:, :-reach] += (decay[:, None] ** reach).to(values.dtype) * sums[:, reach:]
+        reach *= 2
+    return sums
+
+
+def on_sampled(samples: list[Sample], fields: list[Tensor]) -> Tensor:
+    """[T] of each sample -> [B, L] on its sampled tokens alone, and zero after them."""
+    rows = [field.masked_select(sample.mask) for sample, field in zip(samples, fields, strict=True)]
+    return pad_sequence(rows, batch_first=True)
+
+
+def on_all(sample: Sample, row: Tensor) -> Tensor:
+    """A row of `on_sampled` -> [T], zero on tokens that were not sampled."""
+    return torch.zeros(sample.length()).masked_scatter_(sample.mask, row)

@@ -6,35 +6,61 @@ import torch
 from torch import Tensor
 
 from trueline.algorithms.kl import bounded
-from trueline.config.algorithm import CorrectionConfig
+from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig
 from trueline.data.types import Batch, Sample
 
-
-def truncate(weight: Tensor, config: CorrectionConfig) -> Tensor:
-    """Truncated importance sampling: min(w, cap)."""
-    return weight.clamp(max=config.cap)
+# [N] log of w = p_trainer / p_engine -> [N] weight of each token, [N] bool whether it was truncated or masked
+Correction = Callable[[Tensor, Batch, CorrectionConfig], tuple[Tensor, Tensor]]
 
 
-def mask(weight: Tensor, config: CorrectionConfig) -> Tensor:
-    """IcePop: the weight inside [low, high], nothing outside."""
-    return torch.where((weight >= config.low) & (weight <= config.high), weight, 0.0)
+def uncorrected(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
 
 
-def uncorrected(weight: Tensor, config: CorrectionConfig) -> Tensor:
-    return torch.ones_like(weight)
+def truncate(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Truncated importance sampling (Yao et al., Your Efficient RL Framework ..., 2025): min(w, cap)."""
+    weights = bounded(log_weights).exp()
+    return weights.clamp(max=config.cap), weights > config.cap
 
 
-CORRECTIONS: dict[str, Callable[[Tensor, CorrectionConfig], Tensor]] = {
+def mask(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """IcePop (arXiv:2510.18855): w inside [low, high], nothing outside."""
+    weights = bounded(log_weights).exp()
+    outside = (weights < config.low) | (weights > config.high)
+    return weights.masked_fill(outside, 0.0), outside
+
+
+def sequence_truncate(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """Sequence-level importance sampling (Liu et al., When Speed Kills Stability, 2025): min(product of w, cap)."""
+    weights = batch.spread(bounded(batch.sums(log_weights)).exp())
+    return weights.clamp(max=config.cap), weights > config.cap
+
+
+def sequence_mask(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """`truncate`, and nothing for an answer whose geometric mean of w is off (Liu et al., 2025, geometric mask)."""
+    means = bounded(batch.sums(log_weights) / batch.counts().clamp(min=1)).exp()  # a filler has no tokens
+    off = batch.spread((means < config.sequence_low) | (means > config.sequence_high))
+    weights, truncated = truncate(log_weights, batch, config)
+    return weights.masked_fill(off, 0.0), off | truncated
+
+
+CORRECTIONS: dict[str, Correction] = {
     "none": uncorrected,
     "truncate": truncate,
     "mask": mask,
+    "sequence_truncate": sequence_truncate,
+    "sequence_mask": sequence_mask,
 }
 
 
-def correction_weights(batch: Batch, config: CorrectionConfig) -> Tensor:
-    """[N] factor on each token's policy loss; no gradient."""
-    weight = bounded(batch.old_logprobs - batch.rollout_logprobs).exp()
-    return CORRECTIONS[config.kind](weight, config)
+def correction_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """[N] factor on each token's policy loss, without gradient, and [N] whether the token was truncated or masked."""
+    correct = CORRECTIONS[config.correction.kind]
+    if config.old == "recompute":
+        return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.correction)
+    # The ratio holds the whole mismatch already: a token is kept as it is, or masked.
+    weights, _ = correct(logprobs.detach() - batch.rollout_logprobs, batch, config.correction)
+    return (weights > 0).float(), weights == 0
 
 
 def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:

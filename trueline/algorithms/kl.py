@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trueline.config.algorithm import KLConfig
+
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 OFF_POLICY_LIMIT = 10.0
@@ -32,9 +34,21 @@ def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
     return (off_policy(ratio) * k3(log_ratio, ratio)).detach() + gradient - gradient.detach()
 
 
+def unbiased(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): value and gradient of
+    KL(policy || reference) at the token, off-policy too."""
+    return ratio * k3(log_ratio, ratio)
+
+
 def off_policy(ratio: Tensor) -> Tensor:
     """Importance weight of a token drawn before the update."""
     return ratio.detach().clamp(max=OFF_POLICY_LIMIT)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3, "k3+": k3_plus}
+
+
+def estimated_kl(log_ratio: Tensor, ratio: Tensor, config: KLConfig) -> Tensor:
+    """[N] of the configured kind; `log_ratio` is to the reference, `ratio` to the policy that sampled."""
+    of_k3 = config.unbiased and config.estimator == "k3"
+    return (unbiased if of_k3 else KL_ESTIMATORS[config.estimator])(log_ratio, ratio)

@@ -1,4 +1,7 @@
-"""Policy losses: (log-probs, batch) -> the loss of each token; averaging is in the batch's weights."""
+"""Policy losses: (log-probs, batch) -> the loss of each token; averaging is in the batch's weights.
+
+`batch.old_logprobs` are those that the ratio compares with: the trainer's own before the update, or the engine's.
+"""
 
 from collections.abc import Callable
 
@@ -6,36 +9,120 @@ import torch
 from torch import Tensor
 
 from trueline.algorithms.correction import correction_weights
-from trueline.algorithms.kl import KL_ESTIMATORS, bounded
+from trueline.algorithms.kl import bounded, estimated_kl
 from trueline.algorithms.lookup import lookup
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput
 
-PolicyLoss = Callable[[Tensor, Batch, AlgorithmConfig], LossOutput]
+PolicyLoss = Callable[[Tensor, Batch, AlgorithmConfig], LossOutput]  # [N] log-probs, with gradient
+
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures by the sign of the advantage
+GMPO_CLIP = 0.4  # of a token's log-ratio
 
 
-def ppo_clip(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher."""
+def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher (2503.14476).
+
+    The dual clip (arXiv:1912.09729, eq. 5) bounds the loss of tokens with a negative advantage.
+    """
+    loss = clipped_surrogate(ratios(logprobs, batch), batch, config)
+    if config.dual_clip is None:
+        return loss
+    bound = -config.dual_clip * batch.advantages
+    beyond = (batch.advantages < 0) & (loss.values > bound)
+    share = loss.means["policy/clipped_share"] + beyond  # PPO's own clip is never in force there
+    return LossOutput(torch.where(beyond, bound, loss.values), {"policy/clipped_share": share})
+
+
+def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the answer's ratio as its value,
+    and the gradient of its own log-prob."""
+    sequence_ratios = bounded(means(logprobs.detach() - batch.old_logprobs, batch)).exp()
+    return clipped_surrogate(batch.spread(sequence_ratios) * (logprobs - logprobs.detach()).exp(), batch, config)
+
+
+def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): the ratio is a capped weight, so every token has a gradient."""
+    ratio = ratios(logprobs, batch).detach()
+    values = -ratio.clamp(max=config.ratio_cap) * batch.advantages * logprobs
+    return LossOutput(values, {"policy/clipped_share": (ratio > config.ratio_cap).float()})
+
+
+def reinforce(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """REINFORCE (Williams, 1992): -A log p on-policy, where the ratio is 1; its weight off-policy is that of CISPO."""
+    return cispo(logprobs, batch, config)
+
+
+def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """SAPO (arXiv:2511.20347, eq. 5-6): a sigmoid in place of the clip, steeper where the advantage is not positive."""
+    temperature = torch.where(batch.advantages > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
+    gate = torch.sigmoid(temperature * (ratios(logprobs, batch) - 1))
+    return LossOutput(-4 / temperature * gate * batch.advantages)
+
+
+def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """GMPO (arXiv:2507.20673, section 3): the geometric mean of an answer's clipped ratios, on each of its tokens."""
+    free = bounded(logprobs - batch.old_logprobs)
+    upper = torch.where(batch.advantages > 0, GMPO_CLIP, torch.inf)
+    lower = torch.where(batch.advantages < 0, -GMPO_CLIP, -torch.inf)
+    clipped = free.clamp(lower, upper)
+    values = -batch.spread(means(clipped, batch).exp()) * batch.advantages
+    return LossOutput(values, {"policy/clipped_share": (clipped != free).float()})
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": ppo_clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}
+
+
+def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """The named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
+    logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
+    loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")(logprobs, batch, config)
+    weights, corrected = correction_weights(logprobs, batch, config)
+    loss.values = loss.values * weights
+    loss.means["policy/corrected_share"] = corrected.float()
+    loss.means["policy/entropy"] = output.entropy.detach()
+    loss.means["policy/ratio"] = ratio.detach()
+    loss.maxima["policy/ratio_deviation_max"] = (ratio.detach() - 1).abs()
+    coefficient = batch.statistics.get("kl_coefficient", config.kl.coefficient)
+    if config.kl.place == "loss" and coefficient > 0:
+        kl = estimated_kl(logprobs - batch.ref_logprobs, ratio, config.kl)
+        loss.values = loss.values + coefficient * kl
+        loss.means["policy/kl"] = kl.detach()
+    if config.entropy_coefficient > 0:
+        loss.values = loss.values - config.entropy_coefficient * output.entropy
+    if config.positive_nll > 0:
+        loss.values = loss.values + config.positive_nll * positive_nll(logprobs, batch)
+    return loss
+
+
+def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
+    """VAPO (arXiv:2504.05118, section 4): likelihood of the answers with a task reward above 0, whose label is 1.
+
+    A mean of its own, over their tokens in the whole minibatch, so the weight that the sum applies is taken out.
+    """
+    weights = batch.token_weights()
+    shares = torch.where(weights > 0, batch.spread(batch.labels) / weights, 0.0)
+    return -logprobs * shares / max(batch.statistics["positive_tokens"], 1.0)
+
+
+def clipped_surrogate(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     free = ratio * batch.advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
     return LossOutput(-torch.minimum(free, clipped), {"policy/clipped_share": (clipped < free).float()})
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"ppo_clip": ppo_clip}
+def ratios(logprobs: Tensor, batch: Batch) -> Tensor:
+    """[N] probability of each token over that before the update."""
+    return bounded(logprobs - batch.old_logprobs).exp()
 
 
-def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """The named loss, corrected for engine mismatch, plus the KL and entropy terms."""
-    ratio = bounded(output.logprobs - batch.old_logprobs).exp()
-    loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")(ratio, batch, config)
-    loss.values = loss.values * correction_weights(batch, config.correction)
-    loss.means["policy/entropy"] = output.entropy.detach()
-    loss.means["policy/ratio"] = ratio.detach()
-    loss.maxima["policy/ratio_deviation_max"] = (ratio.detach() - 1).abs()
-    if config.kl.coefficient > 0:
-        kl = KL_ESTIMATORS[config.kl.estimator](output.logprobs - batch.ref_logprobs, ratio)
-        loss.values = loss.values + config.kl.coefficient * kl
-        loss.means["policy/kl"] = kl.detach()
-    if config.entropy_coefficient > 0:
-        loss.values = loss.values - config.entropy_coefficient * output.entropy
-    return loss
+def means(values: Tensor, batch: Batch) -> Tensor:
+    """[N] -> [B]: the mean over each answer's sampled tokens."""
+    return batch.sums(values) / batch.counts().clamp(min=1)  # a filler has no tokens

@@ -7,6 +7,7 @@ from torch.nn.functional import log_softmax
 
 from trueline.algorithms.policy_losses import policy_loss
 from trueline.algorithms.preference_losses import kto, preference, reward_model
+from trueline.algorithms.value_loss import value
 from trueline.config.preference import DistillConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput
 
@@ -34,6 +35,7 @@ def distill(output: ModelOutput, batch: Batch, config: DistillConfig) -> LossOut
 
 LOSSES: dict[str, Loss] = {
     "policy": policy_loss,
+    "value": value,
     "sft": sft,
     "preference": preference,
     "kto": kto,

@@ -39,6 +39,11 @@ WEIGHTINGS: dict[str, Weighting] = {
 
 
 def set_weights(samples: list[Sample], weighting: str, budget: int) -> None:
-    weights = WEIGHTINGS[weighting]([sample.sampled_tokens() for sample in samples], budget)
-    for sample, weight in zip(samples, weights, strict=True):
+    """Filtered samples weigh nothing and count nowhere."""
+    in_loss = [sample for sample in samples if not sample.filtered]
+    counts = [sample.sampled_tokens() for sample in in_loss]
+    weights = WEIGHTINGS[weighting](counts, budget) if counts else []
+    for sample in samples:
+        sample.weight = 0.0
+    for sample, weight in zip(in_loss, weights, strict=True):
         sample.weight = weight

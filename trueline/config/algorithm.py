@@ -8,29 +8,97 @@ from trueline.config.base import Config, Tree, merge
 
 
 class KLConfig(Config):
-    """The pull towards the reference model, added to the policy loss."""
+    """The pull towards the reference model."""
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the KL term; 0 means that no reference model is loaded."""
 
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term of the policy loss; reward: taken off the reward of every sampled token (k1)."""
+
     estimator: Literal["k2", "k3", "k3+"] = "k3"
-    """k2: gradient of KL(policy || reference); k3: GRPO's, of the forward KL; k3+: value of k3, gradient of k2."""
+    """Loss term. k2: gradient of KL(policy || reference); k3: of the forward KL (GRPO); k3+: k3, gradient of k2."""
+
+    unbiased: bool = False
+    """Multiply k3 by the ratio, with its gradient: exact for KL(policy || reference) off-policy too."""
+
+    target: float | None = Field(None, gt=0)
+    """Adapt the coefficient so that the KL of an answer comes to this many nats (6 is usual); null keeps it fixed."""
+
+    horizon: int = Field(10_000, ge=1)
+    """Answers over which an adaptive coefficient follows its target."""
+
+    @model_validator(mode="after")
+    def check_unbiased(self) -> Self:
+        if self.unbiased and (self.estimator != "k3" or self.place != "loss"):
+            raise ValueError(
+                f"unbiased=true is for estimator=k3 in the loss (got {self.estimator} in the {self.place}): k2 and k3+ "
+                "are weighted off-policy anyway"
+            )
+        return self
 
 
 class CorrectionConfig(Config):
     """What is done about tokens that engine and trainer see with different probabilities."""
 
-    kind: Literal["none", "truncate", "mask"] = "truncate"
-    """none; truncate: weight min(w, cap); mask: weight w inside [low, high], 0 outside; w = p_trainer / p_engine."""
+    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "truncate"
+    """Weight of a token, w = p_trainer / p_engine: 1; min(w, cap); w, or 0 outside [low, high]; or by whole answers."""
 
     cap: float = Field(2.0, gt=0)
-    """Largest weight under `truncate`."""
+    """Largest weight under the truncating kinds and sequence_mask."""
 
     low: float = Field(0.5, ge=0)
     """Lowest weight that `mask` keeps."""
 
     high: float = Field(5.0, gt=0)
     """Highest weight that `mask` keeps."""
+
+    sequence_low: float = Field(0.99, ge=0)
+    """Lowest geometric mean of an answer's weights that `sequence_mask` keeps."""
+
+    sequence_high: float = Field(1.01, gt=0)
+    """Highest geometric mean of an answer's weights that `sequence_mask` keeps."""
+
+
+class DynamicSamplingConfig(Config):
+    """Groups whose answers all have the same reward teach nothing; others are sampled in their place."""
+
+    enabled: bool = False
+    """Drop such groups and sample others."""
+
+    max_batches: int = Field(10, ge=1)
+    """Groups sampled for one step, in multiples of groups_per_step, before the step trains on what there is."""
+
+    reward: str | None = None
+    """Judge by this one of `reward.parts`; null takes the whole task reward."""
+
+
+class ShapingConfig(Config):
+    """What length and truncation do to the task reward."""
+
+    overlong_factor: float = Field(0.0, ge=0)
+    """Weight of DAPO's soft punishment of answers near the length limit; 0 turns it off."""
+
+    overlong_share: float = Field(0.2, gt=0, le=1)
+    """Last share of rollout.max_new_tokens in which that punishment grows from 0 to 1."""
+
+    overlong_filter: bool = False
+    """Leave truncated answers out of the loss; they keep their place in the group's baseline."""
+
+    truncated: Literal["keep", "multiply", "set"] = "keep"
+    """Reward of a truncated answer: kept; min(r, value * r); or set to `truncated_value`."""
+
+    truncated_value: float = 0.0
+    """See `truncated`."""
+
+    @model_validator(mode="after")
+    def check_factor(self) -> Self:
+        if self.truncated == "multiply" and not 0 <= self.truncated_value <= 1:
+            raise ValueError(
+                f"truncated=multiply takes a factor from 0 to 1 (got truncated_value={self.truncated_value}): change "
+                "it, or set truncated=set"
+            )
+        return self
 
 
 class AlgorithmConfig(Config):
@@ -40,10 +108,10 @@ class AlgorithmConfig(Config):
     """Named algorithm whose row fills every key of this section that is not set."""
 
     advantage: str = "group_norm"
-    """Advantage estimator: group_norm, group_mean, leave_one_out, or `package.module:function`."""
+    """gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher, or module:name."""
 
     loss: str = "ppo_clip"
-    """Policy loss: ppo_clip, or `package.module:function`."""
+    """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, or `package.module:function`."""
 
     weighting: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
     """How token losses are averaged over one minibatch."""
@@ -51,17 +119,49 @@ class AlgorithmConfig(Config):
     group_size: int = Field(8, ge=1)
     """Answers sampled per prompt."""
 
+    whiten: bool = False
+    """Bring the step's advantages to mean 0 and variance 1, over all tokens in the loss."""
+
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per sampled token, of `gae` and `reinforce`."""
+
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Decay of the trace of `gae`; 0.95 suits short answers."""
+
+    length_adaptive: float | None = Field(None, gt=0)
+    """VAPO's alpha: lambda = 1 - 1 / (alpha * length) for the policy, 1 for the critic; null: gae_lambda for both."""
+
     clip_low: float = Field(0.2, gt=0)
     """The ratio is clipped below 1 - clip_low."""
 
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped above 1 + clip_high."""
 
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of ppo_clip's loss where the advantage is negative, in units of the advantage (3 is usual); null: none."""
+
+    ratio_cap: float = Field(5.0, gt=0)
+    """Largest ratio that weights a token under the losses cispo and reinforce."""
+
+    old: Literal["recompute", "rollout"] = "recompute"
+    """Log-probs that the ratio compares with: the trainer's before the update, or the engine's as sampled."""
+
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
 
+    positive_nll: float = Field(0.0, ge=0)
+    """Weight of the negative log-likelihood of answers with a reward above 0 (VAPO)."""
+
+    value_clip: float = Field(0.5, ge=0)
+    """How far the critic's value may move from its old one before its loss stops falling; 0 turns this off."""
+
+    critic_only_steps: int = Field(0, ge=0)
+    """First steps, in which the critic learns and the policy waits."""
+
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    shaping: ShapingConfig = ShapingConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -80,12 +180,66 @@ class AlgorithmConfig(Config):
                 f"algorithm.advantage={self.advantage} compares answers to one prompt: "
                 f"set algorithm.group_size to 2 or more (got {self.group_size})"
             )
+        if self.group_size < 2 and self.dynamic_sampling.enabled:
+            raise ValueError(
+                "algorithm.dynamic_sampling drops groups of equal rewards: set algorithm.group_size to 2 or more "
+                f"(got {self.group_size}), or dynamic_sampling.enabled=false"
+            )
         return self
+
+    @model_validator(mode="after")
+    def check_old_logprobs(self) -> Self:
+        if self.old == "recompute":
+            return self
+        if self.loss == "gspo":
+            raise ValueError(
+                "algorithm.old=rollout: the engine's rounding alone exceeds the clip of loss=gspo; set old=recompute"
+            )
+        if self.correction.kind in ("truncate", "sequence_truncate"):
+            raise ValueError(
+                f"algorithm.old=rollout puts mismatch and staleness into one ratio: correction.kind="
+                f"{self.correction.kind} has nothing left to weight; set correction.kind=none, mask or sequence_mask"
+            )
+        return self
+
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    def needs_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    def needs_teacher(self) -> bool:
+        return self.advantage == "teacher"
 
 
 NEED_GROUPS = frozenset({"group_norm", "group_mean", "leave_one_out"})
+KL_IN_REWARD: Tree = {"coefficient": 0.01, "place": "reward"}
 
 PRESETS: dict[str, Tree] = {
+    "ppo": {
+        "advantage": "gae",
+        "whiten": True,
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 1,
+        "kl": KL_IN_REWARD,
+    },
+    "reinforce++": {
+        "advantage": "reinforce",
+        "whiten": True,
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 1,
+        "kl": KL_IN_REWARD,
+    },
+    "reinforce++_baseline": {
+        "advantage": "group_mean",
+        "whiten": True,
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 8,
+        "kl": {"coefficient": 1e-3, "estimator": "k2"},
+    },
     "grpo": {
         "advantage": "group_norm",
         "loss": "ppo_clip",
@@ -98,5 +252,59 @@ PRESETS: dict[str, Tree] = {
         "loss": "ppo_clip",
         "weighting": "constant",
         "group_size": 8,
+    },
+    "rloo": {
+        "advantage": "leave_one_out",
+        "loss": "reinforce",
+        "weighting": "sequence_sum",
+        "group_size": 8,
+        "kl": KL_IN_REWARD,
+    },
+    "remax": {
+        "advantage": "greedy_baseline",
+        "loss": "reinforce",
+        "weighting": "sequence_sum",
+        "group_size": 1,
+        "kl": KL_IN_REWARD,
+    },
+    "dapo": {
+        "advantage": "group_norm",
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 16,
+        "clip_high": 0.28,
+        "dynamic_sampling": {"enabled": True},
+        "shaping": {"overlong_factor": 1.0},
+    },
+    "gspo": {
+        "advantage": "group_norm",
+        "loss": "gspo",
+        "weighting": "sequence_mean",
+        "group_size": 8,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    "cispo": {
+        "advantage": "group_norm",
+        "loss": "cispo",
+        "weighting": "token_mean",
+        "group_size": 8,
+        "ratio_cap": 5.0,
+    },
+    "vapo": {
+        "advantage": "gae",
+        "length_adaptive": 0.05,
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 16,
+        "clip_high": 0.28,
+        "positive_nll": 0.1,
+        "critic_only_steps": 10,
+    },
+    "on_policy_distill": {
+        "advantage": "teacher",
+        "loss": "ppo_clip",
+        "weighting": "token_mean",
+        "group_size": 1,
     },
 }

@@ -1,9 +1,9 @@
-"""Where prompts, labels and rewards come from."""
+"""Where prompts and labels come from."""
 
 import math
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from trueline.config.base import Config
 
@@ -52,6 +52,9 @@ class PromptDataConfig(SourceConfig):
     label_column: str | None = None
     """Column that rewards see as `label`; null takes the first of label, answer, solution that exists."""
 
+    too_long: Literal["error", "drop"] = "error"
+    """A prompt above rollout.max_prompt_tokens is refused by its place, or left out and counted."""
+
 
 class DataConfig(SourceConfig):
     """Rows to be learnt."""
@@ -84,23 +87,3 @@ class DataConfig(SourceConfig):
 
     step_separator: str = "\n"
     """Text that ends each step of an answer whose steps are labelled; on the command line, \\n is a newline."""
-
-
-class RewardConfig(Config):
-    function: str = ""
-    """A built-in name (math, exact, regex), `file.py:function` or `package.module:function`."""
-
-    pattern: str | None = None
-    """Regular expression for the built-in `regex` reward."""
-
-    processes: int = Field(2, ge=1)
-    """Processes that run the reward function, apart from the trainer."""
-
-    timeout_seconds: float = Field(30.0, gt=0)
-    """A call that takes longer is killed and counted as reward_timeout, never as a zero."""
-
-    memory_gib: float = Field(4.0, gt=0)
-    """Address space that one reward process may take beyond what it has at its start."""
-
-    max_failure_share: float = Field(0.05, ge=0, le=1)
-    """Share of failed rewards in one step above which the run stops."""

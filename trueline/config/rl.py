@@ -6,8 +6,10 @@ from pydantic import Field, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config, merge
-from trueline.config.data import PromptDataConfig, RewardConfig
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
+from trueline.config.data import PromptDataConfig
+from trueline.config.model import ModelConfig, TrainingConfig, check_training
+from trueline.config.reward import RewardConfig
+from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import RunConfig
 
 
@@ -54,16 +56,39 @@ class RolloutConfig(Config):
 
 class EvaluationConfig(Config):
     data: str = ""
-    """Held-out prompts, same columns as data.path; empty turns evaluation off."""
+    """Held-out prompts, same columns as data.path; empty turns evaluation off, unless `sets` names some."""
+
+    sets: dict[str, str] = {}
+    """Several held-out datasets in place of `data`: each one's name in the metrics and its path."""
 
     every: int = Field(0, ge=0)
     """Evaluate every this many steps, besides before and after; 0 means only those two."""
 
     limit: int | None = Field(None, ge=1)
-    """Use only the first this many prompts."""
+    """Use only the first this many prompts of each dataset."""
 
     temperature: float = Field(0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+
+    samples: int = Field(1, ge=1)
+    """Answers per prompt, for mean@k, pass@k and maj@k; more than one needs a temperature above 0."""
+
+    pass_reward: float = 1.0
+    """Reward from which on an answer counts as right in pass@k."""
+
+    @model_validator(mode="after")
+    def check_sets(self) -> Self:
+        if self.data and self.sets:
+            raise ValueError(f"data={self.data} and sets={', '.join(self.sets)} exclude each other: keep one of them")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"samples={self.samples} greedy answers would all be the same: set evaluation.temperature above 0"
+            )
+        return self
+
+    def named_sets(self) -> dict[str, str]:
+        """Every held-out dataset's path by its name; the only one of a run has an empty name."""
+        return self.sets or ({"": self.data} if self.data else {})
 
 
 class SyncConfig(Config):
@@ -77,17 +102,13 @@ class SyncConfig(Config):
     """Largest mean log-prob gap of that check; null is 1e-3 where both compute in float32 and 0.1 otherwise."""
 
 
-class ReferenceConfig(RanksConfig):
-    """The frozen reference model; loaded only where algorithm.kl.coefficient is above 0."""
-
-    zero_stage: Literal[0, 3] = 0
-    """0: every rank holds the whole model; 3: sharded. (A frozen model has no optimizer to shard.)"""
-
-
 LOCAL_DEFAULTS = {
     "rollout": {"engine": "hf"},
     "training": {"engine": "torch"},
     "reference": {"engine": "torch"},
+    "critic": {"engine": "torch"},
+    "reward_model": {"engine": "torch"},
+    "teacher": {"engine": "torch"},
 }
 
 
@@ -109,7 +130,10 @@ class RLConfig(RunConfig):
 
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: FrozenConfig = FrozenConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: FrozenConfig = FrozenConfig()
+    teacher: TeacherConfig = TeacherConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     data: PromptDataConfig = PromptDataConfig()
@@ -140,18 +164,28 @@ class RLConfig(RunConfig):
         if self.runtime == "local":
             self._check_local()
         check_training(self.training, self.model)
-        self._check_reference()
+        for name, role in self.roles().items():
+            self._check_role(name, role)
         return self
 
-    def _check_reference(self) -> None:
-        width = self.model.tensor_parallel * self.model.ring
-        if self.reference.ranks is not None and self.reference.ranks % width:
+    def roles(self) -> dict[str, Role]:
+        """The models beside the policy, whether or not this run needs them."""
+        return {
+            "reference": self.reference,
+            "critic": self.critic,
+            "reward_model": self.reward_model,
+            "teacher": self.teacher,
+        }
+
+    def _check_role(self, name: str, role: Role) -> None:
+        tensor, ring = role.tensor_parallel or self.model.tensor_parallel, role.ring or self.model.ring
+        if role.ranks is not None and role.ranks % (tensor * ring):
             raise ValueError(
-                f"reference.ranks={self.reference.ranks} is no multiple of model.tensor_parallel="
-                f"{self.model.tensor_parallel} x model.ring={self.model.ring}: set it to {width} or a multiple"
+                f"{name}.ranks={role.ranks} is no multiple of its tensor_parallel={tensor} x ring={ring}: set it to "
+                f"{tensor * ring} or a multiple"
             )
-        if self.model.ring > 1 and not self.reference.packing:
-            raise ValueError(f"model.ring={self.model.ring} works on packed sequences: set reference.packing=true")
+        if ring > 1 and not role.packing:
+            raise ValueError(f"{name}: ring={ring} works on packed sequences: set {name}.packing=true")
 
     def _check_local(self) -> None:
         for section, engines in LOCAL_DEFAULTS.items():

@@ -61,8 +61,11 @@ class Trajectory:
     mask: list[bool]  # True on tokens that the policy sampled
     logprobs: list[float]
     versions: list[int]
-    reward: float | None = None
+    rewards: list[float]  # of a turn, on its last token
+    reward: float | None = None  # the task reward: that of all turns
+    baseline: float | None = None  # task reward of the greedy answer to the same prompt
     outcome: Outcome = Outcome.FINISHED
+    truncated: bool = False  # a turn was cut off by the length limit
     reply: str = ""
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -70,7 +73,7 @@ class Trajectory:
     @classmethod
     def start(cls, prompt: Prompt, group: int, tokens: list[int]) -> "Trajectory":
         count = len(tokens)
-        return cls(prompt, group, list(tokens), [False] * count, [0.0] * count, [-1] * count)
+        return cls(prompt, group, list(tokens), [False] * count, [0.0] * count, [-1] * count, [0.0] * count)
 
     def add_action(self, completion: Completion) -> None:
         count = len(completion.tokens)
@@ -78,6 +81,7 @@ class Trajectory:
         self.mask += [True] * count
         self.logprobs += completion.logprobs
         self.versions += [completion.version] * count
+        self.rewards += [0.0] * count
 
     def add_observation(self, tokens: list[int]) -> None:
         count = len(tokens)
@@ -85,6 +89,12 @@ class Trajectory:
         self.mask += [False] * count
         self.logprobs += [0.0] * count
         self.versions += [-1] * count
+        self.rewards += [0.0] * count
+
+    def add_reward(self, reward: float) -> None:
+        """Of the turn that the last token ends."""
+        self.rewards[-1] += reward
+        self.reward = (self.reward or 0.0) + reward
 
     def oldest_version(self) -> int:
         return min(version for version in self.versions if version >= 0)
@@ -103,13 +113,20 @@ class Sample:
     mask: Tensor  # [T] bool, True on tokens the loss applies to
     group: int = 0
     version: int = 0  # of the oldest sampled token
-    reward: float = 0.0
+    task_reward: float = 0.0  # as judged
+    reward: float = 0.0  # after shaping and KL; what estimators of whole answers look at
+    baseline: float = 0.0  # task reward of the greedy answer to the same prompt
     truncated: bool = False
+    filtered: bool = False  # in the group's baseline, but not in the loss
     label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where an answer is desirable
     weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
+    teacher_logprobs: Tensor = later()  # [T] by the teacher
+    token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward`
+    values: Tensor = later()  # [T] by the critic before the update, of the state that token t was drawn from
+    returns: Tensor = later()  # [T] what the critic learns
     advantages: Tensor = later()  # [T]
     step_labels: Tensor = later()  # [T] how good the step that ends at a masked token is, 0 to 1
 
@@ -120,7 +137,17 @@ class Sample:
         return int(self.mask.sum())
 
 
-TOKEN_FIELDS = ("tokens", "mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "step_labels")
+TOKEN_FIELDS = (  # that losses read
+    "tokens",
+    "mask",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "values",
+    "returns",
+    "step_labels",
+)
 
 
 @dataclass(slots=True)
@@ -137,11 +164,13 @@ class Batch:
     old_logprobs: Tensor = later()  # [N]
     ref_logprobs: Tensor = later()  # [N]
     advantages: Tensor = later()  # [N]
+    values: Tensor = later()  # [N]
+    returns: Tensor = later()  # [N]
     step_labels: Tensor = later()  # [N]
 
     def token_weights(self) -> Tensor:
         """[N] float32, zero where the mask is False."""
-        return self.shares.repeat_interleave(torch.tensor(self.lengths, device=self.shares.device)) * self.mask
+        return self.spread(self.shares) * self.mask
 
     def sums(self, values: Tensor) -> Tensor:
         """[N] -> [B]: the sum over each sequence's masked tokens."""
@@ -150,6 +179,10 @@ class Batch:
     def counts(self) -> Tensor:
         """[B] float32: masked tokens of each sequence."""
         return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B] -> [N]: each sequence's value on all of its tokens."""
+        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
     def last_of(self, values: Tensor) -> Tensor:
         """[N] -> [B]: the value at each sequence's last token."""
@@ -195,10 +228,13 @@ def to_sample(trajectory: Trajectory) -> Sample:
         mask=torch.tensor(trajectory.mask),
         group=trajectory.group,
         version=trajectory.oldest_version(),
+        task_reward=trajectory.reward,
         reward=trajectory.reward,
-        truncated=trajectory.outcome is Outcome.TRUNCATED,
+        baseline=trajectory.baseline or 0.0,
+        truncated=trajectory.truncated,
     )
     sample.rollout_logprobs = torch.tensor(trajectory.logprobs)
+    sample.token_rewards = torch.tensor(trajectory.rewards)
     return sample
 
 
@@ -210,6 +246,7 @@ class ModelOutput:
     entropy: Tensor = later()  # [N] of the distribution that token t was drawn from
     divergence: Tensor = later()  # [N] between teacher and student at the distribution of token t
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
+    values: Tensor = later()  # [N] of a critic, of the state that token t was drawn from
 
 
 @dataclass(slots=True)

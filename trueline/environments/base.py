@@ -12,6 +12,7 @@ class Step:
 
     reward: float
     done: bool
+    policy_error: str = ""  # what the reply did wrong; it keeps its reward
     messages: list[Message] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -2,12 +2,13 @@
 
 from trueline.data.types import Message, Prompt
 from trueline.environments.base import Environment, Step
-from trueline.rewards.base import Reward
+from trueline.rewards.base import Call
+from trueline.rewards.combined import CombinedReward
 
 
 class SingleTurn(Environment):
-    def __init__(self, reward: Reward) -> None:
-        self.reward = reward
+    def __init__(self, rewards: CombinedReward) -> None:
+        self.rewards = rewards
         self.prompt: Prompt
 
     async def reset(self, prompt: Prompt) -> list[Message]:
@@ -15,12 +16,17 @@ class SingleTurn(Environment):
         return prompt.messages
 
     async def step(self, reply: str) -> Step:
-        prompt = self.prompt
-        call = {
-            **prompt.columns,
-            "reply": reply,
-            "prompt": prompt.messages[-1]["content"],
-            "messages": prompt.messages,
-            "label": prompt.label,
-        }
-        return Step(await self.reward.score(call), done=True)
+        verdict = await self.rewards.judge(reward_call(self.prompt, reply))
+        parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
+        return Step(verdict.reward, done=True, policy_error=verdict.policy_error, metrics=parts)
+
+
+def reward_call(prompt: Prompt, reply: str) -> Call:
+    """What a reward may ask of an answer, by name."""
+    return {
+        **prompt.columns,
+        "reply": reply,
+        "prompt": prompt.messages[-1]["content"],
+        "messages": prompt.messages,
+        "label": prompt.label,
+    }

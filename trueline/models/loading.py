@@ -15,9 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
     "language": "AutoModelForCausalLM",
     "reward": "AutoModelForSequenceClassification",
+    "value": "AutoModelForSequenceClassification",
     "steps": "AutoModelForTokenClassification",
 }
-LABELS = {"reward": 1, "steps": 2}
+LABELS = {"reward": 1, "value": 1, "steps": 2}
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 RESCALED_LOGITS = (  # the chunked head knows none
@@ -167,6 +168,8 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
+    if head == "value" and not str(settings.architectures).endswith("ForSequenceClassification']"):
+        torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic knows nothing, rather than noise
     if config.lora.quantize:
         lora.keep_gradients(model)
     if config.liger:

@@ -28,14 +28,22 @@ class Teacher:
 class Scorer(nn.Module):
     """Backbone and head in one module, called as a whole so that ZeRO's hooks see every part.
 
-    The only place where positions are shifted: log-prob t is that of token t given those before it.
+    The only place where positions are shifted: log-prob and value t are of token t given those before it.
     """
 
     def __init__(
-        self, model: Any, chunk: int, *, packed: bool = True, ring: Ring | None = None, teacher: Teacher | None = None
+        self,
+        model: Any,
+        chunk: int,
+        *,
+        packed: bool = True,
+        ring: Ring | None = None,
+        teacher: Teacher | None = None,
+        values: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
+        self.values = values  # a critic: a token's number is that of the state it was drawn from
         self.teacher = (teacher,)  # in a tuple, and so no submodule: it is neither trained nor sharded
         self.speaks = model.get_output_embeddings() is not None
         if self.speaks:
@@ -48,7 +56,8 @@ class Scorer(nn.Module):
         arrangement = self.arrange(lengths, tokens.device)
         hidden = self.hidden_states(self.model, arrangement, tokens)
         if not self.speaks:
-            return {"scores": arrangement.whole(scoring_head(self.model)[1](hidden).float())}
+            scores = arrangement.whole(scoring_head(self.model)[1](hidden).float())
+            return {"values": moved_on(scores[:, 0], lengths)} if self.values else {"scores": scores}
         wanted = arrangement.local(predicting(mask, lengths))
         targets = arrangement.local(tokens.roll(-1))[wanted]
         work = HeadWork(temperature, self.chunk, entropy)
@@ -101,6 +110,12 @@ def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
     following = mask.roll(-1)
     following[ends] = False
     return following
+
+
+def moved_on(values: Tensor, lengths: list[int]) -> Tensor:
+    """[N]: each token gets the value at the one before it; the first of a sequence gets 0."""
+    firsts = torch.tensor([0, *lengths[:-1]], device=values.device).cumsum(0)
+    return values.roll(1).index_fill(0, firsts, 0.0)
 
 
 def place(values: Tensor, wanted: Tensor, arrangement: Arrangement) -> Tensor:

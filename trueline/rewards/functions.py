@@ -1,23 +1,24 @@
 """Built-in reward functions. Parameters are filled by name; a plain number comes back."""
 
+import json
 import re
 from collections.abc import Callable
+from decimal import Decimal
+from functools import cache
 from typing import Any
+
+from trueline.rewards.code import code
+
+# A thought, then an answer, and neither tag inside of its own part.
+THINK_ANSWER = r"<think>(?:(?!</?think>).)+</think>\s*<answer>(?:(?!</?answer>).)+</answer>"
+NUMBER = re.compile(r"([+-]?)[$€£]?((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)((?:[eE][+-]?\d{1,3})?)\.?")
+LATEX_WORDS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}|\\[A-Za-z]+")
+UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda text: len(text.split())}
 
 
 def exact(reply: str, label: Any) -> float:
     """1 if the reply is the label, white space at the ends aside."""
     return float(reply.strip() == labelled(label).strip())
-
-
-def math(reply: str, label: Any) -> float:
-    """1 if the reply's final mathematical answer equals the label's (math-verify)."""
-    from math_verify import parse, verify  # noqa: PLC0415  (seconds to import)
-
-    gold = parse(final_answer(labelled(label)))
-    if not gold:
-        raise ValueError(f"the label {label!r} holds no mathematical answer")
-    return float(verify(gold, parse(final_answer(reply))))
 
 
 def labelled(label: Any) -> str:
@@ -27,9 +28,58 @@ def labelled(label: Any) -> str:
     return str(label)
 
 
+def math(reply: str, label: Any) -> float:
+    """1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
+    expected, given = final_answer(labelled(label)), final_answer(reply)
+    numbers = plain_number(expected), plain_number(given)
+    if None not in numbers and (numbers[0] == numbers[1] or all(map(is_whole, numbers))):
+        return float(numbers[0] == numbers[1])
+    from math_verify import verify  # noqa: PLC0415  (seconds to import)
+
+    gold = parsed(expected)
+    if not gold:
+        raise ValueError(f"the label {label!r} holds no mathematical answer")
+    return float(verify(gold, parsed(given)))
+
+
 def final_answer(text: str) -> str:
-    """What stands behind GSM8K's last `####`, where there is one."""
-    return text.rpartition("####")[2].strip().replace(",", "") if "####" in text else text
+    r"""From the last `\boxed` on, or the line behind the last `####`, or a last line `A: ...`, or all of the text.
+
+    Where there are tags <answer>...</answer>, the last of them is the text.
+    """
+    text = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [text])[-1]
+    if "\\boxed" in text:
+        return text[text.rindex("\\boxed") :]
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0].rstrip()
+    marked = re.search(r"^(?:Final )?A(?:nswer)?:\s*(.+)\s*\Z", text, re.MULTILINE | re.IGNORECASE)
+    return (marked[1] if marked else text).strip()
+
+
+def plain_number(text: str) -> Decimal | None:
+    found = NUMBER.fullmatch(text.strip("*$"))  # bold, or mathematics
+    return Decimal("".join(found.groups()).replace(",", "")) if found else None
+
+
+def is_whole(number: Decimal | None) -> bool:
+    return number is not None and number == number.to_integral_value()
+
+
+def parsed(answer: str) -> list[Any]:
+    """math-verify looks for notation inside of dollars only, and would take `2\\sqrt{3}` without them for 2."""
+    from math_verify import parse  # noqa: PLC0415  (seconds to import)
+
+    return (parse(f"${answer}$") if is_notation(answer) else []) or parse(answer)
+
+
+def is_notation(text: str) -> bool:
+    """Nothing but mathematics: no words, and no delimiters of its own."""
+    delimited = "$" in text or "\\boxed" in text
+    return not delimited and re.search(r"[\d\\^]", text) is not None and not has_words(LATEX_WORDS.sub("", text))
+
+
+def has_words(text: str) -> bool:
+    return re.search(r"[A-Za-z]{2,}", text) is not None
 
 
 def regex(reply: str, pattern: str) -> float:
@@ -37,4 +87,46 @@ def regex(reply: str, pattern: str) -> float:
     return float(re.search(pattern, reply) is not None)
 
 
-REWARDS: dict[str, Callable[..., float]] = {"exact": exact, "math": math, "regex": regex}
+def matches_format(reply: str, pattern: str = THINK_ANSWER) -> float:
+    """1 if the whole reply matches the pattern, in which a dot is any character, newlines too."""
+    return float(re.fullmatch(pattern, reply.strip(), re.DOTALL) is not None)
+
+
+def length(reply: str, maximum: float, minimum: float = 0, unit: str = "characters") -> float:
+    """1 from minimum to maximum; falls in proportion to 0 at no length, and at twice the maximum."""
+    if unit not in UNITS:
+        raise ValueError(f"reward.options.unit={unit}: give one of {', '.join(UNITS)}")
+    size = UNITS[unit](reply)
+    if size < minimum:
+        return size / minimum
+    return 1.0 if size <= maximum else max(0.0, 2 - size / maximum)
+
+
+def reasoning_gym(reply: str, question: str, answer: Any, metadata: Any) -> float:
+    """The score of Reasoning Gym's own grader for the row's kind of task."""
+    try:
+        from reasoning_gym.utils import extract_answer  # noqa: PLC0415  (seconds to import)
+    except ImportError as error:
+        raise ImportError("the reward reasoning_gym needs its package: pip install 'trueline[reasoning]'") from error
+    details = json.loads(metadata) if isinstance(metadata, str) else metadata
+    entry = {"question": question, "answer": answer, "metadata": details}
+    given = extract_answer(reply)
+    return float(gym_grader(details["source_dataset"])(reply.strip() if given is None else given, entry))
+
+
+@cache
+def gym_grader(task: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym import get_score_answer_fn  # noqa: PLC0415  (an extra; seconds to import)
+
+    return get_score_answer_fn(task)
+
+
+REWARDS: dict[str, Callable[..., float]] = {
+    "code": code,
+    "exact": exact,
+    "format": matches_format,
+    "length": length,
+    "math": math,
+    "reasoning_gym": reasoning_gym,
+    "regex": regex,
+}

@@ -5,147 +5,248 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from trueline.config.base import ConfigError
-from trueline.config.data import RewardConfig
-from trueline.rewards.base import RewardFailure, RewardTimeout
+from trueline.config.reward import RewardConfig, RewardPartConfig
+from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.functions import REWARDS
 
-ALWAYS_GIVEN = ("reply", "prompt", "messages")
+ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages")
 START_SECONDS = 60
+END_SECONDS = 5
 LONGEST_LINE = 64 * 2**20
+MARK = "TRUELINE_REWARD_PROCESS"  # environment variable by which what a function started is found again
+Answer = dict[str, Any]
 
 
-def command(config: RewardConfig) -> list[str]:
-    return [sys.executable, "-m", "trueline.rewards.process", config.function, str(config.memory_gib)]
-
-
-def check_reward(config: RewardConfig, columns: list[str], labelled: bool) -> None:
-    """Import the function in a child process and compare its parameters with what the data has."""
-    if not config.function:
-        raise ConfigError("reward.function is empty: give --reward math, exact, regex, file.py:f or package.module:f")
-    try:
-        child = subprocess.run(
-            command(config), input="", capture_output=True, text=True, timeout=START_SECONDS, check=False
+def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[str], labelled: bool) -> None:
+    """Import the function in a child process and compare its parameters with what it would be given."""
+    if not part.function:
+        raise ConfigError(
+            f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
         )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"reward.function={config.function}: importing it took more than {START_SECONDS} s") from None
-    try:
-        takes = json.loads(child.stdout.splitlines()[0])
-    except (IndexError, json.JSONDecodeError):
-        raise ConfigError(f"reward.function={config.function}: its process died at import: {child.stderr}") from None
-    if "error" in takes:
-        raise ConfigError(f"reward.function={config.function}: {takes['error']}\n{takes.get('traceback', '')}".strip())
-    optional = {"label": labelled, "pattern": config.pattern is not None}
-    available = {*ALWAYS_GIVEN, *columns, *(name for name, given in optional.items() if given)}
+    takes = asyncio.run(describe(part, config))
+    given = {"label": labelled, "pattern": part.pattern is not None}
+    available = {*ALWAYS_GIVEN, *columns, *part.options, *(name for name, there in given.items() if there)}
     missing = [name for name in takes["required"] if name not in available]
     if missing:
         raise ConfigError(
-            f"reward.function={config.function}: no value for its parameter {missing[0]!r}; a reward is given "
+            f"reward.function={part.function}: no value for its parameter {missing[0]!r}; a reward is given "
             f"{', '.join(sorted(available))}: rename the parameter, "
-            "give it a default, or name its column (data.label_column, reward.pattern)"
+            "give it a default, or name its column or value (data.label_column, reward.pattern, reward.options)"
+        )
+    idle = [name for name in part.options if name in ALWAYS_GIVEN or not (takes["any"] or name in takes["all"])]
+    if idle:
+        raise ConfigError(
+            f"reward.function={part.function}: reward.options has {idle[0]!r}, which is none of the parameters "
+            f"that options can fill ({', '.join(name for name in takes['all'] if name not in ALWAYS_GIVEN)})"
         )
 
 
-class RewardPool:
+async def describe(part: RewardPartConfig, config: RewardConfig) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "reward.log")
+        child = Child(part, config, log)
+        try:
+            await child.start()
+        except RewardFailure as error:
+            last_words = "" if child.takes else log.read_text(errors="replace")
+            raise ConfigError(f"{error}\n{last_words}".strip()) from None
+        finally:
+            await child.stop()
+        return child.takes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    call: Call
+    reward: asyncio.Future[float]
+
+    def settle(self, outcome: float | Exception) -> None:
+        if self.reward.done():
+            return  # whoever asked has gone
+        if isinstance(outcome, Exception):
+            self.reward.set_exception(outcome)
+        else:
+            self.reward.set_result(outcome)
+
+
+class FunctionReward:
     """`processes` children; a call waits for a free one, and a child that dies or hangs is replaced."""
 
-    def __init__(self, config: RewardConfig, log: Path) -> None:
-        self.config, self.log, self.closed = config, log, False
-        self.free: asyncio.Queue[Child | None] = asyncio.Queue()
-        self.children: set[Child] = set()
-        for _ in range(config.processes):
-            self.free.put_nowait(None)
+    def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
+        self.part, self.config, self.closed = part, config, False
+        self.children = [Child(part, config, log) for _ in range(config.processes)]
+        self.line: asyncio.Queue[Waiting] = asyncio.Queue()
+        self.unsettled: set[Waiting] = set()
+        self.workers: list[asyncio.Task[None]] = []
 
-    async def score(self, call: dict[str, Any]) -> float:
-        child = await self.free.get()
+    async def score(self, call: Call) -> float:
         if self.closed:
             raise RewardFailure("the reward processes were stopped")
-        healthy: Child | None = None
+        if not self.workers:
+            self.workers = [asyncio.create_task(self._work(child)) for child in self.children]
+        waiting = Waiting(call, asyncio.get_running_loop().create_future())
+        self.unsettled.add(waiting)
+        self.line.put_nowait(waiting)
         try:
-            child = child or await self._start()
-            answer = await child.ask(call, self.config.timeout_seconds)
-            healthy = child
+            return await waiting.reward
         finally:
-            if child is not None and healthy is None:
-                self._discard(child)
-            self.free.put_nowait(healthy)
-        if "error" in answer:
-            raise RewardFailure(answer["error"])
-        return float(answer["reward"])
+            self.unsettled.discard(waiting)
 
-    async def _start(self) -> "Child":
-        child = await Child.start(self.config, self.log)
-        self.children.add(child)
-        return child
+    async def _work(self, child: "Child") -> None:
+        while True:
+            first = await self.line.get()
+            try:
+                await child.start()
+            except RewardFailure as failure:
+                first.settle(failure)
+                continue
+            more = min(self.line.qsize(), self.config.batch - 1) if child.takes["batched"] else 0
+            batch = [first, *(self.line.get_nowait() for _ in range(more))]
+            wanted = [waiting for waiting in batch if not waiting.reward.done()]
+            if wanted:
+                await self._answer(child, wanted)
 
-    def _discard(self, child: "Child") -> None:
-        self.children.discard(child)
-        child.kill()
+    async def _answer(self, child: "Child", batch: list[Waiting]) -> None:
+        """A function that fails raises for all; one that hangs or dies is asked again, for each call by itself."""
+        try:
+            answers = await child.ask([waiting.call for waiting in batch])
+        except RewardFailure as failure:
+            if len(batch) == 1:
+                batch[0].settle(failure)
+                return
+            for waiting in batch:  # one of them is the culprit; the others shall not fail with it
+                await self._answer(child, [waiting])
+            return
+        for waiting, answer in zip(batch, answers, strict=True):
+            waiting.settle(self._outcome(answer))
+
+    def _outcome(self, answer: Answer) -> float | Exception:
+        if "reward" in answer:
+            return float(answer["reward"])
+        if "policy_error" in answer:
+            return PolicyError(answer["policy_error"])
+        limit = f"out of memory (reward.memory_gib={self.config.memory_gib:g})\n" if answer.get("exhausted") else ""
+        return RewardFailure(f"reward.function={self.part.function}: {limit}{answer['error']}")
 
     async def stop(self) -> None:
         self.closed = True
-        children, self.children = self.children, set()
-        for child in children:
-            child.kill()
-            await child.process.wait()
+        for worker in self.workers:
+            worker.cancel()
+        await asyncio.gather(*self.workers, return_exceptions=True)
+        for waiting in self.unsettled:
+            waiting.settle(RewardFailure("the reward processes were stopped"))
+        for child in self.children:
+            await child.stop()
 
 
 class Child:
-    def __init__(self, process: asyncio.subprocess.Process, constants: dict[str, Any]) -> None:
-        self.process, self.constants = process, constants
+    """One process, started when it is needed and again after it was killed."""
 
-    @classmethod
-    async def start(cls, config: RewardConfig, log: Path) -> "Child":
-        with log.open("a") as output:
-            process = await asyncio.create_subprocess_exec(
-                *command(config),
+    def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
+        self.part, self.config, self.log = part, config, log
+        self.constants = {**({"pattern": part.pattern} if part.pattern is not None else {}), **part.options}
+        self.mark = uuid.uuid4().hex
+        self.process: asyncio.subprocess.Process | None = None
+        self.killed: asyncio.subprocess.Process | None = None  # the last one
+        self.takes: dict[str, Any] = {}
+
+    async def start(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            return
+        self._kill()  # it may have died between two calls
+        try:
+            self.process = await self._open()
+        except OSError as error:
+            raise self._failure(f"its process cannot be started: {error}") from None
+        self.takes = await self._exchange(None, START_SECONDS)
+        if "error" in self.takes:
+            self._kill()
+            raise self._failure(self.takes["error"])
+
+    async def _open(self) -> asyncio.subprocess.Process:
+        command = [sys.executable, "-m", "trueline.rewards.process", self.part.function, str(self.config.memory_gib)]
+        with self.log.open("a") as output:
+            return await asyncio.create_subprocess_exec(
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,
                 limit=LONGEST_LINE,
                 start_new_session=True,
+                env={**os.environ, MARK: self.mark},
             )
-        child = cls(process, {"pattern": config.pattern} if config.pattern is not None else {})
-        try:
-            hello = await child._answer(START_SECONDS)
-        except RewardFailure:
-            child.kill()
-            raise
-        if "error" in hello:
-            raise RewardFailure(hello["error"])
-        return child
 
-    async def ask(self, call: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        line = json.dumps({**call, **self.constants}, default=str) + "\n"
+    async def ask(self, calls: list[Call]) -> list[Answer]:
+        await self.start()
         try:
-            self.process.stdin.write(line.encode())
-            await self.process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            raise RewardFailure(await self._obituary()) from None
-        return await self._answer(timeout_seconds)
+            line = json.dumps({"calls": calls, "constants": self.constants}, default=str)
+        except (TypeError, ValueError) as error:
+            raise self._failure(f"its call cannot be sent as JSON: {error}") from None
+        answers: list[Answer] = (await self._exchange(line, self.config.timeout_seconds))["answers"]
+        if any(answer.get("exhausted") for answer in answers):
+            self._kill()  # what leaked stays in the process
+        return answers
 
-    async def _answer(self, timeout_seconds: float) -> dict[str, Any]:
-        assert self.process.stdout is not None
+    async def _exchange(self, line: str | None, seconds: float) -> dict[str, Any]:
+        """One line there, one back; a child that fails at it is killed."""
+        process, heard = self.process, False
+        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), timeout_seconds)
+            async with asyncio.timeout(seconds):
+                if line is not None:
+                    process.stdin.write(line.encode() + b"\n")
+                    await process.stdin.drain()
+                answer: dict[str, Any] = json.loads(await process.stdout.readline())
+                heard = True
+                return answer
         except TimeoutError:
-            raise RewardTimeout(f"the reward function took more than {timeout_seconds:g} s") from None
-        if not line:
-            raise RewardFailure(await self._obituary())
-        answer = json.loads(line)
-        assert isinstance(answer, dict)
-        return answer
+            what = "its import" if line is None else "a call (reward.timeout_seconds)"
+            raise self._failure(f"{what} took more than {seconds:g} s and was killed", RewardTimeout) from None
+        except (ConnectionError, json.JSONDecodeError):
+            self._kill()
+            raise self._failure(f"its process {await end_of(process)} (see {self.log.name})") from None
+        finally:
+            if not heard:
+                self._kill()
 
-    async def _obituary(self) -> str:
-        return f"the reward process died with exit status {await self.process.wait()}"
+    def _failure(self, reason: str, kind: type[RewardFailure] = RewardFailure) -> RewardFailure:
+        return kind(f"reward.function={self.part.function}: {reason}")
 
-    def kill(self) -> None:
-        """The child leads a session of its own: what it started ends with it."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it may have just died by itself
-                os.killpg(self.process.pid, signal.SIGKILL)
+    def _kill(self) -> None:
+        """With all that it started: its session, and whatever left that but still carries its mark."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for other in psutil.process_iter(["environ"]):
+            if (other.info["environ"] or {}).get(MARK) == self.mark:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    other.kill()
+        self.process, self.killed = None, self.process
+
+    async def stop(self) -> None:
+        self._kill()
+        if self.killed is not None:
+            await end_of(self.killed)
+
+
+async def end_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            await process.stdout.read()  # to its end; what is left open complains when the loop is closed
+            await process.wait()
+    status = process.returncode
+    if status is None:
+        return "closed its answers"
+    return f"died of {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"

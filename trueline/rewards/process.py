@@ -4,6 +4,7 @@ It starts without torch, in a second; `python -m trueline.rewards.process SPECIF
 """
 
 import asyncio
+import faulthandler
 import importlib
 import importlib.util
 import inspect
@@ -17,9 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from trueline.rewards.base import Call, PolicyError
 from trueline.rewards.functions import REWARDS
+from trueline.rewards.linux import die_with_parent
 
 Function = Callable[..., Any]
+Takes = dict[str, Any]
+LONGEST_ERROR = 20_000  # characters
+RUNNER = asyncio.Runner()  # one loop for all calls, so that clients which a function keeps go on working
 
 
 class NoSuchFunction(ValueError):
@@ -33,6 +39,7 @@ def load_function(specification: str) -> Function:
     place, separator, name = specification.rpartition(":")
     if not separator:
         raise NoSuchFunction(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
+    sys.path.insert(0, os.getcwd())
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
@@ -52,8 +59,8 @@ def load_file(file: Path) -> Any:
     return module
 
 
-def describe(function: Function) -> dict[str, Any]:
-    """The parameters that must be given, and whether any other may be."""
+def describe(function: Function) -> Takes:
+    """The parameters that can and must be given, whether any other may be, and whether they are lists."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -62,22 +69,38 @@ def describe(function: Function) -> dict[str, Any]:
         "all": [parameter.name for parameter in named],
         "required": [parameter.name for parameter in named if parameter.default is parameter.empty],
         "any": any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+        "batched": any(parameter.name == "replies" for parameter in named),
     }
 
 
-def answer(function: Function, takes: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
-    given = call if takes["any"] else {name: call[name] for name in takes["all"] if name in call}
-    try:
-        value = function(**given)
-        if inspect.isawaitable(value):
-            value = asyncio.run(wait_for(value))
-        return {"reward": checked(value)}
-    except Exception:  # noqa: BLE001  (the boundary where user code runs)
-        return {"error": traceback.format_exc()}
+def ask(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[Any]:
+    """What the function returns for each call, as it comes. Only a batched one is given several."""
+    takes = describe(function)
+    values = {**(columns_of(calls) if takes["batched"] else calls[0]), **constants}
+    returned = function(**(values if takes["any"] else {name: values[name] for name in takes["all"] if name in values}))
+    if inspect.isawaitable(returned):
+        returned = RUNNER.run(wait_for(returned))
+    return checked_list(returned, len(calls)) if takes["batched"] else [returned]
+
+
+def columns_of(calls: list[Call]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for call in calls for name in call)
+    columns = {name: [call.get(name) for call in calls] for name in names}
+    return {**columns, "replies": columns["reply"]}
 
 
 async def wait_for(value: Any) -> Any:
     return await value
+
+
+def checked_list(returned: Any, expected: int) -> list[Any]:
+    try:
+        values = list(returned)
+    except TypeError:
+        raise TypeError(f"a function of `replies` returns a list of numbers, got {returned!r:.200}") from None
+    if len(values) != expected:
+        raise ValueError(f"it returned {len(values)} rewards for {expected} replies")
+    return values
 
 
 def checked(value: Any) -> float:
@@ -88,17 +111,51 @@ def checked(value: Any) -> float:
     raise TypeError(f"a reward must be a finite number, got {value!r:.200} of type {type(value).__name__}")
 
 
+def answer(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each call its reward, or why there is none."""
+    try:
+        return [judge(value) for value in ask(function, calls, constants)]
+    except PolicyError as error:
+        if len(calls) == 1:
+            return [{"policy_error": str(error)}]
+        return [judged for call in calls for judged in answer(function, [call], constants)]  # to see whose error it is
+    except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
+        return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
+
+
+def judge(value: Any) -> dict[str, Any]:
+    try:
+        return {"reward": checked(value)}
+    except Exception as error:  # noqa: BLE001  (what the function returned converts itself to a number)
+        return {"error": explain(error)}
+
+
+def explain(error: BaseException) -> str:
+    """The traceback from where the function's own lines begin."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename == __file__:
+        place = place.tb_next
+    return "".join(traceback.format_exception(type(error), error, place))[-LONGEST_ERROR:].rstrip()
+
+
 def limit_memory(gib: float) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limit = used + int(gib * 2**30)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    """Beyond what the process has by now; a memory that leaks ends in an error and not in the kernel's killer."""
+    if Path("/proc/self/statm").exists():
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limit = used + int(gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def serve(specification: str, memory_gib: float) -> None:
-    """Answers leave by a private copy of standard output; what user code prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Calls and answers go by private copies of the standard streams, which are the function's to play with."""
+    calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())
+    for stream in (calls, answers):
+        os.register_at_fork(after_in_child=stream.close)  # what the function forks must not keep them open
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
 
     def reply(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
@@ -110,14 +167,14 @@ def serve(specification: str, memory_gib: float) -> None:
     except NoSuchFunction as error:
         reply({"error": str(error)})
         return
-    except Exception as error:  # noqa: BLE001  (the boundary where user code runs)
-        reply({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+    except BaseException as error:  # noqa: BLE001  (the boundary where user code runs)
+        reply({"error": explain(error)})
         return
-    if Path("/proc/self/statm").exists():
-        limit_memory(memory_gib)
+    limit_memory(memory_gib)
     reply(takes)
-    for line in sys.stdin:
-        reply(answer(function, takes, json.loads(line)))
+    for line in calls:
+        request = json.loads(line)
+        reply({"answers": answer(function, request["calls"], request["constants"])})
 
 
 if __name__ == "__main__":

@@ -2,58 +2,54 @@
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
+from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
+from trueline.rollout.failures import FailureBudget, RolloutFailure
 
 STOP_SECONDS = 10
+SAME_REWARD = 1e-6
 Result = TypeVar("Result")
 Group = list[Trajectory]
 
 
-class RolloutFailure(RuntimeError):
-    """Sampling cannot go on; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """How many groups of how many answers are under way at most, and what is tolerated."""
+    """How many groups of how many answers are under way at most, and which of them are trained on."""
 
     groups_per_step: int
     group_size: int
     max_staleness: int
     seed: int
     seeded: bool
-    max_failure_share: float
+    greedy: bool = False  # one more answer to each prompt, the likeliest one, as a baseline
+    dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
 
     def capacity(self) -> int:
         return (self.max_staleness + 1) * self.groups_per_step
 
 
 @dataclass(slots=True)
-class Failures:
-    """Episodes that ended without a reward since the last step."""
+class Dropped:
+    """What was sampled since the last step and is not trained on."""
 
-    count: int = 0
-    dropped_groups: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    answers: int = 0  # that failed
+    groups: int = 0  # with too few answers left
+    uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
 
-    def add(self, failed: list[Trajectory]) -> None:
-        self.count += len(failed)
-        self.reasons.update(f"{one.outcome}: {one.error.strip()}" for one in failed)
-
-    def summary(self) -> str:
-        return "\n".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
+    def group_count(self) -> int:
+        return self.groups + len(self.uniform)
 
 
 class EventLoop:
@@ -96,65 +92,97 @@ class Rollouts:
 
     def __init__(
         self,
-        episodes: Episodes,
-        environment: Callable[[], Environment],
+        sampler: "GroupSampler",
         prompts: list[Prompt],
         order: Order | Mixture,
-        params: SamplingParams,
         plan: RolloutPlan,
+        budget: FailureBudget,
         loop: EventLoop,
     ) -> None:
-        self.episodes, self.environment, self.prompts, self.order = episodes, environment, prompts, order
-        self.params, self.plan, self.loop = params, plan, loop
+        self.sampler, self.prompts, self.order = sampler, prompts, order
+        self.plan, self.budget, self.loop = plan, budget, loop
         self.running: deque[asyncio.Task[Group]] = deque()
-        self.failures = Failures()
+        self.dropped = Dropped()
 
     def start(self) -> None:
         self.loop.run(self._admit(self.plan.capacity()), "starting rollouts")
 
-    def release(self, count: int) -> None:
-        """Admit `count` new groups; called once the new weights are live."""
-        self.failures = Failures()
-        self.loop.run(self._admit(count), "admitting prompts")
+    def release(self) -> None:
+        """Admit new groups in place of those taken; called once the new weights are live."""
+        self.dropped = Dropped()
+        self.loop.run(self._admit(self.plan.capacity() - len(self.running)), "admitting prompts")
 
     def take(self, count: int) -> list[Group]:
-        """Wait for the oldest `count` groups that can be trained on."""
+        """Wait for the oldest `count` groups that can be trained on; fewer if dynamic sampling finds no more."""
         return self.loop.run(self._take(count), f"sampling {count} groups of {self.plan.group_size} answers")
 
     async def _admit(self, count: int) -> None:
         for _ in range(count):
             number = self.order.position
             prompt = self.prompts[next(self.order)]
-            self.running.append(asyncio.create_task(self._sample_group(prompt, number)))
+            self.running.append(asyncio.create_task(self.sampler.sample(prompt, number)))
 
-    async def _sample_group(self, prompt: Prompt, number: int) -> Group:
+    async def _take(self, count: int) -> list[Group]:
+        ready: list[Group] = []
+        left = count * self.plan.dynamic.max_batches
+        while len(ready) < count and (left > 0 or not self.plan.dynamic.enabled):
+            group = await self.running.popleft()
+            left -= 1
+            if self._trainable(group):
+                ready.append([trajectory for trajectory in group if not trajectory.outcome.failed])
+            elif left > len(self.running) or not self.plan.dynamic.enabled:
+                await self._admit(1)
+        if not ready:
+            raise RolloutFailure(
+                f"none of {count * self.plan.dynamic.max_batches} groups has answers with different rewards: choose "
+                "prompts of another difficulty, or set algorithm.dynamic_sampling.enabled=false"
+            )
+        return ready
+
+    def _trainable(self, group: Group) -> bool:
+        """Enough answers with a reward and, under dynamic sampling, with more than one reward."""
+        failed = self.budget.add(group)
+        self.dropped.answers += failed
+        if len(group) - failed < min(2, self.plan.group_size):
+            self.dropped.groups += 1
+            return False
+        if not self.plan.dynamic.enabled:
+            return True
+        judged = [judged_reward(one, self.plan.dynamic.reward) for one in group if not one.outcome.failed]
+        if max(judged) - min(judged) > SAME_REWARD:
+            return True
+        self.dropped.uniform.append(judged[0])
+        return False
+
+
+def judged_reward(trajectory: Trajectory, part: str | None) -> float:
+    assert trajectory.reward is not None
+    return trajectory.reward if part is None else trajectory.metrics[f"reward/{part}"]
+
+
+class GroupSampler:
+    """All answers to one prompt."""
+
+    def __init__(
+        self, episodes: Episodes, environment: Callable[[], Environment], params: SamplingParams, plan: RolloutPlan
+    ) -> None:
+        self.episodes, self.environment, self.params, self.plan = episodes, environment, params, plan
+
+    async def sample(self, prompt: Prompt, number: int) -> Group:
         tickets = [Ticket(number, index, self.seed_of(number, index)) for index in range(self.plan.group_size)]
         runs = [self.episodes.run(self.environment(), prompt, ticket, self.params) for ticket in tickets]
-        return list(await asyncio.gather(*runs))
+        if not self.plan.greedy:
+            return list(await asyncio.gather(*runs))
+        likeliest = replace(self.params, temperature=0.0)
+        extra = self.episodes.run(self.environment(), prompt, Ticket(number, 0, None, "greedy"), likeliest)
+        *group, greedy = await asyncio.gather(*runs, extra)
+        for trajectory in group:
+            trajectory.baseline = greedy.reward
+            if greedy.outcome.failed:
+                trajectory.outcome, trajectory.error, trajectory.reward = greedy.outcome, greedy.error, None
+        return list(group)
 
     def seed_of(self, group: int, index: int) -> int | None:
         if not self.plan.seeded:
             return None
         return int(np.random.SeedSequence([self.plan.seed, group, index]).generate_state(1)[0]) >> 1
-
-    async def _take(self, count: int) -> list[Group]:
-        ready: list[Group] = []
-        while len(ready) < count:
-            group = await self.running.popleft()
-            survivors = [trajectory for trajectory in group if not trajectory.outcome.failed]
-            self._count_failures([trajectory for trajectory in group if trajectory.outcome.failed])
-            if len(survivors) >= min(2, self.plan.group_size):
-                ready.append(survivors)
-            else:
-                self.failures.dropped_groups += 1
-                await self._admit(1)
-        return ready
-
-    def _count_failures(self, failed: list[Trajectory]) -> None:
-        self.failures.add(failed)
-        answers = self.plan.groups_per_step * self.plan.group_size
-        if self.failures.count > self.plan.max_failure_share * answers:
-            raise RolloutFailure(
-                f"{self.failures.count} of {answers} answers of this step have no reward, more than "
-                f"reward.max_failure_share={self.plan.max_failure_share:g}. Most frequent:\n{self.failures.summary()}"
-            )

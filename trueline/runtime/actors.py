@@ -3,6 +3,7 @@
 import os
 import pkgutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,14 +51,18 @@ class Done:
         return self.value
 
 
+LOCAL_CALLS = threading.RLock()  # models of one process share the state of a forward pass
+
+
 class LocalActor:
-    """An object of this process; calls run at once."""
+    """An object of this process; calls run at once, one after the other."""
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target = name, target
 
     def submit(self, method: str, *args: Any) -> Pending:
-        return Done(self.name, methodcaller(method, *args)(self.target))
+        with LOCAL_CALLS:
+            return Done(self.name, methodcaller(method, *args)(self.target))
 
     async def call(self, method: str, *args: Any) -> Any:
         return await methodcaller(method, *args)(self.target)

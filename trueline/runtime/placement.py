@@ -10,38 +10,54 @@ from trueline.runtime.cluster import START_SECONDS, Machine, engine_environment,
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """The ranks of a model beside the policy: on the policy's GPUs, or on GPUs of their own."""
+
+    name: str
+    ranks: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """How many processes of each kind, and whether engines share the trainer's GPUs."""
 
     policy_ranks: int
-    reference_ranks: int
-    engines: int
-    tensor_parallel: int
-    colocated: bool
+    engines: int = 0
+    tensor_parallel: int = 1
+    colocated: bool = False
+    beside: tuple[Beside, ...] = ()
 
     def engine_gpus(self) -> int:
         return self.engines * self.tensor_parallel
 
+    def own_gpus(self) -> int:
+        return sum(one.ranks for one in self.beside if not one.shared)
+
     def gpus_needed(self) -> int:
         if self.colocated:
-            return max(self.policy_ranks, self.engine_gpus())
-        return self.policy_ranks + self.engine_gpus()
+            return max(self.policy_ranks, self.engine_gpus()) + self.own_gpus()
+        return self.policy_ranks + self.engine_gpus() + self.own_gpus()
 
 
 def check_devices(layout: Layout, machine: Machine) -> None:
     """Refuse what the machine cannot hold, with the sum and the way out."""
-    if machine.gpus == 0 or layout.gpus_needed() <= machine.gpus:
-        if machine.gpus and layout.reference_ranks > layout.policy_ranks:
+    if machine.gpus == 0:
+        return
+    for one in layout.beside:
+        if one.shared and one.ranks > layout.policy_ranks:
             raise ConfigError(
-                f"reference.ranks={layout.reference_ranks} share the policy's GPUs: "
-                f"set it to at most training.ranks={layout.policy_ranks}"
+                f"{one.name}.ranks={one.ranks} share the policy's GPUs: set it to at most "
+                f"training.ranks={layout.policy_ranks}, or {one.name}.placement=separate"
             )
+    if layout.gpus_needed() <= machine.gpus:
         return
     sign = "shared by" if layout.colocated else "+"
+    own = "".join(f" + {one.name}.ranks={one.ranks}" for one in layout.beside if not one.shared)
     raise ConfigError(
         f"training.ranks={layout.policy_ranks} {sign} rollout.engines={layout.engines} x "
-        f"rollout.tensor_parallel={layout.tensor_parallel} need {layout.gpus_needed()} GPUs, there are {machine.gpus}: "
-        "lower one of them, or set placement=colocated"
+        f"rollout.tensor_parallel={layout.tensor_parallel}{own} need {layout.gpus_needed()} GPUs, there are "
+        f"{machine.gpus}: lower one of them, or set placement=colocated"
     )
 
 
@@ -56,23 +72,24 @@ class Processes:
     homes: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def policy(self, target: Target, specs: list[Any]) -> list[Actor]:
-        actors = self._start("policy", target, specs, self._policy_spots(len(specs)))
+        actors = self._start("policy", target, specs, self._own_spots(len(specs)))
         if self.machine.gpus:
             homes = [actor.home() for actor in actors if isinstance(actor, RayActor)]
             self.homes = wait_all(homes, START_SECONDS)
         return actors
 
-    def _policy_spots(self, count: int) -> list[Spot]:
+    def _own_spots(self, count: int) -> list[Spot]:
         environment = worker_environment(self.machine, count)
         if not self.machine.gpus:
             return [Spot(environment=environment)] * count
         group = None if self.local else reserve([{"CPU": 1, "GPU": 1}] * count)
         return [Spot(group, bundle, cpus=1, gpus=1, environment=environment) for bundle in range(count)]
 
-    def reference(self, target: Target, specs: list[Any]) -> list[Actor]:
+    def beside(self, one: Beside, target: Target, specs: list[Any]) -> list[Actor]:
+        """The ranks of a model beside the policy."""
         environment = worker_environment(self.machine, len(specs))
-        spots = [self._beside([number], environment) for number in range(len(specs))]
-        return self._start("reference", target, specs, spots)
+        shared = [self._beside([number], environment) for number in range(len(specs))]
+        return self._start(one.name, target, specs, shared if one.shared else self._own_spots(len(specs)))
 
     def engines(self, target: Target, specs: list[Any], cpu_cache_gib: float) -> list[Actor]:
         environment = engine_environment(self.machine, cpu_cache_gib)

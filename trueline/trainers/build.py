@@ -1,11 +1,12 @@
 """From a plan to a trainer with all its processes, and back to nothing when it ends."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
 
-from trueline.config.model import RanksConfig
-from trueline.config.rl import RLConfig
+from trueline.config.model import ModelConfig
+from trueline.config.rl import RolloutConfig
+from trueline.config.run import RunConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
 from trueline.environments.base import Environment
@@ -15,23 +16,25 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rewards.pool import RewardPool
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.episode import Episodes
+from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop, RolloutPlan, Rollouts
-from trueline.runtime.actors import Target
+from trueline.rollout.rollouts import EventLoop, GroupSampler, RolloutPlan, Rollouts
+from trueline.runtime.actors import Actor, Target
 from trueline.runtime.cluster import ray_cluster
-from trueline.runtime.placement import Processes
+from trueline.runtime.placement import Layout, Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
+from trueline.trainers.models import Models
 from trueline.trainers.plan import RLPlan
+from trueline.trainers.rewards import failure_files, open_rewards
 from trueline.trainers.rl import RLTrainer, Turns
+from trueline.trainers.roles import RoleModel
 from trueline.trainers.state import RLState, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.mesh import Mesh
 from trueline.training.worker import WorkerSpec
 
 CANARY_TOKENS = 32
@@ -40,6 +43,20 @@ ENGINES = {
     "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
     "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """All that turns prompts into judged answers."""
+
+    episodes: Episodes
+    environment: Callable[[], Environment]
+    stops: tuple[int, ...]
+    loop: EventLoop
+
+    def params(self, temperature: float, max_new_tokens: int | None) -> SamplingParams:
+        assert max_new_tokens
+        return SamplingParams(temperature, max_new_tokens, self.stops)
 
 
 @contextmanager
@@ -54,123 +71,147 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         loop = EventLoop(config.timeout_seconds)
         stack.callback(loop.stop)
         progress.note("starting   models and engines; each process imports its libraries first")
-        policy, reference, pool = start_models(plan, processes)
-        chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
-        rewards = RewardPool(config.reward, folder.logs / "reward.log")
-        stack.callback(lambda: loop.run(rewards.stop(), "stopping reward processes"))
+        groups, pool = start_models(plan, processes)
+        models = Models(
+            config.algorithm,
+            config.rollout.temperature,
+            groups["policy"],
+            groups.get("reference"),
+            groups.get("teacher"),
+            groups.get("critic"),
+        )
+        rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
+        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
         checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-        state = restore(RLState, checkpoints, policy, progress)
+        state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
         tracker.recover(state.step, checkpoints.newest_metrics())
         state.tracker = tracker.run_id
-        guard = Guard(policy, config.training, progress.note)
+        guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
-
-        def environment() -> Environment:
-            return SingleTurn(rewards)
-
-        episodes = Episodes(pool, chat)
-        stops = tuple(stop_tokens(config.model, chat.tokenizer))
-        tokens = chat.prompt_tokens(plan.prompts[0].messages)
+        talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
         yield RLTrainer(
             config=config,
-            policy=policy,
-            reference=reference,
-            rollouts=make_rollouts(plan, episodes, environment, stops, state, loop),
-            sync=make_sync(plan, policy, pool, loop, tokens),
+            models=models,
+            rollouts=make_rollouts(plan, talk, state, folder),
+            sync=make_sync(plan, models.policy, pool, talk),
             turns=Turns(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
-            evaluator=make_evaluator(plan, episodes, environment, stops, loop),
+            evaluator=make_evaluator(plan, talk),
             checkpoints=checkpoints,
             tracker=tracker,
             progress=progress,
             state=state,
             timer=Timer(),
             guard=guard,
+            critic_guard=Guard(models.critic, config.critic, progress.note) if models.critic else None,
         )
 
 
-def start_models(plan: RLPlan, processes: Processes) -> tuple[ModelGroup, ModelGroup | None, EnginePool]:
-    config, layout = plan.config, plan.layout
+def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
+    """The policy and the models beside it by name, and the engines; all of them start at once."""
+    config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
-    specs = worker_specs(config, config.training, layout.policy_ranks, updates)
-    mesh = specs[0].mesh()
-    policy = processes.policy(WORKER, specs)
-    engines = processes.engines(ENGINES[config.rollout.engine], engine_specs(plan), config.rollout.cpu_cache_gib)
-    groups = [ModelGroup("policy", policy, config.training, config.timeout_seconds, mesh)]
-    if layout.reference_ranks:
-        actors = processes.reference(WORKER, worker_specs(config, config.reference, layout.reference_ranks, 0))
-        beside = Mesh(layout.reference_ranks, mesh.ring, mesh.tensor)
-        groups.append(ModelGroup("reference", actors, config.reference, config.timeout_seconds, beside))
-    start_groups(groups)
-    return groups[0], groups[1] if len(groups) > 1 else None, EnginePool(engines)
-
-
-def worker_specs(config: RLConfig, ranks: RanksConfig, world: int, updates: int) -> list[WorkerSpec]:
+    waits = config.algorithm.critic_only_steps if config.algorithm.needs_critic() else 0
+    learns = max(config.steps - waits, 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
-    return [WorkerSpec(config.model, ranks, rank, world, updates, config.seed, seconds) for rank in range(world)]
+    specs = [
+        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds) for rank in range(ranks)
+    ]
+    groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
+    engines = start_engines(
+        processes, config.rollout, engine_specs(config.model, config.rollout, plan.layout, config.seed)
+    )
+    for role in plan.roles:
+        specs = role_specs(role, config, updates)
+        groups[role.name] = model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
+    start_groups(list(groups.values()))
+    return groups, EnginePool(engines)
 
 
-def engine_specs(plan: RLPlan) -> list[EngineSpec]:
-    config, rollout = plan.config, plan.config.rollout
+def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
+    return [
+        WorkerSpec(
+            role.model, role.ranks, rank, role.world(), updates, config.seed, config.timeout_seconds, head=role.head
+        )
+        for rank in range(role.world())
+    ]
+
+
+def model_group(name: str, actors: list[Actor], specs: list[WorkerSpec]) -> ModelGroup:
+    return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
+
+
+def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor]:
+    return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
+
+
+def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
     assert rollout.max_new_tokens and rollout.max_prompt_tokens
     return [
         EngineSpec(
-            model=config.model.path,
+            model=model.path,
             dtype=rollout.dtype,
             context=rollout.max_prompt_tokens + rollout.max_new_tokens,
             tensor_parallel=rollout.tensor_parallel,
             max_sequences=rollout.max_sequences,
-            seed=config.seed + number,
+            seed=seed + number,
             gpu_memory_share=rollout.gpu_memory_share,
             cuda_graphs=rollout.cuda_graphs,
-            sleeps=plan.layout.colocated,
-            trust_remote_code=config.model.trust_remote_code,
+            sleeps=layout.colocated,
+            trust_remote_code=model.trust_remote_code,
         )
-        for number in range(plan.layout.engines)
+        for number in range(layout.engines)
     ]
 
 
-def make_rollouts(
-    plan: RLPlan, episodes: Episodes, environment: Any, stops: tuple[int, ...], state: RLState, loop: EventLoop
-) -> Rollouts:
-    config, rollout = plan.config, plan.config.rollout
-    assert rollout.max_new_tokens
+def converse(
+    model: ModelConfig, template: str, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
+) -> Conversations:
+    chat = ChatFormat(load_tokenizer(model), template == "auto")
+    return Conversations(Episodes(pool, chat), environment, tuple(stop_tokens(model, chat.tokenizer)), loop)
+
+
+def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:
+    config, rollout, algorithm = plan.config, plan.config.rollout, plan.config.algorithm
+    sizes = [len(source.prompts) for source in plan.sources]
+    weights = list(config.data.sources().values())
+    about = RolloutPlan(
+        groups_per_step=config.groups_per_step,
+        group_size=algorithm.group_size,
+        max_staleness=rollout.max_staleness,
+        seed=config.seed,
+        seeded=rollout.seeded,
+        greedy=algorithm.advantage == "greedy_baseline",
+        dynamic=algorithm.dynamic_sampling,
+    )
+    answers = config.groups_per_step * algorithm.group_size
+    params = talk.params(rollout.temperature, rollout.max_new_tokens)
     return Rollouts(
-        episodes,
-        environment,
+        GroupSampler(talk.episodes, talk.environment, params, about),
         plan.prompts,
-        make_order(plan.sizes, list(config.data.sources().values()), config.seed, config.data.shuffle, state.groups),
-        SamplingParams(rollout.temperature, rollout.max_new_tokens, stops),
-        RolloutPlan(
-            groups_per_step=config.groups_per_step,
-            group_size=config.algorithm.group_size,
-            max_staleness=rollout.max_staleness,
-            seed=config.seed,
-            seeded=rollout.seeded,
-            max_failure_share=config.reward.max_failure_share,
-        ),
-        loop,
+        make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
+        about,
+        FailureBudget(config.reward.max_failure_share, answers, failure_files(config.reward, folder.path)),
+        talk.loop,
     )
 
 
-def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop, prompt: list[int]) -> WeightSync:
+def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversations) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
     tolerance = config.sync.tolerance or (1e-3 if exact else 0.1)
     assert config.rollout.max_prompt_tokens
     length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
+    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     in_process = config.runtime == "local"
-    return WeightSync(policy, pool, loop, config.sync, Canary(tokens, tolerance), config.rollout.dtype, in_process)
+    return WeightSync(policy, pool, talk.loop, config.sync, Canary(tokens, tolerance), config.rollout.dtype, in_process)
 
 
-def make_evaluator(
-    plan: RLPlan, episodes: Episodes, environment: Any, stops: tuple[int, ...], loop: EventLoop
-) -> Evaluator | None:
-    config = plan.config
-    if not plan.evaluation_prompts:
+def make_evaluator(plan: RLPlan, talk: Conversations) -> Evaluator | None:
+    evaluation = plan.config.evaluation
+    if not plan.evaluation_sets:
         return None
-    assert config.rollout.max_new_tokens
-    params = SamplingParams(config.evaluation.temperature, config.rollout.max_new_tokens, stops)
-    return Evaluator(episodes, environment, plan.evaluation_prompts, params, loop)
+    params = talk.params(evaluation.temperature, plan.config.rollout.max_new_tokens)
+    return Evaluator(talk.episodes, talk.environment, plan.evaluation_sets, params, evaluation, talk.loop)

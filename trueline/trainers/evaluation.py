@@ -1,43 +1,84 @@
 """How good the policy is on prompts it does not train on."""
 
-import asyncio
 from collections.abc import Callable
 from statistics import fmean
 
+from trueline.config.rl import EvaluationConfig
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes, Ticket
-from trueline.rollout.rollouts import EventLoop
+from trueline.rollout.episode import Episodes
+from trueline.rollout.rollouts import EventLoop, Group
+from trueline.trainers.answers import Answers
+from trueline.trainers.metrics import Judged, set_metrics
+
+UNDER_WAY = 4096  # answers of one engine, which queues what it cannot take at once
+PART = "reward/"
 
 
 class Evaluator:
-    """One answer per held-out prompt. Failed rewards are counted apart, never as zeros."""
+    """`samples` answers to every held-out prompt. Failed rewards are counted apart, never as zeros."""
 
     def __init__(
         self,
         episodes: Episodes,
         environment: Callable[[], Environment],
-        prompts: list[Prompt],
+        sets: dict[str, list[Prompt]],
         params: SamplingParams,
+        config: EvaluationConfig,
         loop: EventLoop,
     ) -> None:
-        self.episodes, self.environment, self.prompts = episodes, environment, prompts
-        self.params, self.loop = params, loop
+        self.sets, self.config = sets, config
+        self.answers = Answers(episodes, environment, params, loop, config.samples, "evaluate")
+        self.under_way = UNDER_WAY * len(episodes.pool.actors)
 
-    def run(self, seed: int) -> tuple[dict[str, float], list[Trajectory]]:
-        trajectories = self.loop.run(self._sample(seed), f"evaluating {len(self.prompts)} prompts")
-        scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-        lengths = [sum(trajectory.mask) for trajectory in trajectories]
-        metrics = {
-            "evaluation/answer_tokens": fmean(lengths),
-            "evaluation/failed_share": 1 - len(scored) / len(trajectories),
+    def run(
+        self, seed: int, told: Callable[[Group], None] = lambda group: None
+    ) -> tuple[dict[str, float], list[Trajectory]]:
+        """Metrics by name, and the answers in the order of sets, prompts and seeds; `told` hears of each prompt's."""
+        prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
+        groups: dict[int, Group] = {}
+        for place, group in self.answers.to(prompts, seed=seed, under_way=self.under_way):
+            groups[place] = group
+            told(group)
+        ordered = iter(groups[place] for place in range(len(prompts)))
+        metrics: dict[str, float] = {}
+        for name, members in self.sets.items():
+            found = self.describe([next(ordered) for _ in members])
+            metrics |= {f"{prefix_of(name)}{metric}": value for metric, value in found.items()}
+        rewards = [metrics[key] for name in self.sets if (key := f"{prefix_of(name)}reward") in metrics]
+        if rewards:
+            metrics["evaluation/reward"] = fmean(rewards)
+        return metrics, [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
+
+    def describe(self, groups: list[Group]) -> dict[str, float]:
+        """One set of prompts."""
+        scored = [[one for one in group if one.reward is not None] for group in groups]
+        everything = [one for group in groups for one in group]
+        return {
+            **set_metrics([judged(group) for group in scored], self.config.samples, self.config.pass_reward),
+            "answer_tokens": fmean(sum(one.mask) for one in everything),
+            "failed_share": fmean(one.reward is None for one in everything),
+            **part_means([group for group in scored if group]),
         }
-        return metrics | ({"evaluation/reward": fmean(scored)} if scored else {}), trajectories
 
-    async def _sample(self, seed: int) -> list[Trajectory]:
-        runs = [
-            self.episodes.run(self.environment(), prompt, Ticket(number, 0, seed + number, "evaluate"), self.params)
-            for number, prompt in enumerate(self.prompts)
-        ]
-        return list(await asyncio.gather(*runs))
+
+def prefix_of(name: str) -> str:
+    """The only set of a run has no name."""
+    return f"evaluation/{name}/" if name else "evaluation/"
+
+
+def judged(scored: Group) -> Judged:
+    return Judged([one.reply for one in scored], [one.reward for one in scored if one.reward is not None])
+
+
+def part_means(groups: list[Group]) -> dict[str, float]:
+    """Of every reward that makes up the task reward, where there are several: the mean over prompts."""
+    names = sorted({name for group in groups for one in group for name in one.metrics if name.startswith(PART)})
+    if len(names) < 2:
+        return {}
+    means = {}
+    for name in names:
+        values = [[one.metrics[name] for one in group if name in one.metrics] for group in groups]
+        means[f"part/{name.removeprefix(PART)}"] = fmean(fmean(present) for present in values if present)
+    return means

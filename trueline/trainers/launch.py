@@ -12,21 +12,22 @@ from trueline.data.preview import render
 from trueline.models.loading import load_tokenizer
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
-from trueline.rollout.rollouts import RolloutFailure
+from trueline.rollout.failures import RolloutFailure
 from trueline.runtime.actors import ActorFailure
 from trueline.sync.weights import SyncFailure
-from trueline.trainers import plan as rl_plan
-from trueline.trainers import supervised
+from trueline.trainers import estimates, supervised
 from trueline.trainers.build import rl_trainer
 from trueline.trainers.guard import TrainingFailure
+from trueline.trainers.plan import plan_rl
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)
 
 
 def launch_rl(config: RLConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
-    plan = rl_plan.plan_rl(named(config, verb))
-    about = rl_plan.describe_plan(plan)
+    plan = plan_rl(named(config, verb))
+    estimates.check_memory(plan)
+    about = estimates.describe_plan(plan)
     return launch(plan.config, about, plan.config.steps, dry_run, resume, lambda *parts: rl_trainer(plan, *parts))
 
 

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, pstdev
 
 import numpy as np
-from torch import Tensor
 
 from trueline.algorithms.advantages import assign_advantages
-from trueline.algorithms.correction import mismatch_metrics
+from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.algorithms.weighting import set_weights
 from trueline.config.rl import RLConfig
 from trueline.data.types import Sample, Trajectory, to_sample
@@ -18,14 +16,16 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop, Group, Rollouts
+from trueline.rollout.rollouts import EventLoop, Rollouts
 from trueline.sync.weights import WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
+from trueline.trainers.models import Models
 from trueline.trainers.state import RLState
+from trueline.trainers.step_metrics import describe_models, describe_step, first_step_warnings, transcript
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import LossSettings, ModelGroup, write_model
+from trueline.training.group import LossSettings
 
 
 class Turns:
@@ -53,8 +53,7 @@ class Turns:
 @dataclass(slots=True)
 class RLTrainer:
     config: RLConfig  # resolved
-    policy: ModelGroup
-    reference: ModelGroup | None
+    models: Models
     rollouts: Rollouts
     sync: WeightSync
     turns: Turns
@@ -65,10 +64,12 @@ class RLTrainer:
     state: RLState
     timer: Timer
     guard: Guard
+    critic_guard: Guard | None
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
-        self.guard.watch()
+        for guard in self.guards():
+            guard.watch()
         with self.progress, Interrupts(self.progress.note) as interrupts:
             self.publish()
             if state.step == 0:
@@ -80,21 +81,26 @@ class RLTrainer:
                 trajectories = [trajectory for group in groups for trajectory in group]
                 samples = [to_sample(trajectory) for trajectory in trajectories]
                 with self.turns.training():
-                    self.score(samples)
-                    assign_advantages(samples, config.algorithm)
+                    with self.timer.phase("score"):
+                        self.models.score(samples)
+                    self.assess(samples)
                     metrics = self.learn(samples)
-                    metrics |= self.describe(groups, samples)
-                    state.advance(len(groups) + self.rollouts.failures.dropped_groups)
+                    metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
+                    metrics |= describe_models(samples, config.algorithm) | self.adapt(samples)
+                    state.advance(len(groups) + self.rollouts.dropped.group_count())
                     state.skipped_steps = self.guard.skipped
                     self.save_if_due(metrics)
                 metrics |= self.publish()
                 if self.evaluation_due():
                     metrics |= self.evaluate()
                 if state.step < config.steps:
-                    self.rollouts.release(len(groups))
+                    self.rollouts.release()
                 self.report(metrics, trajectories)
             self.save({})
         return state
+
+    def guards(self) -> list[Guard]:
+        return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
 
     def publish(self) -> dict[str, float]:
         """Make the newest weights live in the engines, and prove it."""
@@ -103,37 +109,57 @@ class RLTrainer:
                 metrics = self.sync.publish(self.state.version)
             return metrics | self.sync.verify()
 
-    def score(self, samples: list[Sample]) -> None:
-        """What the models say of the samples before the update."""
-        with self.timer.phase("score"):
-            temperature = self.config.rollout.temperature
-            for sample, scores in zip(samples, self.policy.score(samples, temperature), strict=True):
-                sample.old_logprobs = scores
-            if self.config.algorithm.kl.coefficient > 0:
-                for sample, scores in zip(samples, self.reference_scores(samples), strict=True):
-                    sample.ref_logprobs = scores
+    def kl_coefficient(self) -> float:
+        """Fixed, or as it has adapted so far."""
+        adapted = self.state.kl_coefficient
+        return self.config.algorithm.kl.coefficient if adapted is None else adapted
 
-    def reference_scores(self, samples: list[Sample]) -> list[Tensor]:
-        """By a model of its own, or by a policy with adapters without them."""
-        temperature = self.config.rollout.temperature
-        if self.reference is not None:
-            return self.reference.score(samples, temperature)
-        return self.policy.score(samples, temperature, reference=True)
+    def assess(self, samples: list[Sample]) -> None:
+        """Rewards -> what the losses read."""
+        algorithm, budget = self.config.algorithm, self.config.rollout.max_new_tokens
+        assert budget
+        shape_rewards(samples, algorithm, budget, self.kl_coefficient())
+        assign_advantages(samples, algorithm)
+        for sample in samples:
+            sample.label = float(sample.task_reward > 0)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimizer step per minibatch; the numbers of the last one are reported."""
+        """One optimizer step of each trained model per minibatch; the numbers of the last one are reported."""
         config = self.config
-        assert config.rollout.max_new_tokens
-        settings = LossSettings(config.rollout.temperature, config.algorithm)
         metrics: dict[str, float] = {}
         with self.timer.phase("train"):
             for epoch in range(config.epochs):
                 order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(samples))
                 for part in np.array_split(order, config.minibatches):
-                    minibatch = [samples[at] for at in part]
-                    set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
-                    metrics = self.guard.check(self.policy.update(minibatch, "policy", settings))
+                    metrics |= self.update([samples[at] for at in part])
         return metrics
+
+    def update(self, minibatch: list[Sample]) -> dict[str, float]:
+        config = self.config
+        assert config.rollout.max_new_tokens
+        set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
+        if not any(sample.weight for sample in minibatch):
+            return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
+        positive = sum(sample.sampled_tokens() for sample in minibatch if sample.label and sample.weight)
+        statistics = {"positive_tokens": float(positive), "kl_coefficient": self.kl_coefficient()}
+        settings = LossSettings(config.rollout.temperature, config.algorithm, statistics)
+        metrics: dict[str, float] = {}
+        if self.models.critic is not None and self.critic_guard is not None:
+            found = self.critic_guard.check(self.models.critic.update(minibatch, "value", settings))
+            metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
+        if self.state.step >= config.algorithm.critic_only_steps or self.models.critic is None:
+            metrics |= self.guard.check(self.models.policy.update(minibatch, "policy", settings))
+        return metrics
+
+    def adapt(self, samples: list[Sample]) -> dict[str, float]:
+        """After a step, an adaptive KL coefficient follows its target."""
+        kl = self.config.algorithm.kl
+        if kl.coefficient == 0:
+            return {}
+        found = sequence_kl(samples)
+        if kl.target is not None:
+            self.state.kl_coefficient = adapted_coefficient(self.kl_coefficient(), found, len(samples), kl)
+        return {"policy/sequence_kl": found, "policy/kl_coefficient": self.kl_coefficient()}
 
     def evaluate(self) -> dict[str, float]:
         if self.evaluator is None:
@@ -145,25 +171,6 @@ class RLTrainer:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
 
-    def describe(self, groups: list[Group], samples: list[Sample]) -> dict[str, float]:
-        rewards = [sample.reward for sample in samples]
-        lengths = [sample.sampled_tokens() for sample in samples]
-        uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
-        failures = self.rollouts.failures
-        return {
-            "reward/mean": fmean(rewards),
-            "reward/std": pstdev(rewards),
-            "reward/uniform_groups_share": fmean(uniform),
-            "reward/failed": failures.count,
-            "answer/tokens_mean": fmean(lengths),
-            "answer/tokens_max": max(lengths),
-            "answer/truncated_share": fmean(sample.truncated for sample in samples),
-            "rollout/staleness_max": max(self.state.version - sample.version for sample in samples),
-            "rollout/dropped_groups": failures.dropped_groups,
-            "speed/tokens": sum(sample.length() for sample in samples),
-            **mismatch_metrics(samples),
-        }
-
     def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
@@ -171,6 +178,11 @@ class RLTrainer:
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
         self.progress.step(self.state.step, metrics)
+        if metrics["rollout/groups"] < self.config.groups_per_step:
+            self.progress.note(
+                f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.groups_per_step} "
+                f"groups with different rewards in {self.config.algorithm.dynamic_sampling.max_batches} batches"
+            )
         if self.state.step == 1:
             for warning in first_step_warnings(metrics, self.config):
                 self.progress.note(f"warning: {warning}")
@@ -189,32 +201,4 @@ class RLTrainer:
         self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
 
     def _write(self, folder: Path) -> None:
-        write_model(self.policy, folder)
-
-
-def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
-    return {
-        "purpose": purpose,
-        "prompt": trajectory.prompt.messages[-1]["content"],
-        "reply": trajectory.reply,
-        "label": trajectory.prompt.label,
-        "reward": trajectory.reward,
-        "outcome": str(trajectory.outcome),
-    }
-
-
-def first_step_warnings(metrics: dict[str, float], config: RLConfig) -> list[str]:
-    """Signs that a run will not learn, told at once and with the key to change."""
-    warnings = []
-    if metrics["answer/truncated_share"] > 0.5:
-        warnings.append(
-            f"{metrics['answer/truncated_share']:.0%} of the answers were cut off: raise "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
-        )
-    if metrics["reward/uniform_groups_share"] > 0.9:
-        warnings.append(
-            f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
-            f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "
-            f"another reward, or a larger algorithm.group_size={config.algorithm.group_size}"
-        )
-    return warnings
+        self.models.write(folder)

@@ -1,11 +1,12 @@
 """Where a run stands, and how it takes that up again."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from trueline.monitoring.progress import Progress
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class RLState:
     version: int = 0
     groups: int = 0
     skipped_steps: int = 0
+    kl_coefficient: float | None = None  # where it adapts
     tracker: str = ""  # id of the run at Weights & Biases
 
     def advance(self, groups: int) -> None:
@@ -37,12 +39,12 @@ class SupervisedState:
 State = TypeVar("State", RLState, SupervisedState)
 
 
-def restore(kind: type[State], checkpoints: Checkpoints, model: ModelGroup, progress: Progress) -> State:
-    """The newest checkpoint, or a fresh state if there is none."""
+def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], object], progress: Progress) -> State:
+    """The newest checkpoint, given to `load`, or a fresh state if there is none."""
     newest = checkpoints.newest()
     if newest is None:
         return kind()
     state = kind(**checkpoints.read_state(newest))
-    model.call("load", str(newest))
+    load(newest)
     progress.note(f"resumed from {newest} at step {state.step}")
     return state

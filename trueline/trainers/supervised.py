@@ -27,8 +27,8 @@ from trueline.runtime.placement import Layout, Processes, check_devices
 from trueline.trainers.dataset import Dataset, Material, check_longest, load_material
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.plan import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.trainers.reference import ReferenceCache, fill_reference
+from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.trainers.state import SupervisedState, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup, write_model
@@ -57,7 +57,7 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     assert config.training.ranks
-    layout = Layout(config.training.ranks, reference_ranks=0, engines=0, tensor_parallel=1, colocated=False)
+    layout = Layout(config.training.ranks)
     check_devices(layout, machine)
     return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest)
 
@@ -235,7 +235,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
             fill_reference(model, used_samples(plan), cache, progress)
         checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-        state = restore(SupervisedState, checkpoints, model, progress)
+        state = restore(SupervisedState, checkpoints, lambda newest: model.call("load", str(newest)), progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
         state.tracker = tracker.run_id

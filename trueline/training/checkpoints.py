@@ -70,6 +70,7 @@ class ModelFolder:
 
     def save(self, model: Any, weights: dict[str, Tensor], adapter: Any | None) -> None:
         self.path.mkdir(parents=True)
+        model.config.architectures = [type(model).__name__]  # those of a new head, not of the model it began from
         if adapter is not None:
             save_adapter(self.path, adapter, weights)
             model.config.save_pretrained(self.path / SETTINGS)

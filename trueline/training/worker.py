@@ -52,7 +52,7 @@ class WorkerSpec:
     total_steps: int
     seed: int
     timeout_seconds: float = 1800.0
-    head: str = "language"  # or "reward", "steps"
+    head: str = "language"  # or "reward", "steps", "value"
     distill: DistillConfig | None = None
 
     def mesh(self) -> Mesh:
@@ -92,6 +92,7 @@ class Worker:
             packed=spec.ranks.packing,
             ring=spec.mesh().join_ring(spec.rank),
             teacher=self._load_teacher(dtype),
+            values=spec.head == "value",
         )
         self.engine = make_engine(self.scorer, spec, self.device)
         tolerance = 1e-3 if config.dtype == "float32" else 0.1
@@ -327,8 +328,8 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def only(output: ModelOutput) -> Tensor:
-    """Log-probs of a language model, scores of a scoring one; a student is asked for its divergence."""
-    for name in ("logprobs", "scores", "divergence"):
+    """Log-probs of a language model, scores of a scoring one, values of a critic; a student's divergence."""
+    for name in ("logprobs", "scores", "values", "divergence"):
         if is_filled(output, name):
             return getattr(output, name)
     raise AssertionError("a model output without numbers")

@@ -6,37 +6,101 @@ import torch
 from torch import Tensor
 
 from trueline.algorithms.correction import correction_weights, mismatch_metrics
-from trueline.config.algorithm import CorrectionConfig
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, Sample
 
-WEIGHTS = [0.1, 0.5, 0.8, 1.0, 2.0, 3.0, 5.0, 9.0]
+# w = p_trainer / p_engine of the tokens of two answers
+ANSWERS = [[0.1, 0.5, 0.8, 1.0, 2.0], [3.0, 5.0, 9.0]]
+WEIGHTS = ANSWERS[0] + ANSWERS[1]
 
 
-def corrected(config: CorrectionConfig) -> Tensor:
-    """With log-probs chosen so that w = p_trainer / p_engine takes each of WEIGHTS."""
-    width = len(WEIGHTS)
-    batch = Batch(torch.zeros(width), torch.ones(width, dtype=torch.bool), [width], torch.ones(1), torch.zeros(1))
-    batch.rollout_logprobs = torch.full((width,), -3.0, dtype=torch.float64)
-    batch.old_logprobs = batch.rollout_logprobs + torch.tensor(WEIGHTS, dtype=torch.float64).log()
-    return correction_weights(batch, config)
+def batch_of(answers: list[list[float]]) -> Batch:
+    """Log-probs chosen so that w takes the given values; a prompt token with an absurd gap precedes each answer."""
+    lengths = [len(answer) + 1 for answer in answers]
+    mask = torch.cat([torch.arange(length) > 0 for length in lengths])
+    none = torch.zeros(len(answers))
+    batch = Batch(torch.zeros(len(mask)), mask, lengths, none, none)
+    weights = [weight for answer in answers for weight in [1e6, *answer]]
+    batch.rollout_logprobs = torch.full((len(mask),), -3.0, dtype=torch.float64)
+    batch.old_logprobs = batch.rollout_logprobs + torch.tensor(weights, dtype=torch.float64).log()
+    return batch
+
+
+def corrected(answers: list[list[float]] = ANSWERS, **settings: object) -> tuple[list[float], list[bool]]:
+    """Weight of each sampled token, and whether it was truncated or masked."""
+    batch = batch_of(answers)
+    config = AlgorithmConfig.parse({"preset": "dr_grpo", "correction": settings})
+    current = torch.full_like(batch.old_logprobs, -7.0)  # must not count: the trainer has scored before
+    weights, touched = correction_weights(current, batch, config)
+    return weights[batch.mask].tolist(), touched[batch.mask].tolist()
 
 
 def test_none_leaves_every_token_alone() -> None:
-    assert corrected(CorrectionConfig(kind="none")).tolist() == [1.0] * len(WEIGHTS)
+    assert corrected(kind="none") == ([1.0] * len(WEIGHTS), [False] * len(WEIGHTS))
 
 
 def test_truncate_caps_from_above_only() -> None:
-    expected = [min(weight, 2.5) for weight in WEIGHTS]
-    assert corrected(CorrectionConfig(kind="truncate", cap=2.5)).tolist() == pytest.approx(expected)
+    weights, touched = corrected(kind="truncate", cap=2.5)
+    assert weights == pytest.approx([min(weight, 2.5) for weight in WEIGHTS])
+    assert touched == [weight > 2.5 for weight in WEIGHTS]
 
 
 def test_mask_keeps_the_weight_inside_and_drops_the_token_outside() -> None:
-    expected = [weight if 0.45 <= weight <= 5.5 else 0.0 for weight in WEIGHTS]
-    assert corrected(CorrectionConfig(kind="mask", low=0.45, high=5.5)).tolist() == pytest.approx(expected)
+    weights, touched = corrected(kind="mask", low=0.45, high=5.5)
+    assert weights == pytest.approx([weight if 0.45 <= weight <= 5.5 else 0.0 for weight in WEIGHTS])
+    assert touched == [not 0.45 <= weight <= 5.5 for weight in WEIGHTS]
 
 
 def test_the_default_is_truncation_at_two() -> None:
-    assert corrected(CorrectionConfig()).tolist() == pytest.approx([min(weight, 2.0) for weight in WEIGHTS])
+    assert corrected()[0] == pytest.approx([min(weight, 2.0) for weight in WEIGHTS])
+
+
+def test_sequence_truncate_gives_all_tokens_the_capped_product() -> None:
+    """0.1 x 0.5 x 0.8 x 1 x 2 = 0.08 and 3 x 5 x 9 = 135."""
+    weights, touched = corrected(kind="sequence_truncate", cap=2.0)
+    assert weights == pytest.approx([0.08] * 5 + [2.0] * 3)
+    assert touched == [False] * 5 + [True] * 3
+
+
+def test_sequence_mask_drops_answers_whose_geometric_mean_is_off() -> None:
+    """(4 x 0.5 x 0.5)^(1/3) = 1 is kept, and 4 truncated; (1.1 x 1)^(1/2) = 1.049 is not; 1.009 is, however long."""
+    weights, touched = corrected([[4.0, 0.5, 0.5], [1.1, 1.0], [1.009] * 3], kind="sequence_mask", cap=2.0)
+    assert weights == pytest.approx([2.0, 0.5, 0.5, 0.0, 0.0, 1.009, 1.009, 1.009])
+    assert touched == [True, False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("kind", ["sequence_truncate", "sequence_mask"])
+def test_answers_do_not_touch_each_other(kind: str) -> None:
+    together = corrected(ANSWERS, kind=kind)
+    alone = [corrected([answer], kind=kind) for answer in ANSWERS]
+    assert together == (alone[0][0] + alone[1][0], alone[0][1] + alone[1][1])
+
+
+@pytest.mark.parametrize("kind", ["none", "truncate", "mask", "sequence_truncate", "sequence_mask"])
+def test_a_filler_without_sampled_tokens_gives_finite_weights(kind: str) -> None:
+    batch = batch_of([[], [1.0]])
+    config = AlgorithmConfig.parse({"preset": "dr_grpo", "correction": {"kind": kind}})
+    assert correction_weights(batch.old_logprobs, batch, config)[0].isfinite().all()
+
+
+def bypassed(kind: str) -> tuple[Tensor, Tensor, Batch]:
+    """old=rollout: the engine's log-probs serve as old ones, and w is that of the present forward pass."""
+    batch = batch_of([[0.6, 1.0, 7.0], [1.0, 1.001]])
+    current = batch.old_logprobs.clone().requires_grad_()
+    batch.old_logprobs = batch.rollout_logprobs
+    config = AlgorithmConfig.parse({"preset": "dr_grpo", "old": "rollout", "correction": {"kind": kind}})
+    return *correction_weights(current, batch, config), batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("none", [1, 1, 1, 1, 1]), ("mask", [1, 1, 0, 1, 1]), ("sequence_mask", [0, 0, 0, 1, 1])],
+)
+def test_with_the_engines_log_probs_as_old_ones_tokens_are_kept_or_masked(kind: str, expected: list[float]) -> None:
+    weights, touched, batch = bypassed(kind)
+    assert weights[batch.mask].tolist() == expected
+    assert touched[batch.mask].tolist() == [not weight for weight in expected]
+    assert not weights.requires_grad
 
 
 def sample(gaps: list[float], outside: float) -> Sample:

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.kl import KL_ESTIMATORS, k2, k3, k3_plus
+from trueline.algorithms.kl import KL_ESTIMATORS, estimated_kl, k2, k3, k3_plus, unbiased
+from trueline.config.algorithm import KLConfig
+from trueline.config.base import ConfigError
 
 POLICY_LOGITS = [0.3, -1.1]
 REFERENCE_LOGITS = [-0.4, 0.9]
@@ -88,3 +90,28 @@ def test_k3_is_bounded_where_the_policy_gave_a_token_up() -> None:
     for ratio in (-5.0, -50.0, -5000.0):
         assert k3(torch.tensor(ratio), ONE).item() == 10.0
     assert k3(torch.tensor(5000.0), ONE).item() == 10.0
+
+
+def test_unbiased_is_k3_times_the_ratio_with_its_gradient() -> None:
+    """d (rho k3) / d log p = rho (k3 + 1 - exp(-l)), as both l and log rho move with log p."""
+    logprob = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
+    rho, of = 1.5 * torch.exp(logprob), 0.8 + logprob
+    value = unbiased(of, rho)
+    value.backward()
+    at = math.exp(-0.8) - 1 + 0.8
+    assert value.item() == pytest.approx(1.5 * at)
+    assert logprob.grad is not None
+    assert logprob.grad.item() == pytest.approx(1.5 * (at + 1 - math.exp(-0.8)))
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_the_flag_is_for_k3_alone(estimator: str) -> None:
+    of, rho = torch.tensor(0.8), torch.tensor(3.0)
+    plain = KLConfig.parse({"estimator": estimator})
+    assert estimated_kl(of, rho, plain) == KL_ESTIMATORS[estimator](of, rho)
+    flagged = {"estimator": estimator, "unbiased": True}
+    if estimator == "k3":
+        assert estimated_kl(of, rho, KLConfig.parse(flagged)) == unbiased(of, rho)
+    else:
+        with pytest.raises(ConfigError, match="unbiased=true is for estimator=k3"):
+            KLConfig.parse(flagged)

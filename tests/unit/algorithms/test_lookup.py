@@ -1,16 +1,20 @@
 import math
+import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
-from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.advantages import ADVANTAGES, assign_advantages
 from trueline.algorithms.correction import CORRECTIONS
 from trueline.algorithms.kl import KL_ESTIMATORS
 from trueline.algorithms.lookup import lookup
-from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from trueline.algorithms.weighting import WEIGHTINGS
 from trueline.config.algorithm import NEED_GROUPS, PRESETS, AlgorithmConfig, CorrectionConfig, KLConfig
 from trueline.config.base import Config, ConfigError
+from trueline.data.types import Batch, ModelOutput, Sample
 
 TABLE = {"one": 1, "two": 2}
 
@@ -62,3 +66,38 @@ def test_the_values_that_a_key_allows_are_the_entries_of_its_table(
 
 def test_estimators_that_need_groups_exist() -> None:
     assert set(ADVANTAGES) >= NEED_GROUPS
+
+
+@pytest.mark.parametrize(("key", "table"), [("advantage", ADVANTAGES), ("loss", POLICY_LOSSES)])
+def test_the_meaning_of_a_key_names_every_entry_of_its_table(key: str, table: dict[str, object]) -> None:
+    meaning = AlgorithmConfig.model_fields[key].description
+    assert meaning is not None
+    assert set(table) <= set(re.findall(r"\w+", meaning))
+
+
+# The user's own functions, as docs/algorithms.md shows them
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, block in enumerate(BLOCKS):
+        (tmp_path / f"own_{number}.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sample = Sample(torch.arange(3), torch.tensor([False, True, True]), reward=2.0)
+    assign_advantages([sample], AlgorithmConfig(advantage="own_0:above_median", group_size=4))
+    assert sample.advantages.tolist() == [0.0, 0.0, 0.0]
+    batch = Batch(sample.tokens, sample.mask, [3], torch.ones(1), torch.zeros(1))
+    batch.old_logprobs = batch.rollout_logprobs = torch.full((3,), -1.0)
+    batch.advantages = torch.tensor([0.0, 2.0, -1.0])
+    output = ModelOutput()
+    output.logprobs, output.entropy = torch.full((3,), -1.0), torch.zeros(3)
+    loss = policy_loss(output, batch, AlgorithmConfig(preset="dr_grpo", loss="own_1:squared"))
+    assert loss.values.tolist() == [0.0, -2.0, 1.0]
+
+
+def test_the_page_names_every_entry_of_every_table() -> None:
+    for table in (ADVANTAGES, POLICY_LOSSES, WEIGHTINGS, KL_ESTIMATORS, CORRECTIONS, PRESETS):
+        for name in table:
+            assert f"`{name}`" in PAGE, name

@@ -1,21 +1,24 @@
 import math
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 from torch import Tensor
 
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
+from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from trueline.config.base import ConfigError
-from trueline.data.types import Batch, ModelOutput
+from trueline.data.types import Batch, ModelOutput, Sample
 
 LOW, HIGH = 0.2, 0.3
 NO_CORRECTION = CorrectionConfig(kind="none")
 # Ratios below, at, inside and above the clip, each with advantages of both signs and none.
-RATIOS = [0.5, 0.8, 0.9, 1.0, 1.2, 1.3, 2.0]
+RATIOS = [0.5, 0.8, 0.9, 1.0, 1.2, 1.3, 2.0, 7.0]
 ADVANTAGES = [1.5, -0.5, 0.0]
 GRID = [(ratio, advantage) for ratio in RATIOS for advantage in ADVANTAGES]
+CORNERS = (1 - LOW, 1 + HIGH)
 
 
 def config(**settings: object) -> AlgorithmConfig:
@@ -52,7 +55,15 @@ def naive_gradient(ratio: float, advantage: float) -> float:
 
 
 def close(found: Tensor, expected: list[float]) -> None:
-    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert found.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def gradient(output: ModelOutput) -> Tensor:
+    assert output.logprobs.grad is not None
+    return output.logprobs.grad
+
+
+# Token by token
 
 
 def test_ppo_clip_is_the_naive_loop() -> None:
@@ -63,17 +74,238 @@ def test_ppo_clip_is_the_naive_loop() -> None:
 def test_ppo_clip_stops_the_gradient_on_both_sides() -> None:
     output, batch = make()
     policy_loss(output, batch, config()).values.sum().backward()
-    inside = [at for at, (ratio, _) in enumerate(GRID) if ratio not in (1 - LOW, 1 + HIGH)]  # on the corner it is free
-    assert output.logprobs.grad is not None
-    close(output.logprobs.grad[inside], [naive_gradient(*GRID[at]) for at in inside])
+    inside = [at for at, (ratio, _) in enumerate(GRID) if ratio not in CORNERS]  # on the corner it is free
+    close(gradient(output)[inside], [naive_gradient(*GRID[at]) for at in inside])
 
 
 def test_the_share_of_clipped_tokens_counts_those_whose_loss_the_clip_changed() -> None:
     output, batch = make()
     shares = policy_loss(output, batch, config()).means["policy/clipped_share"].tolist()
     for (ratio, advantage), share in zip(GRID, shares, strict=True):
-        if ratio not in (1 - LOW, 1 + HIGH):
+        if ratio not in CORNERS:
             assert share == float(naive_gradient(ratio, advantage) == 0 and advantage != 0)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
+    """With c = 1.5, a token of ratio 2 or 7 and advantage -0.5 has loss 0.75 and no gradient; others are PPO's."""
+    output, batch = make()
+    loss = policy_loss(output, batch, config(dual_clip=1.5))
+    beyond = [advantage < 0 and ratio > 1.5 for ratio, advantage in GRID]
+    pairs = list(zip(GRID, beyond, strict=True))
+    close(loss.values, [0.75 if bounded else naive_ppo(*pair) for pair, bounded in pairs])
+    loss.values.sum().backward()
+    inside = [at for at, (ratio, _) in enumerate(GRID) if ratio not in CORNERS]
+    close(gradient(output)[inside], [0.0 if beyond[at] else naive_gradient(*GRID[at]) for at in inside])
+    shares = loss.means["policy/clipped_share"].tolist()
+    assert all(shares[at] == 1 for at in range(len(GRID)) if beyond[at])
+    assert set(shares) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("name", ["cispo", "reinforce"])
+def test_cispo_and_reinforce_weight_the_log_prob_by_the_capped_ratio(name: str) -> None:
+    output, batch = make()
+    loss = policy_loss(output, batch, config(loss=name, ratio_cap=5.0))
+    weights = [-min(ratio, 5.0) * advantage for ratio, advantage in GRID]
+    logprobs = output.logprobs.tolist()
+    close(loss.values, [weight * logprob for weight, logprob in zip(weights, logprobs, strict=True)])
+    loss.values.sum().backward()
+    close(gradient(output), weights)  # every token keeps its gradient
+    assert loss.means["policy/clipped_share"].tolist() == [float(ratio > 5.0) for ratio, _ in GRID]
+
+
+def test_sapo_is_a_sigmoid_of_the_ratio() -> None:
+    """Its gradient by the log-prob is -4 s (1 - s) rho A, which is -A at rho = 1."""
+    output, batch = make()
+    loss = policy_loss(output, batch, config(loss="sapo"))
+    temperatures = [1.0 if advantage > 0 else 1.05 for _, advantage in GRID]
+    gates = [1 / (1 + math.exp(-tau * (pair[0] - 1))) for tau, pair in zip(temperatures, GRID, strict=True)]
+    rows = list(zip(GRID, temperatures, gates, strict=True))
+    close(loss.values, [-4 / tau * gate * advantage for (_, advantage), tau, gate in rows])
+    loss.values.sum().backward()
+    close(gradient(output), [-4 * gate * (1 - gate) * ratio * advantage for (ratio, advantage), _, gate in rows])
+
+
+# Answer by answer
+
+ANSWERS = [  # ratios of the sampled tokens and the answer's advantage
+    ([1.1, 0.9, 1.6], 2.0),
+    ([0.5, 1.0], -1.0),
+    ([3.0, 1.2, 0.9, 1.1], 0.5),
+    ([1.0], -3.0),
+]
+
+
+def sample_of(ratios: list[float], advantage: float) -> tuple[Sample, Tensor]:
+    """An answer, with an environment token inside it where it has several, and its log-probs under the policy."""
+    flags = [False, True, False, *[True] * (len(ratios) - 1)]
+    mask = torch.tensor(flags)
+    sample = Sample(torch.zeros(len(mask), dtype=torch.long), mask)
+    sample.old_logprobs = torch.linspace(-3, -1, len(mask)) * mask
+    sample.rollout_logprobs = sample.old_logprobs - torch.linspace(-0.02, 0.05, len(mask)) * mask
+    sample.ref_logprobs = sample.old_logprobs - 0.25 * mask
+    sample.advantages = advantage * mask
+    sample.label = float(advantage > 0)
+    logprobs = sample.old_logprobs.clone()
+    logprobs[mask] += torch.tensor(ratios).log()
+    return sample, logprobs
+
+
+def joined(rows: list[tuple[Sample, Tensor]]) -> tuple[ModelOutput, Batch]:
+    samples = [sample for sample, _ in rows]
+    batch = Batch(
+        torch.cat([sample.tokens for sample in samples]),
+        torch.cat([sample.mask for sample in samples]),
+        [sample.length() for sample in samples],
+        torch.tensor([sample.weight for sample in samples]),
+        torch.tensor([sample.label for sample in samples]),
+        {"positive_tokens": float(sum(len(ratios) for ratios, advantage in ANSWERS if advantage > 0))},
+    )
+    for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages"):
+        setattr(batch, name, torch.cat([getattr(sample, name) for sample in samples]))
+    output = ModelOutput()
+    output.logprobs = torch.cat([logprobs for _, logprobs in rows]).requires_grad_()
+    output.entropy = torch.linspace(0.1, 1.0, len(batch.tokens))
+    return output, batch
+
+
+def answers(weighting: str = "sequence_mean") -> list[tuple[Sample, Tensor]]:
+    rows = [sample_of(*answer) for answer in ANSWERS]
+    set_weights([sample for sample, _ in rows], weighting, 10)
+    return rows
+
+
+def total(output: ModelOutput, batch: Batch, settings: AlgorithmConfig) -> float:
+    """As a worker sums it; the gradient goes to the log-probs."""
+    value = (batch.token_weights() * policy_loss(output, batch, settings).values).sum()
+    value.backward()
+    return value.item()
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(fmean(map(math.log, ratios)))
+
+
+def test_gspo_clips_the_answers_geometric_mean() -> None:
+    """The whole loss is the mean over answers of -min(s A, clip(s) A)."""
+    output, batch = joined(answers())
+    found = total(output, batch, config(loss="gspo"))
+    assert found == pytest.approx(fmean(naive_ppo(geometric_mean(ratios), advantage) for ratios, advantage in ANSWERS))
+
+
+def test_the_gradient_of_gspo_is_that_of_the_answers_ratio() -> None:
+    """d s / d log-prob of a token is s / length; nothing where the answer is clipped."""
+    output, batch = joined(answers())
+    total(output, batch, config(loss="gspo"))
+    expected = [
+        naive_gradient(geometric_mean(ratios), advantage) / len(ratios) / len(ANSWERS)
+        for ratios, advantage in ANSWERS
+        for _ in ratios
+    ]
+    close(gradient(output)[batch.mask], expected)
+    assert 0.0 in expected  # the clip is in force somewhere
+
+
+def test_gspo_has_no_dual_clip() -> None:
+    output, batch = joined([sample_of([7.0, 7.0], -1.0)])
+    close(policy_loss(output, batch, config(loss="gspo", dual_clip=3.0)).values[batch.mask], [7.0, 7.0])
+
+
+def clipped_log(ratio: float, advantage: float) -> float:
+    return min(math.log(ratio), 0.4) if advantage > 0 else max(math.log(ratio), -0.4)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
+    output, batch = joined(answers())
+    found = total(output, batch, config(loss="gmpo"))
+    values = [
+        -math.exp(fmean(clipped_log(ratio, advantage) for ratio in ratios)) * advantage for ratios, advantage in ANSWERS
+    ]
+    assert found == pytest.approx(fmean(values))
+
+
+def test_the_gradient_of_gmpo_skips_clipped_tokens() -> None:
+    output, batch = joined(answers())
+    total(output, batch, config(loss="gmpo"))
+    expected = []
+    for ratios, advantage in ANSWERS:
+        logs = [clipped_log(ratio, advantage) for ratio in ratios]
+        share = -math.exp(fmean(logs)) * advantage / len(ratios) / len(ANSWERS)
+        free = [log == math.log(ratio) for log, ratio in zip(logs, ratios, strict=True)]
+        expected += [share * is_free for is_free in free]
+    close(gradient(output)[batch.mask], expected)
+    assert expected.count(0.0) == 3  # the ratios 1.6, 0.5 and 3
+
+
+def test_gmpo_counts_clipped_tokens() -> None:
+    output, batch = joined(answers())
+    shares = policy_loss(output, batch, config(loss="gmpo")).means["policy/clipped_share"][batch.mask]
+    assert shares.tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
+
+
+# Any loss
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
+    rows = answers()
+    for sample, logprobs in rows:
+        sample.old_logprobs = logprobs
+    output, batch = joined(rows)
+    total(output, batch, config(loss=name))
+    torch.testing.assert_close(gradient(output), -batch.token_weights() * batch.advantages)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", ["truncate", "sequence_truncate", "sequence_mask"])
+def test_micro_batches_and_order_change_nothing(name: str, kind: str) -> None:
+    settings = config(
+        loss=name,
+        positive_nll=0.1,
+        entropy_coefficient=0.1,
+        kl=KLConfig(coefficient=0.1),
+        correction=CorrectionConfig.parse({"kind": kind}),
+    )
+    rows = answers()
+    whole, batch = joined(rows)
+    at_once = total(whole, batch, settings)
+    entropy = whole.entropy.split(batch.lengths)
+    in_parts, gradients = 0.0, {}
+    for part in ([3, 1], [0], [2]):
+        output, micro_batch = joined([rows[at] for at in part])
+        output.entropy = torch.cat([entropy[at] for at in part])
+        in_parts += total(output, micro_batch, settings)
+        gradients |= dict(zip(part, gradient(output).split(micro_batch.lengths), strict=True))
+    assert in_parts == pytest.approx(at_once, rel=1e-5)
+    torch.testing.assert_close(torch.cat([gradients[at] for at in range(len(rows))]), gradient(whole))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_filler_without_sampled_tokens_adds_nothing(name: str) -> None:
+    filler, logprobs = sample_of([1.0], 0.0)
+    filler.mask = torch.zeros_like(filler.mask)
+    with_filler, batch = joined([*answers(), (filler, logprobs)])
+    without, smaller = joined(answers())
+    assert total(with_filler, batch, config(loss=name)) == pytest.approx(total(without, smaller, config(loss=name)))
+    assert gradient(with_filler).isfinite().all()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_ratio_that_would_overflow_is_bounded(name: str) -> None:
+    output, batch = make()
+    batch.old_logprobs = batch.old_logprobs - 1000
+    policy_loss(output, batch, config(loss=name)).values.sum().backward()
+    assert gradient(output).isfinite().all()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_numbers_of_every_loss_have_a_value_per_token_and_no_gradient(name: str) -> None:
+    output, batch = make()
+    loss = policy_loss(output, batch, config(loss=name))
+    names = {"policy/entropy", "policy/ratio", "policy/corrected_share"}
+    assert loss.means.keys() - {"policy/clipped_share"} == names
+    for number in [*loss.means.values(), *loss.maxima.values()]:
+        assert number.shape == batch.tokens.shape
+        assert not number.requires_grad
 
 
 def test_on_policy_the_loss_is_minus_the_advantage() -> None:
@@ -85,10 +317,7 @@ def test_on_policy_the_loss_is_minus_the_advantage() -> None:
     assert (loss.maxima["policy/ratio_deviation_max"] == 0).all()
 
 
-def test_a_ratio_that_would_overflow_is_bounded() -> None:
-    output, batch = make()
-    batch.old_logprobs = batch.old_logprobs - 1000
-    assert policy_loss(output, batch, config()).values.isfinite().all()
+# Terms beside the loss
 
 
 def test_the_mismatch_weight_multiplies_the_policy_loss_but_not_the_kl_term() -> None:
@@ -99,6 +328,37 @@ def test_the_mismatch_weight_multiplies_the_policy_loss_but_not_the_kl_term() ->
     k3 = math.exp(-0.3) - 1 + 0.3
     close(loss.values, [math.exp(0.5) * naive_ppo(*pair) + 0.4 * k3 for pair in GRID])
     close(loss.means["policy/kl"], [k3] * len(GRID))
+    assert not loss.means["policy/corrected_share"].any()
+
+
+def test_truncated_and_masked_tokens_are_counted() -> None:
+    output, batch = make(gap_to_rollout=2.0)
+    for kind, factor in (("truncate", 2.0), ("mask", 0.0)):
+        loss = policy_loss(output, batch, config(correction=CorrectionConfig.parse({"kind": kind})))
+        close(loss.values, [factor * naive_ppo(*pair) for pair in GRID])
+        assert loss.means["policy/corrected_share"].all()
+
+
+def test_an_adapted_kl_coefficient_takes_the_place_of_the_configured_one() -> None:
+    output, batch = make(gap_to_reference=0.3)
+    batch.statistics = {"kl_coefficient": 0.9}
+    loss = policy_loss(output, batch, config(kl=KLConfig(coefficient=0.4)))
+    k3 = math.exp(-0.3) - 1 + 0.3
+    close(loss.values, [naive_ppo(*pair) + 0.9 * k3 for pair in GRID])
+
+
+def test_unbiased_multiplies_k3_by_the_ratio() -> None:
+    output, batch = make(gap_to_reference=0.3)
+    loss = policy_loss(output, batch, config(kl=KLConfig(coefficient=0.4, unbiased=True)))
+    k3 = math.exp(-0.3) - 1 + 0.3
+    close(loss.values, [naive_ppo(*pair) + 0.4 * pair[0] * k3 for pair in GRID])
+
+
+@pytest.mark.parametrize("kl", [KLConfig(), KLConfig(coefficient=0.1, place="reward")])
+def test_without_kl_in_the_loss_no_reference_is_needed(kl: KLConfig) -> None:
+    output, batch = make()
+    del batch.ref_logprobs
+    assert "policy/kl" not in policy_loss(output, batch, config(kl=kl)).means
 
 
 def test_the_entropy_bonus_is_subtracted() -> None:
@@ -107,17 +367,44 @@ def test_the_entropy_bonus_is_subtracted() -> None:
     close(loss.values, [naive_ppo(*pair) - 0.1 * 0.7 for pair in GRID])
 
 
-def test_without_a_kl_coefficient_no_reference_is_needed() -> None:
-    output, batch = make()
-    del batch.ref_logprobs
-    assert "policy/kl" not in policy_loss(output, batch, config()).means
+@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "constant", "sequence_sum"])
+def test_positive_nll_is_a_mean_of_its_own_whatever_the_weights(weighting: str) -> None:
+    """The tokens of answers 1 and 3, whose task reward is above 0, and nothing else."""
+    rows = answers(weighting)
+    plain, batch = joined(rows)
+    extra, same = joined(rows)
+    added = total(extra, same, config(positive_nll=0.1)) - total(plain, batch, config())
+    tokens = torch.cat([rows[at][1][rows[at][0].mask] for at in (0, 2)])
+    assert added == pytest.approx(0.1 * -tokens.mean().item(), rel=1e-4)
+    difference = gradient(extra) - gradient(plain)
+    expected = torch.where(batch.mask & (batch.spread(batch.labels) > 0), -0.1 / len(tokens), 0.0)
+    torch.testing.assert_close(difference, expected, rtol=1e-4, atol=1e-6)
 
+
+def test_positive_nll_leaves_out_what_is_not_in_the_loss() -> None:
+    rows = answers()
+    rows[0][0].weight = 0.0  # filtered
+    output, batch = joined(rows)
+    with_nll, without = (policy_loss(output, batch, config(positive_nll=share)).values for share in (0.1, 0.0))
+    first = slice(0, batch.lengths[0])
+    assert with_nll[first].tolist() == without[first].tolist()
+    assert with_nll.isfinite().all()
+
+
+def test_positive_nll_is_nothing_where_no_answer_is_right() -> None:
+    output, batch = joined(answers())
+    batch.labels, batch.statistics = torch.zeros(len(ANSWERS)), {"positive_tokens": 0.0}
+    with_nll, without = (policy_loss(output, batch, config(positive_nll=share)).values for share in (0.1, 0.0))
+    assert with_nll.tolist() == without.tolist()
+
+
+# Names
 
 OWN_LOSS = """
 from trueline.data.types import LossOutput
 
-def twice(ratio, batch, config):
-    return LossOutput(2 * ratio)
+def twice(logprobs, batch, config):
+    return LossOutput(2 * (logprobs - batch.old_logprobs).exp())
 """
 
 

@@ -103,4 +103,5 @@ def test_distillation_minimises_the_divergence_of_each_token() -> None:
 
 
 def test_every_loss_that_a_worker_may_be_asked_for() -> None:
-    assert set(LOSSES) == {"policy", "sft", "preference", "kto", "reward_model", "process_reward", "distill"}
+    names = {"policy", "value", "sft", "preference", "kto", "reward_model", "process_reward", "distill"}
+    assert set(LOSSES) == names

@@ -15,11 +15,68 @@ def test_a_preset_fills_what_is_not_set(preset: str) -> None:
             assert dumped[key] == value
 
 
-def test_the_presets_are_the_papers() -> None:
-    grpo, dr_grpo = AlgorithmConfig(preset="grpo"), AlgorithmConfig(preset="dr_grpo")
-    assert (grpo.advantage, grpo.weighting, grpo.group_size) == ("group_norm", "sequence_mean", 8)
-    assert (grpo.kl.estimator, grpo.kl.coefficient, grpo.clip_low, grpo.clip_high) == ("k3", 1e-3, 0.2, 0.2)
-    assert (dr_grpo.advantage, dr_grpo.weighting, dr_grpo.kl.coefficient) == ("group_mean", "constant", 0.0)
+IN_REWARD = ("reward", 0.01)
+PAPERS = {  # advantage, whitened, loss, weights, KL (place or estimator, coefficient), clip, answers per prompt
+    "ppo": ("gae", True, "ppo_clip", "token_mean", IN_REWARD, (0.2, 0.2), 1),
+    "reinforce++": ("reinforce", True, "ppo_clip", "token_mean", IN_REWARD, (0.2, 0.2), 1),
+    "reinforce++_baseline": ("group_mean", True, "ppo_clip", "token_mean", ("k2", 1e-3), (0.2, 0.2), 8),
+    "grpo": ("group_norm", False, "ppo_clip", "sequence_mean", ("k3", 1e-3), (0.2, 0.2), 8),
+    "dr_grpo": ("group_mean", False, "ppo_clip", "constant", None, (0.2, 0.2), 8),
+    "rloo": ("leave_one_out", False, "reinforce", "sequence_sum", IN_REWARD, None, 8),
+    "remax": ("greedy_baseline", False, "reinforce", "sequence_sum", IN_REWARD, None, 1),
+    "dapo": ("group_norm", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
+    "gspo": ("group_norm", False, "gspo", "sequence_mean", None, (3e-4, 4e-4), 8),
+    "cispo": ("group_norm", False, "cispo", "token_mean", None, None, 8),
+    "vapo": ("gae", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
+    "on_policy_distill": ("teacher", False, "ppo_clip", "token_mean", None, (0.2, 0.2), 1),
+}
+
+
+def test_every_preset_has_its_row() -> None:
+    assert set(PAPERS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_the_presets_are_the_papers(preset: str) -> None:
+    advantage, whiten, loss, weighting, kl, clip, group_size = PAPERS[preset]
+    config = AlgorithmConfig(preset=preset)
+    assert (config.advantage, config.whiten, config.loss) == (advantage, whiten, loss)
+    assert (config.weighting, config.group_size) == (weighting, group_size)
+    kind = "reward" if config.kl.place == "reward" else config.kl.estimator
+    assert ((kind, config.kl.coefficient) if config.kl.coefficient else None) == kl
+    if clip is not None:
+        assert (config.clip_low, config.clip_high) == clip
+
+
+def test_what_the_rows_add() -> None:
+    ppo, dapo, vapo = (AlgorithmConfig(preset=preset) for preset in ("ppo", "dapo", "vapo"))
+    assert (ppo.gamma, ppo.gae_lambda, ppo.length_adaptive, ppo.value_clip) == (1.0, 1.0, None, 0.5)
+    assert (dapo.dynamic_sampling.enabled, dapo.shaping.overlong_factor, dapo.shaping.overlong_share) == (
+        True,
+        1.0,
+        0.2,
+    )
+    assert (vapo.length_adaptive, vapo.positive_nll) == (0.05, 0.1)
+    assert vapo.critic_only_steps > 0
+    assert (AlgorithmConfig(preset="cispo").ratio_cap, AlgorithmConfig(preset="rloo").ratio_cap) == (5.0, 5.0)
+    others = set(PRESETS) - {"dapo"}
+    assert not any(AlgorithmConfig(preset=preset).dynamic_sampling.enabled for preset in others)
+    assert not any(AlgorithmConfig(preset=preset).shaping.overlong_factor for preset in others)
+
+
+def test_the_correction_is_truncation_unless_set() -> None:
+    for preset in PRESETS:
+        correction = AlgorithmConfig(preset=preset).correction
+        assert (correction.kind, correction.cap, correction.low, correction.high) == ("truncate", 2.0, 0.5, 5.0)
+        assert (correction.sequence_low, correction.sequence_high) == (0.99, 1.01)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_models_that_a_preset_needs(preset: str) -> None:
+    config = AlgorithmConfig(preset=preset)
+    assert config.needs_critic() == (preset in ("ppo", "vapo"))
+    assert config.needs_teacher() == (preset == "on_policy_distill")
+    assert config.needs_reference() == (PAPERS[preset][4] is not None)
 
 
 def test_what_is_set_wins_over_the_preset() -> None:
@@ -56,3 +113,24 @@ def test_an_estimator_of_the_users_own_may_look_at_single_answers() -> None:
 def test_k1_is_no_loss_term() -> None:
     with pytest.raises(ConfigError, match=r"kl\.estimator"):
         AlgorithmConfig.load([], ["kl.estimator=k1"])
+
+
+def test_dynamic_sampling_needs_groups() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.dynamic_sampling"):
+        AlgorithmConfig.load([], ["preset=ppo", "dynamic_sampling.enabled=true"])
+
+
+@pytest.mark.parametrize("kind", ["truncate", "sequence_truncate"])
+def test_the_engines_log_probs_as_old_ones_leave_nothing_to_truncate(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"correction\.kind={kind}"):
+        AlgorithmConfig.load([], ["preset=grpo", "old=rollout", f"correction.kind={kind}"])
+
+
+@pytest.mark.parametrize("kind", ["none", "mask", "sequence_mask"])
+def test_the_engines_log_probs_as_old_ones_may_be_masked(kind: str) -> None:
+    assert AlgorithmConfig.load([], ["preset=cispo", "old=rollout", f"correction.kind={kind}"]).old == "rollout"
+
+
+def test_gspo_needs_the_trainers_log_probs() -> None:
+    with pytest.raises(ConfigError, match="loss=gspo"):
+        AlgorithmConfig.load([], ["preset=gspo", "old=rollout", "correction.kind=none"])

@@ -113,3 +113,21 @@ def test_values_out_of_range_are_refused_by_key(override: str) -> None:
 )
 def test_the_references_ranks_must_fit_the_mesh_too(overrides: list[str]) -> None:
     assert overrides[2].partition("=")[0] in refused(*overrides)
+
+
+def test_several_rewards_exclude_a_single_one() -> None:
+    parts = {"right": {"function": "math"}, "short": {"function": "length", "weight": 0.5}}
+    config = RLConfig.parse({"reward": {"parts": parts}})
+    assert [part.weight for part in config.reward.named_parts().values()] == [1.0, 0.5]
+    with pytest.raises(ConfigError, match="exclude each other"):
+        RLConfig.parse({"reward": {"function": "math", "parts": parts}})
+
+
+def test_several_greedy_answers_are_refused() -> None:
+    assert "evaluation.temperature" in refused("evaluation.samples=4")
+
+
+def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
+    config = RLConfig.load([], ["model.ring=2", "training.ranks=2", "critic.ring=1", "critic.ranks=1"])
+    assert config.critic.model_like(config.model, "elsewhere").ring == 1
+    assert "critic.ranks" in refused("critic.tensor_parallel=2", "critic.ranks=3")

@@ -63,7 +63,7 @@ def test_a_trajectory_becomes_a_sample() -> None:
 
 def test_a_cut_answer_is_marked() -> None:
     cut = trajectory()
-    cut.outcome = Outcome.TRUNCATED
+    cut.truncated = True
     assert to_sample(cut).truncated
 
 

@@ -1,8 +1,10 @@
 import asyncio
 from typing import Any
 
+from trueline.config.reward import RewardPartConfig
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import SingleTurn
+from trueline.rewards.combined import CombinedReward
 
 
 class Recorder:
@@ -15,12 +17,15 @@ class Recorder:
         self.calls.append(call)
         return 0.75
 
+    async def stop(self) -> None:
+        pass
+
 
 def test_one_reply_is_scored_with_all_that_the_row_has() -> None:
     messages = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1="}]
     prompt = Prompt(3, messages, label="2", columns={"level": 5, "label": "overruled", "reply": "overruled"})
     reward = Recorder()
-    environment = SingleTurn(reward)
+    environment = SingleTurn(CombinedReward({"reward": (reward, RewardPartConfig())}, policy_error=0.0))
 
     async def episode() -> tuple[list[dict[str, str]], float, bool]:
         shown = await environment.reset(prompt)

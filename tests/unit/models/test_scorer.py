@@ -206,3 +206,13 @@ def test_a_teacher_is_not_among_the_trained_parts(model_folder: Path) -> None:
     assert not theirs & {parameter.data_ptr() for parameter in scorer.parameters()}
     scorer(TOKENS, MASK, LENGTHS, 1.0)["divergence"].sum().backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_critics_value_is_of_the_state_before_the_token(model_folder: Path, packed: bool) -> None:
+    """A reward head's score at token t - 1 is the value at token t; a sequence's first token has none."""
+    judge = make_scorer(model_folder, packed=packed, head="reward")
+    critic = Scorer(judge.model, 4, packed=packed, values=True)
+    scores = judge(TOKENS, EVERY, LENGTHS, 1.0)["scores"][:, 0]
+    expected = torch.cat([torch.cat([torch.zeros(1), part[:-1]]) for part in scores.split(LENGTHS)])
+    torch.testing.assert_close(critic(TOKENS, EVERY, LENGTHS, 1.0)["values"], expected, **CLOSE)

@@ -1,77 +1,138 @@
 """Real child processes throughout: what is promised here is how they live and die."""
 
 import asyncio
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.config.data import RewardConfig
-from trueline.rewards.base import RewardFailure, RewardTimeout
-from trueline.rewards.pool import RewardPool, check_reward
-from trueline.rollout.rollouts import EventLoop
+from trueline.config.reward import RewardConfig
+from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.pool import MARK, FunctionReward, check_function
 
 FUNCTIONS = """
-import asyncio, os, subprocess, sys, time
+import asyncio, ctypes, os, re, subprocess, sys, time
+from trueline.rewards.base import PolicyError
 
 def good(reply): return len(reply)
-def raises(reply): raise KeyError("no such thing as " + reply)
-def nan(reply): return float("nan")
-def infinite(reply): return -float("inf")
-def text(reply): return "1.0"
-def nothing(reply): pass
 def boolean(reply): return reply == "yes"
 def number_of_numpy(reply):
     import numpy
     return numpy.float32(0.25)
-def leaves(reply): sys.exit(4)
 def missing_column(reply, level): return level
 def default(reply, level=7): return level
 def everything(**call): return len(call["reply"]) + call["level"]
 def label_and_prompt(reply, label, prompt, messages): return label + len(prompt) + 100 * len(messages)
+def process(reply): return os.getpid()
+def environment(reply): return float(os.environ[reply])
 
-async def slow_and_fine(reply):
+LOOPS = []
+async def same_loop(reply):
+    LOOPS.append(asyncio.get_running_loop())
     await asyncio.sleep(0.01)
-    return 0.5
-
-def sleeps(reply):
-    if reply == "sleep":
-        time.sleep(1000)
-    return 1.0
-
-def dies(reply):
-    if reply == "die":
-        os._exit(3)
-    return 1.0
+    return float(all(loop is LOOPS[0] for loop in LOOPS))
 
 def talks(reply):
-    print('{"reward": 99}')
+    print('{"answers": [{"reward": 99}]}')
     sys.stdout.flush()
-    os.write(1, b'{"reward": 98}\\n')
+    os.write(1, b'{"answers": [{"reward": 98}]}\\n')
     return 2.0
 
-def greedy(reply):
-    return float(len(bytearray(2 * 2**30)))
+LEAKED = []
+def leak():
+    while len(LEAKED) < 64:
+        LEAKED.append(bytearray(2**26))  # 4 GiB in all
 
-def own_child(reply):
-    child = subprocess.Popen(["sleep", "1000"])
-    with open(reply, "w") as file:
-        file.write(str(child.pid))
-    child.wait()
+def raise_(error): raise error
 
-def process(reply): return os.getpid()
+def fork_and_die():
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(3)
+
+def fork_and_forget():
+    if os.fork() == 0:
+        return 99.0  # the copy goes on as if it were the process that was asked
+    os.wait()
+
+FAULTS = {
+    "good": lambda: 1.0,
+    "loops in C": lambda: sum(range(10**12)),
+    "catastrophic regex": lambda: re.match(r"(a+)+$", "a" * 64 + "b"),
+    "sleeps": lambda: time.sleep(1000),
+    "crashes": lambda: ctypes.string_at(0),
+    "leaks": leak,
+    "raises": lambda: raise_(KeyError("no such thing")),
+    "is cancelled": lambda: raise_(asyncio.CancelledError()),
+    "returns nan": lambda: float("nan"),
+    "returns infinity": lambda: -float("inf"),
+    "returns text": lambda: "1.0",
+    "returns nothing": lambda: None,
+    "exits": lambda: sys.exit(4),
+    "exits at once": lambda: os._exit(3),
+    "aborts": os.abort,
+    "closes its files": lambda: os.closerange(3, 100),
+    "reads input": input,
+    "forks and dies": fork_and_die,
+    "forks and forgets": fork_and_forget,
+}
+def fault(reply): return FAULTS[reply]()
+
+def starts(reply, note):
+    def write(pid):
+        with open(note, "a") as file:
+            file.write(f"{pid}\\n")
+    write(subprocess.Popen(["sleep", "1000"]).pid)
+    write(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            write(os.getpid())
+            time.sleep(1000)
+        os._exit(0)
+    while len(open(note).readlines()) < 3:
+        time.sleep(0.01)
+    return FAULTS[reply]()
+
+def at_fault(reply): raise PolicyError(f"{reply} does not end")
+
+def sizes(replies, label): return [len(replies) + 100 * (len(label) == len(replies))] * len(replies)
+def sums(replies, level, factor, pattern): return [len(r) + factor * n + len(pattern) for r, n in zip(replies, level)]
+def half(replies): return [1.0] * (len(replies) // 2)
+def single_number(replies): return 1.0
+def some_places(replies): return [{"nan": float("nan"), "text": "1"}.get(reply, 1.0) for reply in replies]
+def batch_raises(replies): raise KeyError("no such thing")
+async def batch_later(replies):
+    await asyncio.sleep(0.01)
+    return [len(reply) for reply in replies]
+
+def one_culprit(replies, calls):
+    with open(calls, "a") as file:
+        file.write(f"{len(replies)} {replies}\\n")
+    return [FAULTS[reply]() for reply in replies]
+
+def one_at_fault(replies):
+    if "bad" in replies:
+        raise PolicyError("bad")
+    return [1.0] * len(replies)
 """
 
-Use = Callable[[RewardPool], Awaitable[Any]]
+Use = Callable[[FunctionReward], Awaitable[Any]]
+RUNNER = asyncio.Runner()  # one loop for all tests, as in a run: subprocess transports outlive a test by a moment
 
 
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    file = tmp_path / "functions.py"
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rewards") / "functions.py"
     file.write_text(FUNCTIONS)
     return file
 
@@ -80,24 +141,47 @@ def config_of(file: Path, name: str, **settings: Any) -> RewardConfig:
     return RewardConfig(**({"function": f"{file}:{name}", "processes": 1} | settings))
 
 
-# One loop for all tests, as in a run: subprocess transports complain when theirs is closed under them.
-LOOP = EventLoop(timeout_seconds=30)
-
-
 def with_pool(config: RewardConfig, log: Path, use: Use) -> Any:
+    """Whatever happens in `use`, nothing is left of the pool's processes and of what they started."""
+    pool = FunctionReward(config, config, log)
+
     async def run() -> Any:
-        pool = RewardPool(config, log)
         try:
             return await use(pool)
         finally:
             await pool.stop()
 
-    return LOOP.run(run(), "a reward test")
+    try:
+        return RUNNER.run(run())
+    finally:
+        left = processes_of({child.mark for child in pool.children})
+        for process in left:
+            process.kill()
+        assert not left
+
+
+def processes_of(marks: set[str]) -> list[psutil.Process]:
+    """What still runs; a process that was just killed is given a moment to go."""
+    deadline = time.monotonic() + 2
+    while (left := find_processes(marks)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def find_processes(marks: set[str]) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(MARK) in marks]
 
 
 def score(functions: Path, name: str, call: dict[str, Any], **settings: Any) -> float:
     log = functions.parent / "reward.log"
     return with_pool(config_of(functions, name, **settings), log, lambda pool: pool.score(call))
+
+
+def score_all(functions: Path, name: str, calls: list[dict[str, Any]], **settings: Any) -> list[Any]:
+    async def use(pool: FunctionReward) -> list[Any]:
+        return await asyncio.gather(*(pool.score(call) for call in calls), return_exceptions=True)
+
+    return with_pool(config_of(functions, name, **settings), functions.parent / "reward.log", use)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +191,6 @@ def score(functions: Path, name: str, call: dict[str, Any], **settings: Any) -> 
         ("boolean", "yes", 1.0),
         ("boolean", "no", 0.0),
         ("number_of_numpy", "", 0.25),
-        ("slow_and_fine", "", 0.5),
         ("default", "", 7.0),
     ],
 )
@@ -121,84 +204,110 @@ def test_parameters_are_filled_by_name(functions: Path) -> None:
     assert score(functions, "missing_column", call) == 5
     assert score(functions, "default", call) == 5
     assert score(functions, "everything", call) == 4 + 5
+    assert score(functions, "everything", call, options={"level": 6}) == 4 + 6
+    assert score(functions, "default", {"reply": ""}, options={"level": 6}) == 6
+
+
+def test_the_pattern_reaches_the_built_in(tmp_path: Path) -> None:
+    config = RewardConfig(function="regex", pattern=r"^\d+$", processes=1)
+
+    async def use(pool: FunctionReward) -> list[float]:
+        return [await pool.score({"reply": reply}) for reply in ("12", "x12")]
+
+    assert with_pool(config, tmp_path / "log", use) == [1.0, 0.0]
+
+
+def test_calls_of_an_async_function_share_a_loop(functions: Path) -> None:
+    assert score_all(functions, "same_loop", [{"reply": ""}] * 3) == [1.0] * 3
+
+
+def test_functions_see_the_environment(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALF", "0.5")
+    assert score(functions, "environment", {"reply": "HALF"}) == 0.5
+
+
+# Faults
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("fault", "kind", "reasons"),
     [
-        ("raises", "KeyError: 'no such thing as four'"),
-        ("nan", "finite number"),
-        ("infinite", "finite number"),
-        ("text", "of type str"),
-        ("nothing", "of type NoneType"),
-        ("missing_column", "level"),
-        ("leaves", "exit status 4"),
+        ("loops in C", RewardTimeout, ["more than 1 s", "reward.timeout_seconds"]),
+        ("catastrophic regex", RewardTimeout, ["more than 1 s"]),
+        ("sleeps", RewardTimeout, ["more than 1 s"]),
+        ("crashes", RewardFailure, ["SIGSEGV"]),
+        ("aborts", RewardFailure, ["SIGABRT"]),
+        ("leaks", RewardFailure, ["MemoryError", "reward.memory_gib=0.5", "in leak"]),
+        ("raises", RewardFailure, ["KeyError: 'no such thing'", "in raise_"]),
+        ("is cancelled", RewardFailure, ["CancelledError"]),
+        ("returns nan", RewardFailure, ["finite number, got nan"]),
+        ("returns infinity", RewardFailure, ["finite number, got -inf"]),
+        ("returns text", RewardFailure, ["'1.0' of type str"]),
+        ("returns nothing", RewardFailure, ["of type NoneType"]),
+        ("exits", RewardFailure, ["SystemExit: 4"]),
+        ("exits at once", RewardFailure, ["exit status 3"]),
+        ("closes its files", RewardFailure, ["its process"]),
+        ("reads input", RewardFailure, ["EOFError"]),
+        ("forks and dies", RewardFailure, ["exit status 3"]),
+        ("forks and forgets", RewardFailure, ["of type NoneType"]),
     ],
 )
-def test_what_is_no_number_is_a_failure_with_its_reason(functions: Path, name: str, reason: str) -> None:
-    with pytest.raises(RewardFailure) as caught:
-        score(functions, name, {"reply": "four"})
-    assert reason in str(caught.value)
-    assert not isinstance(caught.value, RewardTimeout)
+def test_a_fault_names_its_function_and_the_next_call_works(
+    functions: Path, fault: str, kind: type[RewardFailure], reasons: list[str]
+) -> None:
+    async def use(pool: FunctionReward) -> tuple[RewardFailure, float]:
+        assert await pool.score({"reply": "good"}) == 1.0
+        with pytest.raises(RewardFailure) as caught:
+            await pool.score({"reply": fault})
+        return caught.value, await pool.score({"reply": "good"})
 
-
-def test_an_exception_does_not_cost_the_process(functions: Path) -> None:
-    async def use(pool: RewardPool) -> set[int]:
-        seen = set()
-        for _ in range(2):
-            with pytest.raises(RewardFailure):
-                await pool.score({"reply": "x"})
-            seen |= {child.process.pid for child in pool.children}
-        return seen
-
-    assert len(with_pool(config_of(functions, "raises"), functions.parent / "log", use)) == 1
-
-
-def test_a_call_that_hangs_is_killed_and_the_next_one_works(functions: Path) -> None:
-    async def use(pool: RewardPool) -> tuple[float, float, int]:
-        await pool.score({"reply": "warm"})
-        (hanging,) = pool.children
-        start = time.monotonic()
-        with pytest.raises(RewardTimeout, match=r"0\.3 s"):
-            await pool.score({"reply": "sleep"})
-        seconds = time.monotonic() - start
-        reward = await pool.score({"reply": "again"})
-        return seconds, reward, await hanging.process.wait()
-
-    config = config_of(functions, "sleeps", timeout_seconds=0.3)
-    seconds, reward, status = with_pool(config, functions.parent / "log", use)
-    assert 0.3 <= seconds < 5
+    config = config_of(functions, "fault", timeout_seconds=1.0 if kind is RewardTimeout else 20.0, memory_gib=0.5)
+    failure, reward = with_pool(config, functions.parent / "reward.log", use)
+    assert type(failure) is kind
+    for reason in (f"reward.function={functions}:fault", *reasons):
+        assert reason in str(failure)
+    assert "process.py" not in str(failure)  # lines of ours are no help
     assert reward == 1.0
-    assert status == -9
+
+
+@pytest.mark.parametrize("reply", ["good", "sleeps", "exits at once"])
+def test_what_a_function_started_ends_with_it(functions: Path, tmp_path: Path, reply: str) -> None:
+    """A child, one in a session of its own, and a daemon."""
+    note = tmp_path / "pids"
+    settings = {"timeout_seconds": 3.0 if reply == "sleeps" else 20.0, "options": {"note": str(note)}}
+    (result,) = score_all(functions, "starts", [{"reply": reply}], **settings)
+    assert result == 1.0 if reply == "good" else isinstance(result, RewardFailure)
+    started = [int(pid) for pid in note.read_text().split()]
+    assert len(started) == 3
+    assert not [pid for pid in started if is_running(pid)]
 
 
 def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def test_what_a_killed_call_had_started_dies_with_it(functions: Path, tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    with pytest.raises(RewardTimeout):
-        score(functions, "own_child", {"reply": str(note)}, timeout_seconds=1.0)
-    pid = int(note.read_text())
-    try:
-        deadline = time.monotonic() + 2
-        while is_running(pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not is_running(pid)
-    finally:
-        if is_running(pid):
-            os.kill(pid, 9)
+def test_an_exception_does_not_cost_the_process(functions: Path) -> None:
+    async def use(pool: FunctionReward) -> set[int]:
+        seen = set()
+        for fault in ("raises", "exits", "returns nan"):
+            with pytest.raises(RewardFailure):
+                await pool.score({"reply": fault})
+            seen |= {child.process.pid for child in pool.children if child.process is not None}
+        return seen
+
+    assert len(with_pool(config_of(functions, "fault"), functions.parent / "log", use)) == 1
 
 
-def test_a_process_that_dies_is_replaced(functions: Path) -> None:
-    async def use(pool: RewardPool) -> float:
-        with pytest.raises(RewardFailure, match="exit status 3"):
-            await pool.score({"reply": "die"})
-        return await pool.score({"reply": "live"})
+def test_a_process_that_dies_between_calls_costs_no_call(functions: Path) -> None:
+    async def use(pool: FunctionReward) -> set[float]:
+        first = await pool.score({"reply": ""})
+        (child,) = pool.children
+        assert child.process is not None
+        os.kill(int(first), signal.SIGKILL)
+        await child.process.wait()
+        return {first, await pool.score({"reply": ""})}
 
-    assert with_pool(config_of(functions, "dies"), functions.parent / "log", use) == 1.0
+    assert len(with_pool(config_of(functions, "process"), functions.parent / "log", use)) == 2
 
 
 def test_what_a_reward_prints_goes_to_the_log(functions: Path) -> None:
@@ -208,47 +317,148 @@ def test_what_a_reward_prints_goes_to_the_log(functions: Path) -> None:
     assert '{"reward": 98}' in text
 
 
-def test_memory_is_limited(functions: Path) -> None:
-    with pytest.raises(RewardFailure, match="MemoryError"):
-        score(functions, "greedy", {"reply": ""}, memory_gib=0.5)
+def test_an_answer_at_fault_is_no_failure_of_the_reward(functions: Path) -> None:
+    with pytest.raises(PolicyError, match=r"^the code does not end$"):
+        score(functions, "at_fault", {"reply": "the code"})
+
+
+def test_a_value_that_json_cannot_hold_arrives_as_its_text(functions: Path) -> None:
+    assert score(functions, "default", {"reply": "", "level": 3, "place": functions}) == 3
+    with pytest.raises(RewardFailure, match="cannot be sent as JSON"):
+        score(functions, "default", {"reply": "", "table": {(1, 2): 3}})
 
 
 def test_calls_are_spread_over_the_processes(functions: Path) -> None:
-    async def use(pool: RewardPool) -> list[float]:
-        return list(await asyncio.gather(*(pool.score({"reply": ""}) for _ in range(8))))
-
-    pids = with_pool(config_of(functions, "process", processes=2), functions.parent / "log", use)
+    pids = score_all(functions, "process", [{"reply": ""}] * 8, processes=2)
     assert len(set(pids)) == 2
     assert os.getpid() not in pids
 
 
-def test_stopping_leaves_no_process(functions: Path) -> None:
-    async def use(pool: RewardPool) -> int:
-        return int(await pool.score({"reply": ""}))
+def test_stopping_fails_the_calls_under_way(functions: Path) -> None:
+    async def use(pool: FunctionReward) -> list[Any]:
+        asking = [asyncio.create_task(pool.score({"reply": "sleeps"})) for _ in range(2)]  # one is asked, one waits
+        await asyncio.sleep(0.5)
+        await pool.stop()
+        with pytest.raises(RewardFailure, match="were stopped"):
+            await pool.score({"reply": "good"})
+        return await asyncio.gather(*asking, return_exceptions=True)
 
-    assert not is_running(with_pool(config_of(functions, "process"), functions.parent / "log", use))
+    for result in with_pool(config_of(functions, "fault"), functions.parent / "log", use):
+        assert isinstance(result, RewardFailure)
 
 
-def test_the_pattern_reaches_the_built_in(functions: Path) -> None:
-    config = RewardConfig(function="regex", pattern=r"^\d+$", processes=1)
+def test_a_busy_process_dies_with_the_trainer(functions: Path) -> None:
+    config = config_of(functions, "fault", timeout_seconds=1000)
+    program = f"""
+import asyncio, pathlib
+from trueline.config.reward import RewardConfig
+from trueline.rewards.pool import FunctionReward
+config = RewardConfig.parse({config.model_dump()!r})
+pool = FunctionReward(config, config, pathlib.Path({str(functions.parent / "reward.log")!r}))
+async def main():
+    await pool.score({{"reply": "good"}})
+    print(pool.children[0].mark, flush=True)
+    await pool.score({{"reply": "loops in C"}})
+asyncio.run(main())
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    mark = trainer.stdout.readline().strip()
+    time.sleep(0.3)
+    assert find_processes({mark})
+    trainer.send_signal(signal.SIGKILL)
+    trainer.communicate()
+    left = processes_of({mark})
+    for process in left:
+        process.kill()
+    assert not left
 
-    async def use(pool: RewardPool) -> list[float]:
-        return [await pool.score({"reply": reply}) for reply in ("12", "x12")]
 
-    assert with_pool(config, functions.parent / "log", use) == [1.0, 0.0]
+# Batches
+
+
+def test_waiting_calls_are_asked_about_together(functions: Path) -> None:
+    calls = [{"reply": "", "label": 1}] * 9
+    assert score_all(functions, "sizes", calls, batch=4) == [104] * 8 + [101]
+    assert score_all(functions, "sizes", calls) == [109] * 9
+
+
+def test_columns_are_lists_and_settings_are_not(functions: Path) -> None:
+    calls = [{"reply": "a", "level": 1}, {"reply": "bb", "level": 2}]
+    settings = {"options": {"factor": 10}, "pattern": "1234"}
+    assert score_all(functions, "sums", calls, **settings) == [1 + 10 + 4, 2 + 20 + 4]
+    assert score_all(functions, "batch_later", calls) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("half", "it returned 2 rewards for 4 replies"),
+        ("single_number", "returns a list of numbers, got 1.0"),
+        ("batch_raises", "KeyError: 'no such thing'"),
+    ],
+)
+def test_a_batch_that_fails_fails_all_its_calls(functions: Path, name: str, reason: str) -> None:
+    for failure in score_all(functions, name, [{"reply": ""}] * 4):
+        assert type(failure) is RewardFailure
+        assert f"reward.function={functions}:{name}" in str(failure)
+        assert reason in str(failure)
+
+
+def test_a_place_that_is_no_number_fails_alone(functions: Path) -> None:
+    results = score_all(functions, "some_places", [{"reply": reply} for reply in ("a", "nan", "b", "text")])
+    assert [results[0], results[2]] == [1.0, 1.0]
+    assert "got nan" in str(results[1]) and "of type str" in str(results[3])
+    assert {type(results[1]), type(results[3])} == {RewardFailure}
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("sleeps", RewardTimeout), ("exits at once", RewardFailure)])
+def test_a_culprit_does_not_take_innocents_with_it(
+    functions: Path, tmp_path: Path, fault: str, kind: type[RewardFailure]
+) -> None:
+    calls = [{"reply": reply} for reply in ("good", fault, "good")]
+    asked = tmp_path / "asked"
+    timeout = 1.0 if kind is RewardTimeout else 20.0
+    results = score_all(functions, "one_culprit", calls, timeout_seconds=timeout, options={"calls": str(asked)})
+    assert [results[0], results[2]] == [1.0, 1.0]
+    assert type(results[1]) is kind
+    assert [line[0] for line in asked.read_text().splitlines()] == ["3", "1", "1", "1"]
+
+
+def test_a_batch_of_one_is_not_asked_again(functions: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    settings = {"timeout_seconds": 1.0, "options": {"calls": str(asked)}}
+    (result,) = score_all(functions, "one_culprit", [{"reply": "sleeps"}], **settings)
+    assert type(result) is RewardTimeout
+    assert len(asked.read_text().splitlines()) == 1
+
+
+def test_an_answer_at_fault_is_found_in_its_batch(functions: Path) -> None:
+    results = score_all(functions, "one_at_fault", [{"reply": reply} for reply in ("a", "bad", "b")])
+    assert [results[0], results[2]] == [1.0, 1.0]
+    assert type(results[1]) is PolicyError
+
+
+# Before the start
 
 
 def refused(config: RewardConfig, columns: list[str], labelled: bool = True) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_reward(config, columns, labelled)
+        check_function(config, config, columns, labelled)
     return str(caught.value)
 
 
+def accepted(config: RewardConfig, columns: list[str], labelled: bool) -> None:
+    check_function(config, config, columns, labelled)
+
+
 def test_a_reward_that_can_be_called_passes_the_check(functions: Path) -> None:
-    check_reward(config_of(functions, "missing_column"), ["level"], labelled=False)
-    check_reward(config_of(functions, "everything"), [], labelled=False)
-    check_reward(config_of(functions, "default"), [], labelled=False)
-    check_reward(RewardConfig(function="exact"), [], labelled=True)
+    accepted(config_of(functions, "missing_column"), ["level"], labelled=False)
+    accepted(config_of(functions, "missing_column", options={"level": 1}), [], labelled=False)
+    accepted(config_of(functions, "everything", options={"level": 1}), [], labelled=False)
+    accepted(config_of(functions, "default"), [], labelled=False)
+    accepted(config_of(functions, "sizes"), [], labelled=True)
+    accepted(RewardConfig(function="exact"), [], labelled=True)
 
 
 def test_a_parameter_without_a_value_is_named_with_what_there_is(functions: Path) -> None:
@@ -264,9 +474,18 @@ def test_a_label_that_the_data_does_not_have_is_missed_at_once() -> None:
     assert "data.label_column" in message
 
 
-def test_regex_needs_a_pattern() -> None:
+def test_built_ins_ask_for_their_settings() -> None:
     assert "'pattern'" in refused(RewardConfig(function="regex"), [])
-    check_reward(RewardConfig(function="regex", pattern="x"), [], labelled=False)
+    accepted(RewardConfig(function="regex", pattern="x"), [], labelled=False)
+    assert "'maximum'" in refused(RewardConfig(function="length"), [])
+    accepted(RewardConfig(function="length", options={"maximum": 100}), [], labelled=False)
+
+
+def test_an_option_that_nobody_asks_for_is_refused(functions: Path) -> None:
+    message = refused(RewardConfig(function="length", options={"maximum": 9, "minimun": 1}), [])
+    assert "'minimun'" in message
+    assert "maximum, minimum, unit" in message
+    assert "'reply'" in refused(config_of(functions, "everything", options={"reply": "x"}), [])
 
 
 @pytest.mark.parametrize(
@@ -293,11 +512,18 @@ def test_a_missing_function_of_a_file_is_named(functions: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("def f(:", "SyntaxError"), ("import no_such_module_here", "no_such_module_here"), ("1 / 0", "ZeroDivisionError")],
+    [
+        ("def f(:", "SyntaxError"),
+        ("import no_such_module_here", "no_such_module_here"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.exit(2)", "SystemExit: 2"),
+    ],
 )
 def test_a_file_that_cannot_be_imported_shows_why(tmp_path: Path, text: str, part: str) -> None:
     (tmp_path / "broken.py").write_text(text)
-    assert part in refused(config_of(tmp_path / "broken.py", "f"), [])
+    message = refused(config_of(tmp_path / "broken.py", "f"), [])
+    assert part in message
+    assert "broken.py" in message
 
 
 def test_a_file_that_ends_its_process_at_import_is_told(tmp_path: Path) -> None:
@@ -305,5 +531,11 @@ def test_a_file_that_ends_its_process_at_import_is_told(tmp_path: Path) -> None:
         "import os, sys\nsys.stderr.write('farewell')\nsys.stderr.flush()\nos._exit(1)"
     )
     message = refused(config_of(tmp_path / "leaving.py", "f"), [])
-    assert "died" in message
+    assert "died with exit status 1" in message
     assert "farewell" in message
+
+
+def test_the_process_starts_without_torch() -> None:
+    program = "import json, sys, trueline.rewards.process; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+    assert not {"torch", "numpy", "math_verify"} & set(loaded)

@@ -1,24 +1,31 @@
 """The line of prompt groups, with an engine and a reward that do as they are told."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from trueline.config.algorithm import DynamicSamplingConfig
+from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
 from trueline.data.types import Completion, Outcome, Prompt
 from trueline.environments.single_turn import SingleTurn
-from trueline.rewards.base import RewardFailure, RewardTimeout
+from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
+from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
+from trueline.rollout.failures import FailureBudget, RolloutFailure
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop, RolloutFailure, RolloutPlan, Rollouts
+from trueline.rollout.rollouts import EventLoop, GroupSampler, RolloutPlan, Rollouts
+from trueline.runtime.actors import ActorFailure
 
 PROMPTS = [Prompt(number, [{"role": "user", "content": f"{number:02d}"}], label=number) for number in range(40)]
 STOP = 2
+AS_THEY_COME = DynamicSamplingConfig()
 
 
 class FakeEngine:
@@ -54,7 +61,7 @@ class FakeEngine:
 class FakeReward:
     """1 for every answer, except the first ones of prompts that `failing` names: those many fail."""
 
-    def __init__(self, failing: dict[int, int], error: type[RewardFailure] = RewardFailure) -> None:
+    def __init__(self, failing: dict[int, int], error: type[Exception] = RewardFailure) -> None:
         self.failing, self.error = dict(failing), error
 
     async def score(self, call: dict[str, Any]) -> float:
@@ -63,6 +70,22 @@ class FakeReward:
             self.failing[call["label"]] = left - 1
             raise self.error(f"no reward for {call['label']}")
         return 1.0
+
+    async def stop(self) -> None:
+        pass
+
+
+class MixedReward(FakeReward):
+    """Answers to prompts in `different` are worth 0, 1, 2, ...; all others are worth their prompt's parity."""
+
+    def __init__(self, different: set[int]) -> None:
+        super().__init__({})
+        self.different, self.given = different, Counter[int]()
+
+    async def score(self, call: dict[str, Any]) -> float:
+        prompt = int(call["label"])
+        self.given[prompt] += 1
+        return float(self.given[prompt] - 1 if prompt in self.different else prompt % 2)
 
 
 @pytest.fixture
@@ -84,16 +107,19 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         share: float = 1.0,
         position: int = 0,
         seeded: bool = True,
+        greedy: bool = False,
+        dynamic: DynamicSamplingConfig = AS_THEY_COME,
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
-        plan = RolloutPlan(groups, size, staleness, 0, seeded, share)
+        plan = RolloutPlan(groups, size, staleness, 0, seeded, greedy, dynamic)
+        rewards = CombinedReward({"reward": (scorer, RewardPartConfig(function="fake"))}, policy_error=-1.0)
+        episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
         rollouts = Rollouts(
-            Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False)),
-            lambda: SingleTurn(scorer),
+            GroupSampler(episodes, lambda: SingleTurn(rewards), SamplingParams(1.0, 8, (STOP,)), plan),
             PROMPTS,
             Order(len(PROMPTS), seed=0, shuffle=False, position=position),
-            SamplingParams(1.0, 8, (STOP,)),
             plan,
+            FailureBudget(share, groups * size),
             loop,
         )
         made.append(rollouts)
@@ -119,7 +145,7 @@ def test_groups_come_in_the_order_of_the_data_whichever_ends_first(build: Any) -
     engine.delay = lambda tokens: 0.1 - 0.025 * (tokens[-1] % 4)
     rollouts.start()
     assert prompt_ids(rollouts.take(4)) == [0, 1, 2, 3]
-    rollouts.release(4)
+    rollouts.release()
     assert prompt_ids(rollouts.take(4)) == [4, 5, 6, 7]
 
 
@@ -146,7 +172,7 @@ def test_no_trained_answer_lags_more_than_the_bound_and_the_line_is_used_in_full
         groups = rollouts.take(2)
         lags += [step - trajectory.oldest_version() for group in groups for trajectory in group]
         engine.version = step + 1
-        rollouts.release(2)
+        rollouts.release()
     assert max(lags) == staleness
     assert min(lags) >= 0
 
@@ -158,7 +184,7 @@ def test_no_more_groups_are_under_way_than_the_line_holds(build: Any, staleness:
     rollouts.start()
     for _ in range(4):
         rollouts.take(2)
-        rollouts.release(2)
+        rollouts.release()
     assert engine.most_running <= (staleness + 1) * 2 * 3
 
 
@@ -169,7 +195,7 @@ def test_nothing_is_sampled_between_take_and_release_of_a_synchronous_run(build:
     asked = len(engine.requests)
     assert asked == 2 * 3
     assert engine.running == 0
-    rollouts.release(2)
+    rollouts.release()
     rollouts.take(2)
     assert len(engine.requests) == 2 * asked
 
@@ -201,27 +227,87 @@ def test_seeds_can_be_left_out(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"), [(RewardFailure, Outcome.REWARD_ERROR), (RewardTimeout, Outcome.REWARD_TIMEOUT)]
+    ("error", "outcome"),
+    [
+        (RewardFailure, Outcome.REWARD_ERROR),
+        (RewardTimeout, Outcome.REWARD_TIMEOUT),
+        (RewardUnreachable, Outcome.INFRA_ERROR),
+        (ActorFailure, Outcome.INFRA_ERROR),
+        (ZeroDivisionError, Outcome.ENVIRONMENT_ERROR),
+    ],
 )
-def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[RewardFailure], outcome: Outcome) -> None:
+def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exception], outcome: Outcome) -> None:
     rollouts, _ = build(reward=FakeReward({1: 1}, error))
     rollouts.start()
     first, second = rollouts.take(2)
     assert (len(first), len(second)) == (3, 2)
     assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
-    assert rollouts.failures.count == 1
-    assert rollouts.failures.dropped_groups == 0
-    assert rollouts.failures.summary() == f"1 x {outcome}: no reward for 1"
+    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (1, 0)
+    (example,) = rollouts.budget.examples.values()
+    assert (example.outcome, example.reward) == (outcome, None)
+    assert example.error.strip().endswith("no reward for 1")
+
+
+def test_what_the_policy_itself_did_wrong_keeps_the_reward_set_for_it(build: Any) -> None:
+    rollouts, _ = build(reward=FakeReward({1: 1}, PolicyError))
+    rollouts.start()
+    first, second = rollouts.take(2)
+    assert (len(first), len(second)) == (3, 3)
+    wrong = [one for one in second if one.outcome is Outcome.POLICY_ERROR]
+    assert [(one.reward, one.error) for one in wrong] == [(-1.0, "no reward for 1")]
+    assert rollouts.dropped.answers == 0
+
+
+def test_the_greedy_answer_is_the_baseline_and_not_trained_on(build: Any) -> None:
+    rollouts, engine = build(size=2, greedy=True, reward=MixedReward({0, 1}))
+    rollouts.start()
+    for group in rollouts.take(2):
+        assert len(group) == 2
+        assert {one.baseline for one in group} <= {0.0, 1.0, 2.0} - {one.reward for one in group}
+    assert sum(name.startswith("greedy-") for name, _ in engine.requests) == 2
+
+
+def test_a_failed_greedy_answer_drops_its_group(build: Any) -> None:
+    """Of three calls to the reward for prompt 0 all fail, so the baseline fails too; prompt 1 is fine."""
+    rollouts, _ = build(size=2, greedy=True, reward=FakeReward({0: 3}))
+    rollouts.start()
+    assert prompt_ids(rollouts.take(2)) == [1, 2]
+
+
+def test_dynamic_sampling_replaces_groups_of_one_reward(build: Any) -> None:
+    rollouts, _ = build(reward=MixedReward({1, 4, 7, 8}), dynamic=DynamicSamplingConfig(enabled=True))
+    rollouts.start()
+    assert prompt_ids(rollouts.take(2)) == [1, 4]
+    assert rollouts.dropped.uniform == [0.0, 0.0, 1.0]  # prompts 0, 2 and 3
+    assert rollouts.dropped.group_count() == 3
+    rollouts.release()
+    assert prompt_ids(rollouts.take(2)) == [7, 8]
+
+
+def test_dynamic_sampling_ends_and_leaves_nothing_stale_behind(build: Any) -> None:
+    """Three batches of two groups hold one that teaches; what else was sampled is used up, not kept for later."""
+    rollouts, _ = build(reward=MixedReward({3, 6, 7}), dynamic=DynamicSamplingConfig(enabled=True, max_batches=3))
+    rollouts.start()
+    assert prompt_ids(rollouts.take(2)) == [3]
+    assert not rollouts.running
+    rollouts.release()
+    assert prompt_ids(rollouts.take(2)) == [6, 7]
+
+
+def test_dynamic_sampling_without_any_group_says_so(build: Any) -> None:
+    rollouts, _ = build(reward=MixedReward(set()), dynamic=DynamicSamplingConfig(enabled=True, max_batches=2))
+    rollouts.start()
+    with pytest.raises(RolloutFailure, match="none of 4 groups has answers with different rewards"):
+        rollouts.take(2)
 
 
 def test_a_group_left_with_one_answer_is_replaced_by_the_next_prompt(build: Any) -> None:
     rollouts, _ = build(reward=FakeReward({0: 2}))
     rollouts.start()
     assert prompt_ids(rollouts.take(2)) == [1, 2]
-    assert rollouts.failures.dropped_groups == 1
-    assert rollouts.failures.count == 2
-    rollouts.release(2)
-    assert (rollouts.failures.count, rollouts.failures.dropped_groups) == (0, 0)
+    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (2, 1)
+    rollouts.release()
+    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (0, 0)
     assert prompt_ids(rollouts.take(2)) == [3, 4]
 
 
@@ -229,7 +315,7 @@ def test_a_replacement_keeps_its_place_in_an_asynchronous_line(build: Any) -> No
     rollouts, _ = build(staleness=1, reward=FakeReward({1: 3}))
     rollouts.start()
     assert prompt_ids(rollouts.take(2)) == [0, 2]
-    rollouts.release(2)
+    rollouts.release()
     assert prompt_ids(rollouts.take(2)) == [3, 4]
     assert rollouts.order.position == 7  # 0 to 3, the replacement of 1, and two released
 
@@ -243,22 +329,26 @@ def test_a_group_of_one_survives_alone(build: Any) -> None:
 
 
 def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
-    rollouts, _ = build(reward=FakeReward({0: 1, 1: 2}), share=0.4)  # 2.4 of 6 answers
+    """Two of a hundred answers are allowed; the third failure is one too many."""
+    rollouts, _ = build(reward=FakeReward({0: 1, 1: 2}), share=0.02)
     rollouts.start()
     with pytest.raises(RolloutFailure) as caught:
         rollouts.take(2)
     message = str(caught.value)
-    for part in ("3 of 6", "reward.max_failure_share=0.4", "2 x reward_error: no reward for 1", "1 x reward_error"):
+    for part in ("3 of the last 6 answers", "reward.max_failure_share=0.02 of 100", "3 x reward_error: no reward for"):
         assert part in message
 
 
 def test_failures_within_the_budget_are_tolerated_step_by_step(build: Any) -> None:
-    rollouts, _ = build(reward=FakeReward(dict.fromkeys(range(0, 40, 2), 1)), share=0.2)
+    """Five failures in thirty answers stay within a twentieth of a hundred; the sixth does not."""
+    rollouts, _ = build(reward=FakeReward(dict.fromkeys(range(0, 40, 2), 1)), share=0.05)
     rollouts.start()
     for _ in range(5):
         groups = rollouts.take(2)
         assert [len(group) for group in groups] == [2, 3]
-        rollouts.release(2)
+        rollouts.release()
+    with pytest.raises(RolloutFailure):
+        rollouts.take(2)
 
 
 def test_an_engine_that_fails_is_heard(build: Any) -> None:

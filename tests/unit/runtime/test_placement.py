@@ -2,15 +2,19 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Layout, check_devices
+from trueline.runtime.placement import Beside, Layout, check_devices
 
 
 def machine(gpus: int) -> Machine:
     return Machine(cpus=8, memory_bytes=2**34, gpus=gpus, gpu_bytes=2**34)
 
 
-def layout(policy: int, engines: int, width: int = 1, colocated: bool = False, reference: int = 0) -> Layout:
-    return Layout(policy, reference, engines, width, colocated)
+def layout(policy: int, engines: int, width: int = 1, colocated: bool = False, *beside: Beside) -> Layout:
+    return Layout(policy, engines, width, colocated, beside)
+
+
+def critic(ranks: int, shared: bool) -> Beside:
+    return Beside("critic", ranks, shared)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,10 @@ def layout(policy: int, engines: int, width: int = 1, colocated: bool = False, r
         (layout(4, 2, 2, colocated=True), 4, True),
         (layout(2, 2, 2, colocated=True), 3, False),
         (layout(16, 16), 0, True),  # processes on a CPU share its cores
+        (layout(2, 2, 1, False, critic(2, shared=True)), 4, True),
+        (layout(2, 2, 1, False, critic(2, shared=False)), 6, True),
+        (layout(2, 2, 1, False, critic(2, shared=False)), 5, False),
+        (layout(2, 2, 1, True, critic(1, shared=False)), 2, False),
     ],
 )
 def test_gpus_are_added_up_or_shared(wanted: Layout, gpus: int, fits: bool) -> None:
@@ -33,7 +41,6 @@ def test_gpus_are_added_up_or_shared(wanted: Layout, gpus: int, fits: bool) -> N
         assert part in str(caught.value)
 
 
-def test_the_reference_lives_on_the_policys_gpus() -> None:
-    check_devices(layout(2, 1, reference=2), machine(4))
-    with pytest.raises(ConfigError, match=r"reference\.ranks=3.*training\.ranks=2"):
-        check_devices(layout(2, 1, reference=3), machine(4))
+def test_a_model_that_shares_the_policys_gpus_has_no_more_ranks_than_the_policy() -> None:
+    with pytest.raises(ConfigError, match=r"critic\.ranks=3.*training\.ranks=2.*critic\.placement=separate"):
+        check_devices(layout(2, 1, 1, False, critic(3, shared=True)), machine(4))

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
-from trueline.models.loading import ModelFacts, check_model
+from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
-from trueline.trainers.plan import check_names, check_prompt_lengths, check_shape, load_prompts, plan_rl, resolve
+from trueline.trainers.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
+from trueline.trainers.recipe import describe_recipe
+from trueline.trainers.resolve import check_rollout, resolve_dtype, resolved_rollout
 
 GIB = 2**30
 FACTS = ModelFacts(10**9, context=4096, heads=8, key_heads=4, head_size=64, vocabulary=1000, hidden_size=512, layers=4)
@@ -21,7 +24,18 @@ def machine(gpus: int) -> Machine:
 
 
 def resolved(gpus: int, *overrides: str) -> RLConfig:
-    return resolve(RLConfig.load([], list(overrides)), FACTS, machine(gpus))
+    """What machine and policy decide; the models beside it are looked at in whole plans."""
+    config = RLConfig.load([], list(overrides))
+    ranks, engines, colocated = share_devices(config, machine(gpus))
+    dtype = resolve_dtype(config.model.dtype, config.training, machine(gpus))
+    return config.replaced(
+        {
+            "placement": "colocated" if colocated else "separate",
+            "model": {"dtype": dtype},
+            "training": {"ranks": ranks},
+            "rollout": resolved_rollout(config.rollout, FACTS, engines, dtype),
+        }
+    )
 
 
 def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
@@ -41,6 +55,7 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
+        (8, ["critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
     ],
 )
 def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:
@@ -57,7 +72,7 @@ def test_the_types_follow_the_machine() -> None:
 @pytest.mark.parametrize("gpus", [0, 1, 8])
 def test_a_local_run_has_one_rank_and_one_engine_on_any_machine(gpus: int) -> None:
     config = resolved(gpus, "runtime=local")
-    assert (config.training.ranks, config.reference.ranks, config.rollout.engines) == (1, 1, 1)
+    assert (config.training.ranks, config.rollout.engines) == (1, 1)
 
 
 def test_lengths_follow_the_context() -> None:
@@ -75,13 +90,13 @@ def test_lengths_follow_the_context() -> None:
             ["rollout.max_prompt_tokens=4000", "rollout.max_new_tokens=97", "4096"],
         ),
         (["training.micro_batch_tokens=4095"], ["training.micro_batch_tokens=4095", "rollout.max_new_tokens"]),
-        (["reference.micro_batch_tokens=4095"], ["reference.micro_batch_tokens=4095", "rollout.max_new_tokens"]),
         (["rollout.tensor_parallel=3"], ["rollout.tensor_parallel=3", "8 heads"]),
     ],
 )
 def test_shapes_that_cannot_work_are_refused_by_key(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_shape(resolved(0, *overrides), FACTS, machine(0))
+        config = resolved(0, *overrides)
+        check_lengths(config, [], check_rollout(config.rollout, config.model, FACTS, machine(0)))
     for part in parts:
         assert part in str(caught.value)
 
@@ -104,24 +119,76 @@ def local_run(model_folder: Path, tmp_path: Path) -> Any:
     return make
 
 
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+1=", "answer": "11"}]
+
+
 def test_a_whole_plan(local_run: Any) -> None:
-    plan = plan_rl(local_run([{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+1=", "answer": "11"}]))
+    plan = plan_rl(local_run(ROWS))
     assert plan.longest_prompt == 5
     assert [prompt.label for prompt in plan.prompts] == ["2", "11"]
-    assert plan.layout.reference_ranks == 1  # grpo has a KL term
     assert (plan.config.rollout.max_new_tokens, plan.config.rollout.max_prompt_tokens) == (32, 32)
 
 
-def test_a_plan_without_a_kl_term_has_no_reference(local_run: Any) -> None:
-    config = local_run([{"prompt": "1+1=", "answer": "2"}], "algorithm.kl.coefficient=0")
-    assert plan_rl(config).layout.reference_ranks == 0
+def loaded(plan: RLPlan) -> dict[str, tuple[str, int]]:
+    return {role.name: (role.head, role.world()) for role in plan.roles}
 
 
-def test_a_prompt_above_the_limit_is_named(local_run: Any) -> None:
-    config = local_run(
-        [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 9, "answer": "2"}], "rollout.max_prompt_tokens=8"
-    )
-    config = resolve(config, check_model(config.model), machine(0))
-    prompts = load_prompts(config.data, config.data.path, "data.path")
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("ppo", {"reference", "critic"}),
+        ("reinforce++", {"reference"}),
+        ("grpo", {"reference"}),
+        ("dr_grpo", set()),
+        ("rloo", {"reference"}),
+        ("remax", {"reference"}),
+        ("dapo", set()),
+        ("gspo", set()),
+        ("cispo", set()),
+        ("vapo", {"critic"}),
+    ],
+)
+def test_a_model_that_the_algorithm_does_not_need_is_not_loaded(
+    local_run: Any, preset: str, expected: set[str]
+) -> None:
+    assert set(loaded(plan_rl(local_run(ROWS, f"algorithm.preset={preset}")))) == expected
+
+
+def test_no_kl_no_reference_and_adapters_are_their_own(local_run: Any) -> None:
+    assert loaded(plan_rl(local_run(ROWS, "algorithm.kl.coefficient=0"))) == {}
+    assert loaded(plan_rl(local_run(ROWS, "model.lora.rank=2"))) == {}
+
+
+def test_a_critic_starts_from_the_policy_or_from_what_it_is_told(local_run: Any, model_folder: Path) -> None:
+    plan = plan_rl(local_run(ROWS, "algorithm.preset=ppo"))
+    critic = next(role for role in plan.roles if role.name == "critic")
+    assert (critic.model.path, critic.head, critic.world()) == (str(model_folder), "value", 1)
+    with pytest.raises(ConfigError, match=r"critic: .*nowhere"):
+        plan_rl(local_run(ROWS, "algorithm.preset=ppo", "critic.path=./nowhere"))
+
+
+def test_a_teacher_must_be_named(local_run: Any, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.path is empty"):
+        plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill"))
+    plan = plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill", f"teacher.path={model_folder}"))
+    assert loaded(plan) == {"teacher": ("language", 1)}
+
+
+def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:
+    rows = [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 9, "answer": "2"}]
     with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl has 9 tokens.*rollout\.max_prompt_tokens=8"):
-        check_prompt_lengths(config, prompts)
+        plan_rl(local_run(rows, "rollout.max_prompt_tokens=8"))
+    plan = plan_rl(local_run(rows, "rollout.max_prompt_tokens=8", "data.too_long=drop"))
+    assert (len(plan.prompts), plan.sources[0].dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_recipe_has_five_lines(preset: str) -> None:
+    lines = describe_recipe(RLConfig.parse({"algorithm": {"preset": preset}})).splitlines()
+    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "correction"]
+
+
+def test_the_recipe_tells_what_was_changed() -> None:
+    said = describe_recipe(RLConfig.parse({"algorithm": {"preset": "ppo", "clip_low": 0.125, "gae_lambda": 0.95}}))
+    for part in ("gae", "lambda 0.95", "whitened", "1 - 0.125", "token_mean", "k1", "0.01", "truncate"):
+        assert part in said

@@ -1,0 +1,116 @@
+"""Policy, critic, reference and reward model as groups of their own under Ray, sampling by vLLM."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoConfig, LlamaForSequenceClassification
+
+from tests.support.tiny import make_tiny_model
+from trueline.demo.material import make_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "integration-test-token"
+LETTERS = """
+def letters(reply: str) -> float:
+    return sum("a" <= character <= "z" for character in reply) / 8
+"""
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TRUELINE_REWARD_TOKEN": TOKEN}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    make_tiny_model(folder / "policy", tied=True)
+    make_reward_model(folder / "reward_model", folder / "policy")
+    rows = [{"prompt": f"{number}:"} for number in range(30)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(LETTERS)
+    return folder
+
+
+def make_reward_model(folder: Path, like: Path) -> None:
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(like, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def trueline(home: Path, verb: str, reward: str, *words: str) -> list[dict[str, Any]]:
+    """The steps of a whole run in processes of its own; `words` name it first."""
+    named = ["--model", "policy", "--data", "prompts.jsonl", "--reward", reward, "--name", words[0]]
+    small = ["rollout.max_new_tokens=8", "training.learning_rate=1e-3", "critic.learning_rate=1e-3"]
+    command = [sys.executable, "-m", "trueline.cli", verb, *named, *small, *words[1:]]
+    ended = subprocess.run(command, cwd=home, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = (home / "runs" / words[0] / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][1:]
+
+
+def rewards(home: Path, name: str) -> list[tuple[str, str, float]]:
+    lines = (home / "runs" / name / "transcripts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(row["prompt"], row["reply"], row["reward"]) for row in rows if row["purpose"] == "train"]
+
+
+@contextmanager
+def served(home: Path) -> Iterator[str]:
+    """The address at which `trueline serve-reward` answers."""
+    command = [sys.executable, "-m", "trueline.cli", "serve-reward", "--model", "reward_model", "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=home, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            found = (re.search(r"http://\S+/score", line) for line in server.stdout)
+            yield next(address[0] for address in found if address)
+        finally:
+            server.terminate()
+            assert server.wait(timeout=60) is not None
+
+
+SMALL = ["groups_per_step=16", "steps=2", "monitoring.transcripts_per_step=16", "algorithm.kl.coefficient=0.05"]
+
+
+def test_four_models_and_the_same_rewards_from_a_server(home: Path) -> None:
+    rows = trueline(home, "ppo", "reward_model", "local", *SMALL)
+    for role in ("policy", "critic", "reference", "reward_model", "engine"):
+        assert (home / "runs" / "local" / "logs" / f"{role}-0.log").is_file()
+    assert rows[0]["policy/sequence_kl"] == pytest.approx(0, abs=1e-4) != rows[1]["policy/sequence_kl"]
+    assert all(row["sync/canary_gap"] < 1e-4 and row["critic/grad_norm"] > 0 for row in rows)
+    checkpoint = home / "runs" / "local" / "checkpoints" / "step_000002"
+    critic = LlamaForSequenceClassification.from_pretrained(checkpoint / "critic" / "model")
+    start = LlamaForSequenceClassification.from_pretrained(home / "reward_model")
+    assert not torch.equal(critic.score.weight, start.score.weight)  # it started there, and learnt
+    with served(home) as address:
+        token = "reward.remote.token_variable=TRUELINE_REWARD_TOKEN"
+        trueline(home, "ppo", address, "remote", "critic.path=reward_model", token, *SMALL)
+    local, remote = rewards(home, "local"), rewards(home, "remote")
+    assert len(local) == 32
+    assert [one[:2] for one in local] == [one[:2] for one in remote]
+    assert [one[2] for one in local] == pytest.approx([one[2] for one in remote], abs=1e-5)
+    assert len({round(one[2], 4) for one in local}) > 10
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "serve-reward" in (one.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("ppo", ["groups_per_step=64"]),
+        ("dapo", ["groups_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
+    ],
+)
+def test_it_learns_through_ray_and_vllm(home: Path, preset: str, words: list[str]) -> None:
+    rows = trueline(home, preset, "reward.py:letters", f"learns-{preset}", "steps=16", *words)
+    assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + 0.25
+    assert all(row["mismatch/logprob_gap_max"] < 1e-4 for row in rows)

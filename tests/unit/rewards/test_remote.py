@@ -1,0 +1,411 @@
+"""Scorers and judges against a real HTTP server in a thread."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from trueline.config.base import ConfigError
+from trueline.config.reward import JudgeConfig, RemoteConfig, RewardPartConfig
+from trueline.rewards.base import Reward, RewardFailure, RewardTimeout, RewardUnreachable
+from trueline.rewards.remote import (
+    LONGEST_WAIT,
+    JudgeReward,
+    ScorerReward,
+    check_judge,
+    check_scorer,
+    filled,
+    retry_after,
+)
+
+SECRET = "s3cret-token"
+Reply = tuple[int, dict[str, str], Any]  # status, headers, and JSON or text
+Answer = Callable[[dict[str, Any], int], Reply]  # of a request's body and its number, from 0
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers as a test says, and remembers what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer = answer
+        self.asked: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        self.lock, self.busy, self.busiest = threading.Lock(), 0, 0
+        self.released = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            number = len(self.server.asked)
+            self.server.asked.append({"path": self.path, **body})
+            self.server.tokens.append(self.headers.get("Authorization"))
+            self.server.busy += 1
+            self.server.busiest = max(self.server.busiest, self.server.busy)
+        status, headers, content = self.server.answer(body, number)
+        with self.server.lock:
+            self.server.busy -= 1
+        text = content if isinstance(content, str) else json.dumps(content)
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Scripted]]:
+    servers: list[Scripted] = []
+
+    def start(answer: Answer) -> Scripted:
+        servers.append(Scripted(answer))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+def lengths(body: dict[str, Any], number: int) -> Reply:
+    """A working scorer: the reward is the reply's length."""
+    return 200, {}, {"rewards": [len(call["reply"]) for call in body["calls"]]}
+
+
+def remote(**settings: Any) -> RemoteConfig:
+    return RemoteConfig(**{"backoff_seconds": 0.01, "attempts": 3, **settings})
+
+
+def scorer(url: str, *, batch: int = 64, timeout: float = 20, **settings: Any) -> ScorerReward:
+    return ScorerReward(f"{url}/score", RewardPartConfig(remote=remote(**settings)), timeout, batch=batch)
+
+
+def results(reward: Reward, replies: list[str]) -> list[Any]:
+    """Of calls that are made at once; a failure takes its place in the list."""
+
+    async def ask() -> list[Any]:
+        calls = [reward.score({"reply": reply, "prompt": "p", "label": None, "level": 2}) for reply in replies]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        await reward.stop()
+        return list(found)
+
+    return asyncio.run(ask())
+
+
+def failure(reward: Reward, kind: type[RewardFailure]) -> str:
+    [found] = results(reward, ["a"])
+    assert type(found) is kind, repr(found)
+    return str(found)
+
+
+def test_calls_travel_whole_and_rewards_come_back_in_order(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lengths)
+    assert results(scorer(server.url), ["aaa", "", "aé"]) == [3.0, 0.0, 2.0]
+    [asked] = server.asked
+    assert asked["path"] == "/score"
+    assert asked["calls"][2] == {"reply": "aé", "prompt": "p", "label": None, "level": 2}
+
+
+def test_waiting_calls_share_a_request(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lengths)
+    replies = ["a" * number for number in range(10)]
+    assert results(scorer(server.url, batch=4, concurrency=1), replies) == [float(number) for number in range(10)]
+    assert [len(asked["calls"]) for asked in server.asked] == [4, 4, 2]
+
+
+def test_no_more_requests_than_allowed(serve: Callable[[Answer], Scripted]) -> None:
+    def slow(body: dict[str, Any], number: int) -> Reply:
+        time.sleep(0.05)
+        return lengths(body, number)
+
+    server = serve(slow)
+    assert results(scorer(server.url, batch=1, concurrency=3), ["a"] * 9) == [1.0] * 9
+    assert len(server.asked) == 9
+    assert 1 < server.busiest <= 3
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_busy_servers_are_asked_again(serve: Callable[[Answer], Scripted], status: int) -> None:
+    server = serve(lambda body, number: lengths(body, number) if number else (status, {}, "busy"))
+    assert results(scorer(server.url), ["aa"]) == [2.0]
+    assert len(server.asked) == 2
+
+
+def test_the_server_says_how_long_to_wait(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lambda body, number: lengths(body, number) if number else (429, {"Retry-After": "1"}, ""))
+    started = time.monotonic()
+    assert results(scorer(server.url, backoff_seconds=0), ["aa"]) == [2.0]
+    assert time.monotonic() - started >= 1
+
+
+def test_retry_after_is_a_number_or_a_date_and_has_a_limit() -> None:
+    def wait(value: str) -> float | None:
+        return retry_after(httpx.Response(429, headers={"Retry-After": value}))
+
+    assert wait("7") == 7
+    assert wait("86400") == LONGEST_WAIT
+    assert wait(format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)) == pytest.approx(29.5, abs=1)
+    assert wait("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert wait("soon") is None
+    assert retry_after(httpx.Response(429)) is None
+
+
+def test_unreachable_after_the_last_try(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lambda body, number: (502, {}, "no upstream"))
+    message = failure(scorer(server.url, attempts=4), RewardUnreachable)
+    assert len(server.asked) == 4
+    assert message == f"{server.url}/score: status 502: no upstream (4 tries)"
+
+
+def test_a_refused_connection_is_tried_again_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    message = failure(scorer(f"http://127.0.0.1:{port}"), RewardUnreachable)
+    assert f"http://127.0.0.1:{port}/score: ConnectError" in message and "(3 tries)" in message
+
+
+def test_waits_double(serve: Callable[[Answer], Scripted]) -> None:
+    """0.1, 0.2 and 0.4 seconds, each give or take a quarter."""
+    server = serve(lambda body, number: (500, {}, ""))
+    started = time.monotonic()
+    failure(scorer(server.url, attempts=4, backoff_seconds=0.1), RewardUnreachable)
+    assert 0.7 * 0.75 <= time.monotonic() - started < 3
+
+
+def test_time_limit_is_for_all_tries(serve: Callable[[Answer], Scripted]) -> None:
+    def hanging(body: dict[str, Any], number: int) -> Reply:
+        server.released.wait(10)
+        return lengths(body, number)
+
+    server = serve(hanging)
+    message = failure(scorer(server.url, timeout=0.3), RewardTimeout)
+    assert message == f"{server.url}/score: no answer within reward.timeout_seconds=0.3"
+    busy = serve(lambda body, number: (503, {"Retry-After": "30"}, ""))
+    failure(scorer(busy.url, timeout=0.3), RewardTimeout)
+
+
+def test_waiting_for_ones_turn_is_not_timed(serve: Callable[[Answer], Scripted]) -> None:
+    def slow(body: dict[str, Any], number: int) -> Reply:
+        time.sleep(0.2)
+        return lengths(body, number)
+
+    server = serve(slow)
+    assert results(scorer(server.url, batch=1, concurrency=1, timeout=0.5), ["a"] * 5) == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ((404, {}, "no such page"), "status 404: no such page"),
+        ((307, {"Location": "http://elsewhere/"}, ""), "status 307"),
+        ((200, {}, "<html>"), "no JSON came back: <html>"),
+        ((200, {}, [1.0]), "with 1 of them expected, got [1.0]"),
+        ((200, {}, {"scores": [1.0]}), "with 1 of them expected, got {'scores': [1.0]}"),
+        ((200, {}, {"rewards": [1.0, 2.0]}), "with 1 of them expected, got {'rewards': [1.0, 2.0]}"),
+        ((200, {}, '{"rewards": [NaN]}'), "a reward must be a finite number, got nan"),
+        ((200, {}, '{"rewards": [1e999]}'), "a reward must be a finite number, got inf"),
+        ((200, {}, {"rewards": [10**400]}), "a reward must be a finite number, got 1000"),
+        ((200, {}, {"rewards": ["1"]}), "a reward must be a finite number, got '1'"),
+        ((200, {}, {"rewards": [{"error": "it hurts"}]}), "it hurts"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_a_failure_at_once(
+    serve: Callable[[Answer], Scripted], reply: Reply, said: str
+) -> None:
+    server = serve(lambda body, number: reply)
+    message = failure(scorer(server.url), RewardFailure)
+    assert message.startswith(f"{server.url}/score: ") and said in message
+    assert len(message) < 700
+    assert len(server.asked) == 1
+
+
+def test_an_error_of_one_call_is_not_that_of_its_neighbours(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lambda body, number: (200, {}, {"rewards": [0.5, {"error": "too rude"}, True]}))
+    first, second, third = results(scorer(server.url), ["a", "b", "c"])
+    assert (first, third) == (0.5, 1.0)
+    assert isinstance(second, RewardFailure) and str(second).endswith("too rude")
+
+
+def test_token_is_sent_and_never_shown(
+    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="httpx")
+    monkeypatch.setenv("SCORER_TOKEN", f"{SECRET}\n")  # as `export T=$(cat file)` may leave it in other shells
+    echo = f"you sent Bearer {SECRET}"
+    replies: list[Reply] = [
+        (403, {}, echo),
+        (500, {}, echo),
+        (200, {}, echo),
+        (200, {}, {"rewards": [{"error": echo}]}),
+        (200, {}, {"rewards": [echo]}),
+    ]
+    for reply in replies:
+        server = serve(lambda body, number, reply=reply: reply)
+        [found] = results(scorer(server.url, token_variable="SCORER_TOKEN"), ["a"])
+        assert set(server.tokens) == {f"Bearer {SECRET}"}
+        assert isinstance(found, RewardFailure) and "you sent Bearer ***" in str(found)
+        assert SECRET not in str(found)
+    assert SECRET not in caplog.text
+
+
+def test_secrets_in_the_address_are_not_shown(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lambda body, number: (403, {}, "no"))
+    host = server.url.removeprefix("http://")
+    reward = ScorerReward(f"http://me:{SECRET}@{host}/score?key={SECRET}", RewardPartConfig(), 5, batch=1)
+    assert failure(reward, RewardFailure) == f"{server.url}/score: status 403: no"
+    assert server.asked[0]["path"] == f"/score?key={SECRET}"
+
+
+def test_checks_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    part = RewardPartConfig(function="http://127.0.0.1/score", remote=RemoteConfig(token_variable="NO_SUCH_TOKEN"))
+    with pytest.raises(ConfigError, match="NO_SUCH_TOKEN: export it before the start"):
+        check_scorer(part)
+    monkeypatch.setenv("NO_SUCH_TOKEN", "sécret")
+    with pytest.raises(ConfigError, match="no HTTP header can hold") as refused:
+        check_scorer(part)
+    assert "sécret" not in str(refused.value)
+    monkeypatch.setenv("NO_SUCH_TOKEN", SECRET)
+    check_scorer(part)
+    for address in ("http://", "127.0.0.1:80", "ftp://host/", "http://host:port"):
+        with pytest.raises(ConfigError, match="not an address"):
+            check_scorer(RewardPartConfig(function=address))
+
+
+def test_stopping_answers_those_who_wait(serve: Callable[[Answer], Scripted]) -> None:
+    def hanging(body: dict[str, Any], number: int) -> Reply:
+        server.released.wait(10)
+        return lengths(body, number)
+
+    server = serve(hanging)
+
+    async def stop_early() -> list[Any]:
+        reward = scorer(server.url, batch=1, concurrency=1)
+        waiting = [asyncio.create_task(reward.score({"reply": "a"})) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        await reward.stop()
+        late = await asyncio.gather(reward.score({"reply": "a"}), return_exceptions=True)
+        return [*await asyncio.gather(*waiting, return_exceptions=True), *late]
+
+    found = asyncio.run(stop_early())
+    assert [type(one) for one in found] == [RewardUnreachable] * 3
+
+
+def test_a_caller_that_gives_up_leaves_the_others_alone(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(lengths)
+
+    async def give_up() -> float:
+        reward = scorer(server.url)
+        leaves, stays = (asyncio.create_task(reward.score({"reply": reply})) for reply in ("a", "aaa"))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        return await stays
+
+    assert asyncio.run(give_up()) == 3.0
+
+
+# Judges
+
+
+def said(text: Any) -> Answer:
+    return lambda body, number: (200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def judge(url: str, **settings: Any) -> JudgeReward:
+    config = JudgeConfig(url=f"{url}/v1/", model="wise", **settings)
+    return JudgeReward(RewardPartConfig(function="judge", remote=remote(), judge=config), 20)
+
+
+def test_a_judges_number_times_the_scale(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(said("Grade: 7.5 of 10"))
+    assert results(judge(server.url), ["it {depends}"]) == [pytest.approx(0.75)]
+    [asked] = server.asked
+    assert (asked["path"], asked["model"], asked["temperature"]) == ("/v1/chat/completions", "wise", 0)
+    [message] = asked["messages"]
+    assert message["role"] == "user"
+    assert "[Request]\np\n" in message["content"] and "[Reply]\nit {depends}\n" in message["content"]
+
+
+def test_a_judges_own_pattern(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(said("3 points are wrong, so <grade>-2</grade>"))
+    assert results(judge(server.url, pattern="<grade>(.*?)</grade>", scale=1), ["a"]) == [-2.0]
+
+
+@pytest.mark.parametrize("text", ["I would rather not say" + "." * 5000, "", None, ["7"]])
+def test_no_number_is_a_failure(serve: Callable[[Answer], Scripted], text: Any) -> None:
+    message = failure(judge(serve(said(text)).url), RewardFailure)
+    assert "finds no number in: " in message and len(message) < 700
+
+
+@pytest.mark.parametrize("pattern", ["(seven)", "7(x)?", "(1e999)"])
+def test_what_is_found_must_be_a_finite_number(serve: Callable[[Answer], Scripted], pattern: str) -> None:
+    server = serve(said("seven 7 1e999"))
+    assert "finds no number in: seven 7" in failure(judge(server.url, pattern=pattern), RewardFailure)
+
+
+def test_judges_that_fail(serve: Callable[[Answer], Scripted]) -> None:
+    strange = serve(lambda body, number: (200, {}, {"choices": []}))
+    assert "no chat completion came back: {'choices': []}" in failure(judge(strange.url), RewardFailure)
+    busy = serve(lambda body, number: (503, {}, "loading"))
+    assert "status 503: loading (3 tries)" in failure(judge(busy.url), RewardUnreachable)
+
+
+def test_a_judge_is_asked_by_so_many_at_a_time(serve: Callable[[Answer], Scripted]) -> None:
+    def slow(body: dict[str, Any], number: int) -> Reply:
+        time.sleep(0.05)
+        return said("5")(body, number)
+
+    server = serve(slow)
+    config = JudgeConfig(url=server.url, model="wise")
+    reward = JudgeReward(RewardPartConfig(remote=remote(concurrency=2), judge=config), 20)
+    assert results(reward, ["a"] * 6) == [pytest.approx(0.5)] * 6
+    assert len(server.asked) == 6 and server.busiest == 2
+
+
+def test_only_named_fields_are_filled() -> None:
+    call = {"reply": "{label} and {x}", "label": 4, "facts": {"a": [1, "é"]}}
+    assert filled('{"grade": {reply}} {{label}} {label} {1} {} {facts}', call) == (
+        '{"grade": {label} and {x}} {label} 4 {1} {} {"a": [1, "é"]}'
+    )
+    with pytest.raises(RewardFailure, match=r"no value for {label}"):
+        filled("{label}", {"reply": "a", "label": None})
+
+
+def judged(**settings: Any) -> RewardPartConfig:
+    return RewardPartConfig(function="judge", judge={"url": "http://127.0.0.1:1/v1", "model": "wise", **settings})
+
+
+def test_judges_are_checked_before_the_start() -> None:
+    check_judge(judged(), [], labelled=False)
+    check_judge(judged(prompt="{reply} {level} {label} {{brackets}}"), ["level"], labelled=True)
+    wrong: dict[str, dict[str, Any]] = {
+        r"no value for {level}; there are messages, prompt, reply: .* write {{level}}": {"prompt": "{reply} {level}"},
+        "no value for {label}": {"prompt": "{reply} {label}"},
+        "does not show the reply": {"prompt": "{prompt} {{reply}}"},
+        "judge.model is empty": {"model": ""},
+        "judge.url=: not an address": {"url": ""},
+        "not a regular expression": {"pattern": "("},
+        "has no group": {"pattern": r"\d+"},
+    }
+    for message, settings in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            check_judge(judged(**settings), [], labelled=False)

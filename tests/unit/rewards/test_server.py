@@ -1,0 +1,259 @@
+"""A reward model behind HTTP: the same numbers as without, and nothing for those who should not have them."""
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from torch import Tensor
+
+from tests.support.reward_models import CONTEXT, local_group, make_reward_model
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+from trueline.config.reward import RemoteConfig, RewardPartConfig
+from trueline.config.serving import ServingConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.types import Sample
+from trueline.models.loading import load_tokenizer
+from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
+from trueline.rewards.model import ModelReward
+from trueline.rewards.remote import ScorerReward
+from trueline.rewards.server import MAX_BYTES, RewardServer, open_port, serve_until
+from trueline.training.group import ModelGroup
+
+TOKEN = "a-token-for-tests"
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+CALL = {"reply": "5", "prompt": "2+3=", "messages": [{"role": "user", "content": "2+3="}], "label": "5"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("model"), "reward")
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> ModelGroup:
+    return local_group(folder, "reward")
+
+
+def model_reward(folder: Path, score: Callable[[list[Sample]], list[Tensor]]) -> ModelReward:
+    chat = ChatFormat(load_tokenizer(ModelConfig(path=str(folder))), use_template=True)
+    return ModelReward(score, chat, RewardPartConfig(function=str(folder)), max_tokens=CONTEXT, batch=64)
+
+
+@contextmanager
+def served(make: Callable[[], Reward]) -> Iterator[str]:
+    """The address of a server in a thread with an event loop of its own, which is stopped afterwards."""
+    listener = open_port("127.0.0.1", 0)
+    control: dict[str, Any] = {}
+    ready = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        control.update(loop=loop, ended=loop.create_future())
+        server = RewardServer(listener, make(), loop, token=TOKEN, name="my model")
+        ready.set()
+        await serve_until(server, control["ended"])
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        control["loop"].call_soon_threadsafe(control["ended"].set_result, None)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, group: ModelGroup) -> Iterator[str]:
+    with served(lambda: model_reward(folder, group.score)) as address:
+        yield address
+
+
+def post(url: str, content: Any, **headers: str) -> httpx.Response:
+    body = content if isinstance(content, str | bytes) else json.dumps(content)
+    return httpx.post(f"{url}/score", content=body, headers=AUTHORIZED | headers, trust_env=False, timeout=20)
+
+
+def scored(reward: Reward, calls: list[Call]) -> list[Any]:
+    async def ask() -> list[Any]:
+        found = await asyncio.gather(*(reward.score(call) for call in calls), return_exceptions=True)
+        await reward.stop()
+        return list(found)
+
+    return asyncio.run(ask())
+
+
+def scorer(url: str, monkeypatch: pytest.MonkeyPatch, token: str = TOKEN, batch: int = 64) -> ScorerReward:
+    monkeypatch.setenv("TEST_REWARD_TOKEN", token)
+    remote = RemoteConfig(token_variable="TEST_REWARD_TOKEN", attempts=2, backoff_seconds=0.01)
+    return ScorerReward(f"{url}/score", RewardPartConfig(remote=remote), 20, batch=batch)
+
+
+def test_health_needs_no_token(url: str) -> None:
+    found = httpx.get(f"{url}/health", trust_env=False)
+    assert (found.status_code, found.json()) == (200, {"status": "ok", "model": "my model"})
+    assert httpx.get(f"{url}/score", trust_env=False).status_code == 404
+
+
+def test_same_rewards_over_the_wire(url: str, folder: Path, group: ModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [CALL | {"reply": "5" * length, "column": [length]} for length in range(9)]
+    here = scored(model_reward(folder, group.score), calls)
+    assert all(isinstance(reward, float) for reward in here) and len(set(here)) == len(here)
+    assert scored(scorer(url, monkeypatch), calls) == pytest.approx(here, abs=1e-6)
+    assert scored(scorer(url, monkeypatch, batch=1), calls) == pytest.approx(here, abs=1e-6)
+
+
+def test_requests_of_several_clients_share_a_batch(folder: Path, group: ModelGroup) -> None:
+    sizes: list[int] = []
+    first, second = threading.Event(), threading.Event()
+
+    def score(samples: list[Sample]) -> list[Tensor]:
+        sizes.append(len(samples))
+        first.set()
+        assert second.wait(10)
+        return group.score(samples)
+
+    found: list[Any] = []
+    with served(lambda: model_reward(folder, score)) as address:
+        clients = [threading.Thread(target=lambda: found.append(post(address, {"calls": [CALL] * 2}).json()))]
+        clients[0].start()
+        assert first.wait(10)  # the model is busy with the first request while three more arrive
+        for _ in range(3):
+            clients.append(threading.Thread(target=lambda: found.append(post(address, {"calls": [CALL]}).json())))
+            clients[-1].start()
+        with httpx.Client(trust_env=False) as client:
+            assert client.get(f"{address}/health").status_code == 200  # it still answers others
+        threading.Timer(0.3, second.set).start()
+        for client_thread in clients:
+            client_thread.join(20)
+    assert sizes == [2, 3]
+    assert sorted(len(one["rewards"]) for one in found) == [1, 1, 1, 2]
+
+
+def test_no_rewards_without_the_token(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sent in ({}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": "Bearer é"}):
+        headers = {name: value.encode() for name, value in sent.items()}
+        refused = httpx.post(f"{url}/score", json={"calls": [CALL]}, headers=headers, trust_env=False)
+        assert refused.status_code == 401
+        assert TOKEN not in refused.text
+    large = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    large.request("POST", "/score", body=b" " * (MAX_BYTES // 2))  # and the connection stays whole meanwhile
+    assert large.getresponse().status == 401
+    [failed] = scored(scorer(url, monkeypatch, token="another-token"), [CALL])
+    assert isinstance(failed, RewardFailure) and "status 401" in str(failed) and "another-token" not in str(failed)
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        ("{", 400, "not valid JSON"),
+        (b"\xff", 400, "not valid JSON"),
+        ("[" * 100_000, 400, "not valid JSON"),
+        ([CALL], 400, '{"calls": [...]}'),
+        ({"calls": CALL}, 400, '{"calls": [...]}'),
+        (b" " * (MAX_BYTES + 1), 413, f"more than {MAX_BYTES}"),
+    ],
+)
+def test_bad_requests_are_refused(url: str, content: Any, status: int, said: str) -> None:
+    refused = post(url, content)
+    assert refused.status_code == status
+    assert said in refused.json()["error"]
+
+
+def test_requests_without_a_length_or_a_known_path(url: str) -> None:
+    unsized = httpx.post(f"{url}/score", content=iter([b"{}"]), headers=AUTHORIZED, trust_env=False)
+    assert unsized.status_code == 411
+    assert httpx.post(f"{url}/other", json={}, headers=AUTHORIZED, trust_env=False).status_code == 404
+
+
+def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
+    calls: list[Any] = [
+        CALL,
+        CALL | {"reply": "5" * CONTEXT},
+        {"messages": CALL["messages"]},
+        CALL | {"messages": []},
+        CALL | {"messages": [{"role": "user", "content": None}]},
+        "5",
+        CALL,
+    ]
+    answer = post(url, {"calls": calls})
+    assert answer.status_code == 200
+    good, long, no_reply, no_messages, no_content, text, again = answer.json()["rewards"]
+    assert good == again and isinstance(good, float)
+    assert f"the {CONTEXT} that it reads" in long["error"]
+    assert '"reply"' in no_reply["error"] and '"reply"' in text["error"]
+    assert '"messages"' in no_messages["error"] and '"messages"' in no_content["error"]
+    assert post(url, {"calls": []}).json() == {"rewards": []}
+
+
+def test_a_client_that_goes_away_harms_nobody(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for sent in (b"", b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n" + f"Authorization: Bearer {TOKEN}".encode()):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent + (b"\r\n\r\nabc" if sent else b""))
+    assert post(url, {"calls": [CALL]}).status_code == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_broken_model_is_no_ones_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(samples: list[Sample]) -> list[Tensor]:
+        raise RuntimeError("out of memory")
+
+    with served(lambda: model_reward(folder, score)) as address:
+        assert post(address, {"calls": [CALL]}).status_code == 500
+        [failed] = scored(scorer(address, monkeypatch), [CALL])
+    assert isinstance(failed, RewardUnreachable) and "out of memory" in str(failed) and "(2 tries)" in str(failed)
+
+
+def test_stopping_tells_those_who_wait_to_try_again(folder: Path, group: ModelGroup) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def score(samples: list[Sample]) -> list[Tensor]:
+        begun.set()
+        assert go_on.wait(10)
+        return group.score(samples)
+
+    found: list[httpx.Response] = []
+    with served(lambda: model_reward(folder, score)) as address:
+        client = threading.Thread(target=lambda: found.append(post(address, {"calls": [CALL]})))
+        client.start()
+        assert begun.wait(10)
+        threading.Timer(0.5, go_on.set).start()
+    client.join(10)
+    assert found[0].status_code == 503
+    with pytest.raises(httpx.ConnectError):
+        post(address, {"calls": [CALL]})
+
+
+def test_a_taken_port_is_named() -> None:
+    with open_port("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port}: cannot listen there .*: set port=0 or another"):
+            open_port("127.0.0.1", port)
+
+
+def test_configuration() -> None:
+    assert ServingConfig().ranks.engine == "torch"
+    assert ServingConfig.parse({"runtime": "ray"}).ranks.engine == "deepspeed"
+    wrong: dict[str, dict[str, Any]] = {
+        r"set ranks\.engine=torch \(got deepspeed\)": {"ranks": {"engine": "deepspeed"}},
+        r"ranks\.engine=torch runs in one process: set ranks\.ranks=1 \(got 2\)": {"ranks": {"ranks": 2}},
+        r"got 2 ranks wide": {"model": {"tensor_parallel": 2}},
+        r"ranks\.ranks=3 is no multiple of tensor_parallel=2": {
+            "runtime": "ray",
+            "ranks": {"ranks": 3, "tensor_parallel": 2},
+        },
+    }
+    for message, tree in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            ServingConfig.parse(tree)

@@ -1,0 +1,69 @@
+"""Task rewards -> rewards of tokens and answers: length, truncation and the KL to the reference."""
+
+from statistics import fmean
+
+from torch import Tensor
+
+from trueline.config.algorithm import AlgorithmConfig, KLConfig, ShapingConfig
+from trueline.data.types import Sample
+
+KL_ERROR_LIMIT = 0.2
+
+
+def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens: int, kl_coefficient: float) -> None:
+    """Fill `reward`, `token_rewards` and `filtered`, once the rewards are known and the models have scored."""
+    coefficient = kl_coefficient if config.kl.place == "reward" else 0.0
+    for sample in samples:
+        sample.filtered = config.shaping.overlong_filter and sample.truncated
+        sample.reward = shaped_reward(sample, config.shaping, max_new_tokens)
+        sample.token_rewards = with_added(sample, sample.reward - sample.task_reward)
+        if coefficient > 0:
+            penalty = coefficient * token_kl(sample)
+            sample.token_rewards = sample.token_rewards - penalty
+            sample.reward -= penalty.double().sum().item()
+
+
+def shaped_reward(sample: Sample, config: ShapingConfig, max_new_tokens: int) -> float:
+    """Of the whole answer, before the KL."""
+    reward = truncated_reward(sample.task_reward, config) if sample.truncated else sample.task_reward
+    if config.overlong_factor > 0:
+        punishment = overlong_punishment(sample.sampled_tokens(), max_new_tokens, config.overlong_share)
+        reward += config.overlong_factor * punishment
+    return reward
+
+
+def truncated_reward(reward: float, config: ShapingConfig) -> float:
+    """Of an answer that the length limit cut off; `multiply` never raises a negative reward."""
+    value = config.truncated_value
+    return {"keep": reward, "multiply": min(reward, value * reward), "set": value}[config.truncated]
+
+
+def overlong_punishment(length: int, longest: int, share: float) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, and falling to -1 over the last share."""
+    cache = share * longest
+    return -min(max((length - (longest - cache)) / cache, 0.0), 1.0)
+
+
+def with_added(sample: Sample, amount: float) -> Tensor:
+    """[T] the token rewards, with `amount` more on the last sampled token."""
+    rewards = sample.token_rewards.clone()
+    rewards[sample.mask.nonzero()[-1]] += amount
+    return rewards
+
+
+def token_kl(sample: Sample) -> Tensor:
+    """[T] k1 on sampled tokens: in the reward its policy gradient is that of the sequence KL (arXiv:2506.09477)."""
+    return (sample.old_logprobs - sample.ref_logprobs) * sample.mask
+
+
+def sequence_kl(samples: list[Sample]) -> float:
+    """Mean over answers of the sum of k1."""
+    return fmean(token_kl(sample).double().sum().item() for sample in samples)
+
+
+def adapted_coefficient(coefficient: float, kl: float, answers: int, config: KLConfig) -> float:
+    """The KL coefficient after a step of so many answers (arXiv:1909.08593, section 2.2); null target: as it was."""
+    if config.target is None:
+        return coefficient
+    error = min(max(kl / config.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
+    return coefficient * (1 + error * answers / config.horizon)

@@ -1,0 +1,114 @@
+"""Where rewards come from, and what is done when one cannot be had."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trueline.config.base import Config
+
+
+class RemoteConfig(Config):
+    """How scorers and judges behind HTTP are asked."""
+
+    concurrency: int = Field(16, ge=1)
+    """Requests under way at a time."""
+
+    attempts: int = Field(5, ge=1)
+    """Tries of one request; answers 429 and 5xx and broken connections are tried again."""
+
+    backoff_seconds: float = Field(1.0, ge=0)
+    """Wait before the second try; it doubles from try to try, unless the server says how long to wait."""
+
+    token_variable: str | None = None
+    """Environment variable with the token that is sent as `Authorization: Bearer ...`; null sends none."""
+
+
+class JudgeConfig(Config):
+    """A language model that grades replies, for function=judge."""
+
+    url: str = ""
+    """OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1."""
+
+    model: str = ""
+    """Name of the model there."""
+
+    prompt: str = (
+        "Grade the reply to the request below. Answer with a number from 0 (useless) to 10 (perfect) and nothing "
+        "else.\n\n[Request]\n{prompt}\n\n[Reply]\n{reply}\n\n[Grade]\n"
+    )
+    """What it is asked; {prompt}, {reply}, {label} and columns are filled in."""
+
+    pattern: str = r"(-?\d+(?:\.\d+)?)"
+    """The first group of its first match in the judge's answer is the reward; no match is a failure."""
+
+    scale: float = Field(0.1, gt=0)
+    """The number found is multiplied by this."""
+
+
+class RewardPartConfig(Config):
+    """One reward."""
+
+    function: str = ""
+    """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
+
+    weight: float = 1.0
+    """Its weight in the sum of several."""
+
+    normalize: bool = False
+    """Reward models: subtract the mean and divide by the deviation that were stored with the model."""
+
+    clip: float | None = Field(None, gt=0)
+    """Bound of this reward's size, after normalising; null: none."""
+
+    pattern: str | None = None
+    """Regular expression for the built-in `regex` reward."""
+
+    options: dict[str, Any] = {}
+    """Further values that the function's parameters are filled with by name."""
+
+    chat_template: Literal["auto", "never"] = "auto"
+    """Reward models: as data.chat_template was when the model was trained."""
+
+    steps: Literal["min", "mean", "product", "last"] = "min"
+    """Process reward models: how the probabilities that steps are good become one number."""
+
+    step_separator: str = "\n"
+    """Process reward models: text that ends each step; on the command line, \\n is a newline."""
+
+    remote: RemoteConfig = RemoteConfig()
+    judge: JudgeConfig = JudgeConfig()
+
+
+class RewardConfig(RewardPartConfig):
+    parts: dict[str, RewardPartConfig] = {}
+    """Several rewards by name in place of `function`; their weighted sum is the task reward."""
+
+    processes: int = Field(2, ge=1)
+    """Processes that run each reward function, apart from the trainer."""
+
+    batch: int = Field(64, ge=1)
+    """Most replies in one call of a function that takes `replies`, and in one pass of a reward model."""
+
+    timeout_seconds: float = Field(30.0, gt=0)
+    """A call that takes longer is killed and counted as reward_timeout, never as a zero."""
+
+    memory_gib: float = Field(4.0, gt=0)
+    """Address space that one reward process may take beyond what it has at its start."""
+
+    max_failure_share: float = Field(0.05, ge=0, le=1)
+    """Share of failed rewards, among a step's answers or the last 100 if those are more, above which the run stops."""
+
+    policy_error: float = 0.0
+    """Reward of an answer whose own doing is the error, such as code that does not end."""
+
+    @model_validator(mode="after")
+    def check_parts(self) -> Self:
+        if self.function and self.parts:
+            raise ValueError(
+                f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one of them"
+            )
+        return self
+
+    def named_parts(self) -> dict[str, RewardPartConfig]:
+        """Every reward by name; the only one of a run is called `reward`."""
+        return self.parts or ({"reward": self} if self.function else {})

@@ -1,0 +1,122 @@
+"""The configurations of recipes that run rounds: sample, select, train, and again."""
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trueline.config.base import Tree, merge
+from trueline.config.model import check_training
+from trueline.config.preference import PreferenceConfig
+from trueline.config.rl import EvaluationConfig
+from trueline.config.sampling import MODEL_FLAGS, JobVerb, SelectionConfig
+from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig, SupervisedTrainingConfig
+
+LAUNCH = "trueline.trainers.rounds:launch_rounds"
+
+
+class RoundTrainingConfig(SupervisedTrainingConfig):
+    """How each round trains; the keys are those of `sft` and `dpo`."""
+
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps of a round; null makes `epochs` passes over what the round kept."""
+
+    epochs: int = Field(1, ge=1)
+    """Passes over what the round kept."""
+
+    samples_per_step: int = Field(64, ge=1)
+    """Answers, or pairs of them, per optimizer step, over all ranks."""
+
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest sequence; longer ones are left out and counted. null takes the model's context."""
+
+
+OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys that stand beside `training` in sft and dpo
+
+
+class RoundsConfig(SelectionConfig):
+    """What all recipes share."""
+
+    trainer: ClassVar[str] = "sft"  # the verb that trains
+    trained: ClassVar[type[SupervisedConfig]] = SftConfig
+    learnt: ClassVar[str] = "kept.jsonl"  # what of a round's samples it trains on
+
+    rounds: int = Field(3, ge=1)
+    """Times to sample from the present model and train it on what it made."""
+
+    prompts_per_round: int | None = Field(None, ge=1)
+    """Prompts that each round answers, the next ones in the seeded order; null takes as many as there are."""
+
+    training: RoundTrainingConfig = RoundTrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_local_training(cls, values: Any) -> Any:
+        local = isinstance(values, dict) and values.get("runtime") == "local"
+        return merge({"training": {"engine": "torch"}}, values) if local else values
+
+    @model_validator(mode="after")
+    def check_rounds(self) -> Self:
+        if self.runtime == "local" and self.training.engine != "torch":
+            raise ValueError(
+                f"runtime=local keeps everything in one process: set training.engine=torch (got {self.training.engine})"
+            )
+        check_training(self.training, self.model)
+        return self
+
+    def run_keys(self) -> Tree:
+        """What every stage takes over as it is."""
+        return self.model_dump(include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "model"})
+
+    def generate_keys(self) -> Tree:
+        return self.model_dump(include={*SelectionConfig.model_fields} - {"name", "folder"})
+
+    def training_keys(self) -> Tree:
+        training = self.training.model_dump()
+        return {
+            **self.run_keys(),
+            **{key: training.pop(key) for key in OUTSIDE},
+            "training": training,
+            # Prompts are read as they were sampled; one long row does not end a recipe.
+            "data": {"chat_template": self.data.chat_template, "too_long": "drop"},
+        }
+
+
+class RaftConfig(RoundsConfig):
+    keep: Literal["all", "best", "threshold"] = "best"
+    """Answers to learn: all; the best one to each prompt (best-of-n); all with a reward of `threshold` or more
+    (rejection sampling). Failed and empty answers are never kept."""
+
+    threshold: float = 1.0
+    """Lowest reward that keep=threshold keeps."""
+
+    def generate_keys(self) -> Tree:
+        return super().generate_keys() | {"keep": self.keep, "threshold": self.threshold}
+
+
+class IterativeDPOConfig(RoundsConfig):
+    trainer: ClassVar[str] = "dpo"
+    trained: ClassVar[type[SupervisedConfig]] = PreferenceRunConfig
+    learnt: ClassVar[str] = "pairs.jsonl"
+
+    preference: PreferenceConfig = PreferenceConfig()
+
+    def generate_keys(self) -> Tree:
+        return super().generate_keys() | {"pairs": True}
+
+    def training_keys(self) -> Tree:
+        return super().training_keys() | {"preference": self.preference.model_dump()}
+
+
+FLAGS = {**MODEL_FLAGS, "--data": "data.path", "--eval-data": "evaluation.data"}
+
+ROUND_VERBS: dict[str, JobVerb] = {
+    "raft": JobVerb(RaftConfig, "rounds of best-of-n or rejection sampling, each followed by sft", FLAGS, LAUNCH),
+    "iterative_dpo": JobVerb(
+        IterativeDPOConfig,
+        "rounds of best-against-worst pairs, each followed by dpo against the present model",
+        FLAGS,
+        LAUNCH,
+        {"training": {"learning_rate": 1e-6}},
+    ),
+}

@@ -1,0 +1,138 @@
+"""The configurations of jobs that sample and judge but train nothing."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trueline.config.base import Tree, merge
+from trueline.config.data import PromptDataConfig
+from trueline.config.model import ModelConfig
+from trueline.config.reward import RewardConfig
+from trueline.config.rl import EvaluationConfig, RolloutConfig
+from trueline.config.roles import FrozenConfig
+from trueline.config.run import RunConfig
+
+LOCAL_DEFAULTS: Tree = {"rollout": {"engine": "hf"}, "reward_model": {"engine": "torch"}}
+
+
+class SamplerConfig(RolloutConfig):
+    """Engines that share their GPUs with no trainer."""
+
+    gpu_memory_share: float = Field(0.9, gt=0, lt=1)
+    """Share of each GPU's memory for the engine (weights and KV cache)."""
+
+
+class SamplingConfig(RunConfig):
+    """What all sampling jobs share."""
+
+    model: ModelConfig = ModelConfig()
+    rollout: SamplerConfig = SamplerConfig()
+    data: PromptDataConfig = PromptDataConfig()
+    reward: RewardConfig = RewardConfig()
+    reward_model: FrozenConfig = FrozenConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_local(cls, values: Any) -> Any:
+        local = isinstance(values, dict) and values.get("runtime") == "local"
+        return merge(LOCAL_DEFAULTS, values) if local else values
+
+    @model_validator(mode="after")
+    def check_local(self) -> Self:
+        engines = {"rollout": self.rollout.engine, "reward_model": self.reward_model.engine}
+        for section, engine in engines.items() if self.runtime == "local" else ():
+            if engine != LOCAL_DEFAULTS[section]["engine"]:
+                raise ValueError(
+                    f"runtime=local keeps everything in one process: set {section}.engine="
+                    f"{LOCAL_DEFAULTS[section]['engine']} (got {engine}) or runtime=ray"
+                )
+        return self
+
+    def judged(self) -> bool:
+        """Whether answers get a reward at all."""
+        return bool(self.reward.named_parts())
+
+
+class SelectionConfig(SamplingConfig):
+    """Several answers to a prompt, of which some are worth learning."""
+
+    samples: int = Field(4, ge=1)
+    """Answers per prompt."""
+
+    keep_truncated: bool = True
+    """Whether an answer that the length limit cut off may be kept, or preferred in a pair."""
+
+
+class GenerateConfig(SelectionConfig):
+    keep: Literal["all", "best", "threshold"] = "all"
+    """Answers to keep: all; the best one to each prompt (best-of-n); all with a reward of `threshold` or more
+    (rejection sampling). Failed and empty answers are never kept."""
+
+    threshold: float = 1.0
+    """Lowest reward that keep=threshold keeps."""
+
+    pairs: bool = False
+    """Also write each prompt's best against its worst answer, as a preference dataset."""
+
+    limit: int | None = Field(None, ge=1)
+    """Answer only this many prompts; null answers as many as the data has."""
+
+    skip: int = Field(0, ge=0)
+    """Pass over this many prompts first, in the order that data.shuffle and seed make."""
+
+    shards: int = Field(1, ge=1)
+    """Share the prompts out among this many runs, say on several machines; this run answers one share of them."""
+
+    shard: int = Field(0, ge=0)
+    """Which share, from 0 to shards - 1."""
+
+    @model_validator(mode="after")
+    def check_selection(self) -> Self:
+        if self.shard >= self.shards:
+            raise ValueError(f"shard={self.shard} of shards={self.shards} is not there: count from 0")
+        if self.pairs and self.samples < 2:
+            raise ValueError(f"pairs=true needs two answers to a prompt: set samples to 2 or more (got {self.samples})")
+        return self
+
+
+class EvalConfig(SamplingConfig):
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def check_data(self) -> Self:
+        if self.data.path or self.data.mixture:
+            raise ValueError(
+                f"data.path={self.data.path}: eval reads evaluation.data (--eval-data) or evaluation.sets; the other "
+                "keys of `data` say how"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class JobVerb:
+    """A command that is made of sampling: its kind of configuration, its flags, and what starts it."""
+
+    kind: type[RunConfig]
+    meaning: str
+    flags: dict[str, str]
+    launch: str  # `package.module:function`
+    defaults: Tree = field(default_factory=dict)
+
+
+MODEL_FLAGS = {"--model": "model.path", "--reward": "reward.function", "--name": "name"}
+
+SAMPLING_VERBS: dict[str, JobVerb] = {
+    "generate": JobVerb(
+        GenerateConfig,
+        "sample answers with rewards to a file: best-of-n, rejection sampling, preference pairs",
+        {**MODEL_FLAGS, "--data": "data.path"},
+        "trueline.trainers.sampling:launch_generate",
+    ),
+    "eval": JobVerb(
+        EvalConfig,
+        "sample held-out prompts and report mean@k, pass@k and maj@k",
+        {**MODEL_FLAGS, "--eval-data": "evaluation.data"},
+        "trueline.trainers.sampling:launch_eval",
+    ),
+}

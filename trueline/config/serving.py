@@ -1,0 +1,80 @@
+"""The configuration of a reward model that is served over HTTP."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trueline.config.base import Config, merge
+from trueline.config.model import ModelConfig
+from trueline.config.roles import FrozenConfig
+
+
+class ServingConfig(Config):
+    host: str = "127.0.0.1"
+    """Address to listen on; any other than the loopback is open to the network, without encryption."""
+
+    port: int = Field(8900, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one, which is printed."""
+
+    token_variable: str = "TRUELINE_REWARD_TOKEN"
+    """Environment variable with the token that clients must send; where it is not set, a new one is shown once."""
+
+    runtime: Literal["ray", "local"] = "local"
+    """local: the model lives in this process; ray: one process per rank."""
+
+    logs: str = "runs/serve-reward"
+    """Folder for what the processes of runtime=ray print."""
+
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """Longest wait for one batch of the model, or for its start, before the server ends."""
+
+    batch: int = Field(64, ge=1)
+    """Most replies that are scored together."""
+
+    max_tokens: int | None = Field(None, ge=2)
+    """Longest prompt and reply; a longer one gets an error. null: what model and ranks.micro_batch_tokens allow."""
+
+    chat_template: Literal["auto", "never"] = "auto"
+    """As data.chat_template was when the model was trained."""
+
+    normalize: bool = False
+    """Subtract the mean and divide by the deviation that were stored with the model."""
+
+    steps: Literal["min", "mean", "product", "last"] = "min"
+    """Process reward models: how the probabilities that steps are good become one number."""
+
+    step_separator: str = "\n"
+    """Process reward models: text that ends each step; on the command line, \\n is a newline."""
+
+    model: ModelConfig = ModelConfig()
+    ranks: FrozenConfig = FrozenConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_local(cls, values: Any) -> Any:
+        local = isinstance(values, dict) and values.get("runtime", "local") == "local"
+        return merge({"ranks": {"engine": "torch"}}, values) if local else values
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> Self:
+        if self.runtime == "local" and self.ranks.engine != "torch":
+            raise ValueError(
+                f"runtime=local keeps the model in this process: set ranks.engine=torch (got {self.ranks.engine}) "
+                "or runtime=ray"
+            )
+        model = self.served_model()
+        width = model.tensor_parallel * model.ring
+        if self.ranks.engine == "torch" and max(self.ranks.ranks or 1, width) > 1:
+            raise ValueError(
+                f"ranks.engine=torch runs in one process: set ranks.ranks=1 (got {self.ranks.ranks}), "
+                f"tensor_parallel=1 and ring=1 (got {width} ranks wide), or runtime=ray and ranks.engine=deepspeed"
+            )
+        if self.ranks.ranks is not None and self.ranks.ranks % width:
+            raise ValueError(
+                f"ranks.ranks={self.ranks.ranks} is no multiple of tensor_parallel={model.tensor_parallel} x "
+                f"ring={model.ring}: set it to {width} or a multiple"
+            )
+        return self
+
+    def served_model(self) -> ModelConfig:
+        return self.ranks.model_like(self.model, self.model.path)

@@ -1,0 +1,99 @@
+"""The reward of code: what the reply says is run against the row's tests, in a sandbox."""
+
+import json
+import re
+import secrets
+import signal
+import time
+from typing import Any
+
+from trueline.rewards.base import PolicyError
+from trueline.rewards.sandbox import Ended, Limits, run_python
+
+# The token tells that the tests were run to their end: leaving early, even with status 0, is no way to pass.
+RUN_TESTS = """
+import json, os, sys, types
+
+def run(code, tests, token):
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    for text, name in ((code, "code"), (tests, "tests")):
+        exec(compile(text, name, "exec"), module.__dict__)
+    os.write(1, token.encode())
+    os._exit(0)
+
+task = json.load(sys.stdin)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+run(task.pop("code"), task.pop("tests"), task.pop("token"))
+"""
+Case = dict[str, str]  # `tests`: text of Python; or `input` and `output` of a program
+
+
+def code(
+    reply: str,
+    tests: str | list[str] | None = None,
+    label: Any = None,
+    partial: bool = False,
+    seconds: float = 10.0,
+    memory_gib: float = 1.0,
+    network: bool = False,
+) -> float:
+    """1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
+    source, cases, deadline = code_of(reply), cases_of(tests, label), time.monotonic() + seconds
+    passed = 0
+    for case in cases:
+        left = max(deadline - time.monotonic(), 0.0)
+        if passes(source, case, Limits(left, memory_gib, network)):
+            passed += 1
+        elif not partial:
+            return 0.0
+    return passed / len(cases)
+
+
+def code_of(reply: str) -> str:
+    """The last block of Python, or the last one that names no language, or the whole reply."""
+    blocks = re.findall(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", reply, re.DOTALL | re.MULTILINE)
+    for languages in (("python", "py", "python3"), ("",)):
+        found = [text for language, text in blocks if language.lower() in languages]
+        if found:
+            return found[-1]
+    return reply
+
+
+def cases_of(tests: Any, label: Any) -> list[Case]:
+    if tests:
+        return [{"tests": text} for text in ([tests] if isinstance(tests, str) else tests)]
+    try:
+        cases = json.loads(label) if isinstance(label, str) else label
+        read = [{"input": str(case["input"]), "output": str(case["output"])} for case in cases]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        read = []
+    if not read:
+        raise ValueError(
+            "the row has no tests: the reward code needs a column `tests` with Python text, or as label a list of "
+            f'{{"input": ..., "output": ...}}, got {label!r:.200}'
+        )
+    return read
+
+
+def passes(source: str, case: Case, limits: Limits) -> bool:
+    if "tests" not in case:
+        ended = judge(run_python(source, case["input"], limits), limits)
+        return ended.status == 0 and lines_of(ended.output) == lines_of(case["output"])
+    token = secrets.token_hex(16)
+    task = json.dumps({"code": source, "tests": case["tests"], "token": token})
+    return token in judge(run_python(RUN_TESTS, task, limits), limits).output
+
+
+def judge(ended: Ended, limits: Limits) -> Ended:
+    """What the code did to itself is not a wrong answer but its own kind of outcome."""
+    if ended.status is None:
+        raise PolicyError("the code and its tests took too long (reward.options.seconds for all of them)")
+    if ended.status < 0:
+        raise PolicyError(f"the code was ended by {signal.Signals(-ended.status).name}")
+    if "MemoryError" in ended.error.rstrip().rpartition("\n")[2]:
+        raise PolicyError(f"the code needs more than {limits.memory_gib:g} GiB (reward.options.memory_gib)")
+    return ended
+
+
+def lines_of(output: str) -> list[str]:
+    return [line.rstrip() for line in output.strip().splitlines()]

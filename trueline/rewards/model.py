@@ -1,0 +1,155 @@
+"""A reward model on this machine as a reward: of whole replies, or of their steps."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.reward import RewardPartConfig
+from trueline.data.chat import ChatFormat, Encoded
+from trueline.data.encoding import encode_answer, encode_labelled, to_tensors
+from trueline.data.formats import StepRated
+from trueline.data.types import Sample
+from trueline.rewards.base import Call, RewardFailure
+from trueline.rewards.gathering import Gathering, Scored
+
+HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
+STEPS: dict[str, Callable[[list[float]], float]] = {
+    "min": min,
+    "mean": fmean,
+    "product": math.prod,
+    "last": lambda probabilities: probabilities[-1],
+}
+
+
+def reward_model_head(path: str) -> str:
+    """`reward` or `steps`; a folder that holds neither kind of model is refused."""
+    settings = read_settings(path)
+    architecture = (settings.get("architectures") or ["unknown"])[0]
+    for ending, (head, labels) in HEADS.items():
+        if architecture.endswith(ending):
+            found = len(settings.get("id2label") or range(2))  # transformers leaves its default of two out
+            if found != labels:
+                raise ConfigError(f"{path}: a {architecture} with {found} labels; a reward model has {labels}")
+            return head
+    raise ConfigError(
+        f"{path}: its config.json says {architecture}, which is no reward model: train one with rm or prm"
+    )
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    folder = Path(path).expanduser()
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{path} holds a LoRA without its model: merge them with `trueline export RUN FOLDER --merge` and name "
+            "that folder"
+        )
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        hint = f"; did you mean {folder / 'model'}?" if (folder / "model").is_dir() else ""
+        raise ConfigError(f"{path}: no model folder, for its config.json cannot be read ({error}){hint}") from None
+    assert isinstance(settings, dict)
+    return settings
+
+
+def scale_of(part: RewardPartConfig) -> tuple[float, float]:
+    """Mean and deviation to normalise by."""
+    if not part.normalize:
+        return 0.0, 1.0
+    settings = read_settings(part.function)
+    mean, deviation = settings.get("reward_mean"), settings.get("reward_std")
+    if mean is None or not deviation:
+        raise ConfigError(
+            f"normalize=true: {part.function} has reward_mean={mean} and reward_std={deviation} in its config.json: "
+            "train it with held-out rows (rm with evaluation.share or --eval-data), write the two there, or set "
+            "normalize=false"
+        )
+    return float(mean), float(deviation)
+
+
+def check_reward_model(part: RewardPartConfig) -> None:
+    """Refuse, before the start, a folder or settings that cannot give rewards."""
+    if reward_model_head(part.function) == "steps" and not part.step_separator:
+        raise ConfigError("step_separator is empty: name the text that ends a step, for replies are cut there")
+    scale_of(part)
+
+
+class ModelReward:
+    """Replies that wait are scored in one call of `score`, in a thread, for it blocks.
+
+    `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
+    """
+
+    def __init__(
+        self,
+        score: Callable[[list[Sample]], list[Tensor]],
+        chat: ChatFormat,
+        part: RewardPartConfig,
+        *,
+        max_tokens: int,
+        batch: int,
+    ) -> None:
+        check_reward_model(part)
+        self.score_samples, self.chat, self.part, self.max_tokens = score, chat, part, max_tokens
+        self.head = reward_model_head(part.function)
+        self.mean, self.deviation = scale_of(part)
+        self.separator = part.step_separator.replace("\\n", "\n")
+        self.gathering = Gathering(self._in_thread, batch, lanes=1)
+
+    async def score(self, call: Call) -> float:
+        return await self.gathering.score(call)
+
+    async def stop(self) -> None:
+        await self.gathering.stop()
+
+    async def _in_thread(self, calls: list[Call]) -> list[Scored]:
+        return await asyncio.to_thread(self._judge, calls)
+
+    def _judge(self, calls: list[Call]) -> list[Scored]:
+        encoded = [self._encode(call) for call in calls]
+        samples = [one for one in encoded if isinstance(one, Sample)]
+        scores = iter(self.score_samples(samples) if samples else [])
+        return [self._read(one, next(scores)) if isinstance(one, Sample) else one for one in encoded]
+
+    def _encode(self, call: Call) -> Sample | RewardFailure:
+        try:
+            sample = self._answer(call) if self.head == "reward" else self._steps(call)
+        except ConfigError as error:  # of a chat template, say, that refuses a conversation
+            return RewardFailure(f"{self.part.function}: {error}")
+        if sample.length() > self.max_tokens:
+            return RewardFailure(
+                f"{self.part.function}: prompt and reply have {sample.length()} of its tokens, more than the "
+                f"{self.max_tokens} that it reads at once: shorten the answers, or take a model with a longer context"
+            )
+        return sample
+
+    def _answer(self, call: Call) -> Sample:
+        """As `rm` trains it; a reply without text, which it never saw, is the end token alone."""
+        if not call["reply"].strip():
+            tokens = [*self.chat.prompt_tokens(call["messages"]), *self.chat.completion_tokens("")]
+            return to_tensors(Encoded(tokens, [False] * len(tokens)))
+        answer = [{"role": "assistant", "content": call["reply"]}]
+        return to_tensors(encode_answer(self.chat, call["messages"], answer, "the reply"))
+
+    def _steps(self, call: Call) -> Sample:
+        """As `prm` trains it; a reply without text is one empty step."""
+        steps = [step for step in call["reply"].split(self.separator) if step.strip()] or [""]
+        record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply")
+        return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
+
+    def _read(self, sample: Sample, scores: Tensor) -> Scored:
+        """Where `rm` and `prm` learn: at the last token, or at the last token of each step, where label 1 is good."""
+        if self.head == "reward":
+            value = float(scores[-1, 0])
+        else:
+            value = STEPS[self.part.steps](scores.float().softmax(-1)[sample.mask, 1].tolist())
+        if not math.isfinite(value):
+            return RewardFailure(f"{self.part.function}: its score is {value}")
+        return (value - self.mean) / self.deviation

@@ -1,0 +1,231 @@
+"""Rewards behind HTTP: scorers that take replies, and language models that judge them."""
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Collection
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+
+from trueline.config.base import ConfigError
+from trueline.config.reward import RemoteConfig, RewardPartConfig
+from trueline.rewards.base import Call, RewardFailure, RewardTimeout, RewardUnreachable
+from trueline.rewards.gathering import Gathering, Scored
+
+CONNECT_SECONDS = 10
+LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
+SHOWN = 500  # characters of an answer in an error
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+FIELD = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")  # {{name}} stands for the text {name}
+
+
+def check_scorer(part: RewardPartConfig) -> None:
+    """Refuse, before the start, an address or a token that cannot be used."""
+    check_address(part.function, "function")
+    token_of(part.remote)
+
+
+def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool) -> None:
+    """Refuse, before the start, a judge that cannot be asked or whose prompt names what the data has not."""
+    judge = part.judge
+    check_address(judge.url, "judge.url")
+    if not judge.model:
+        raise ConfigError("judge.model is empty: name the model that judges")
+    try:
+        groups = re.compile(judge.pattern).groups
+    except re.error as error:
+        raise ConfigError(f"judge.pattern={judge.pattern}: not a regular expression: {error}") from None
+    if groups == 0:
+        raise ConfigError(f"judge.pattern={judge.pattern} has no group: put brackets around the number")
+    available = {"reply", "prompt", "messages", *columns, *(["label"] if labelled else [])}
+    named = {match[2] for match in FIELD.finditer(judge.prompt)} - {None}
+    missing = sorted(named - available)
+    if missing:
+        raise ConfigError(
+            f"judge.prompt: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
+            f"set data.label_column, or write {{{{{missing[0]}}}}} for the text itself"
+        )
+    if "reply" not in named:
+        raise ConfigError("judge.prompt does not show the reply: put {reply} into it")
+    token_of(part.remote)
+
+
+def check_address(url: str, key: str) -> None:
+    try:
+        usable = httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host
+    except httpx.InvalidURL:
+        usable = ""
+    if not usable:
+        raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
+
+
+def token_of(remote: RemoteConfig) -> str:
+    """What the environment holds; empty where no token is wanted."""
+    name = remote.token_variable
+    if name is None:
+        return ""
+    token = os.environ.get(name, "").strip()
+    if not token:
+        raise ConfigError(f"remote.token_variable={name}: the environment has no {name}: export it before the start")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"remote.token_variable={name}: its value has characters that no HTTP header can hold")
+    return token
+
+
+class Endpoint:
+    """One address that is asked again when it is busy or broken. Its token is in no message."""
+
+    def __init__(self, url: str, remote: RemoteConfig, timeout_seconds: float) -> None:
+        self.url, self.remote, self.timeout_seconds = httpx.URL(url), remote, timeout_seconds
+        self.token = token_of(remote)
+        self.client = httpx.AsyncClient(
+            headers={"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {self.token}"} if self.token else {}),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=remote.concurrency),
+            trust_env=self.url.host not in THIS_MACHINE,  # no proxy stands between a machine and itself
+        )
+
+    async def post(self, body: Any) -> Any:
+        """The JSON that came back; the time limit is for all tries together."""
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                return self._read(await self._try(json.dumps(body, default=str).encode()))
+        except TimeoutError:
+            message = f"{self.name()}: no answer within reward.timeout_seconds={self.timeout_seconds:g}"
+            raise RewardTimeout(message) from None
+
+    async def _try(self, content: bytes) -> httpx.Response:
+        problem = ""
+        for tried in range(self.remote.attempts):
+            try:
+                response = await self.client.post(self.url, content=content)
+            except httpx.RequestError as error:
+                problem, wait = f"{type(error).__name__} {self._shown(str(error))}".strip(), None
+            else:
+                if response.status_code != 429 and response.status_code < 500:
+                    return response
+                problem, wait = f"status {response.status_code}: {self._shown(response.text)}", retry_after(response)
+            if tried + 1 < self.remote.attempts:
+                backoff = self.remote.backoff_seconds * 2**tried * random.uniform(0.75, 1.25)
+                await asyncio.sleep(backoff if wait is None else wait)
+        raise RewardUnreachable(f"{self.name()}: {problem} ({self.remote.attempts} tries)")
+
+    def _read(self, response: httpx.Response) -> Any:
+        if not response.is_success:
+            raise self.failure(f"status {response.status_code}: {response.text}")
+        try:
+            return response.json()
+        except ValueError:
+            raise self.failure(f"no JSON came back: {response.text}") from None
+
+    def failure(self, message: str) -> RewardFailure:
+        return RewardFailure(f"{self.name()}: {self._shown(message)}")
+
+    def name(self) -> str:
+        """The address without what may be secret in it."""
+        port = f":{self.url.port}" if self.url.port else ""
+        return f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"
+
+    def _shown(self, text: str) -> str:
+        """A server may well repeat what it was sent."""
+        clean = text.replace(self.token, "***") if self.token else text
+        return clean if len(clean) <= SHOWN else clean[:SHOWN] + "..."
+
+    async def stop(self) -> None:
+        await self.client.aclose()
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds that the server asks for, as a number or as a date."""
+    text = response.headers.get("Retry-After", "")
+    try:
+        seconds = float(text) if text.isdigit() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError):  # none, not a date, or one without a time zone
+        return None
+    return min(max(seconds, 0.0), LONGEST_WAIT)
+
+
+class ScorerReward:
+    """A server that takes {"calls": [...]} and answers {"rewards": [number or {"error": "..."}, ...]}."""
+
+    def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
+        self.endpoint = Endpoint(url, part.remote, timeout_seconds)
+        self.gathering = Gathering(self._ask, batch, part.remote.concurrency)
+
+    async def score(self, call: Call) -> float:
+        return await self.gathering.score(call)
+
+    async def _ask(self, calls: list[Call]) -> list[Scored]:
+        answer = await self.endpoint.post({"calls": calls})
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list) or len(rewards) != len(calls):
+            raise self.endpoint.failure(f'{{"rewards": [...]}} with {len(calls)} of them expected, got {answer!r}')
+        return [self._reward(reward) for reward in rewards]
+
+    def _reward(self, reward: Any) -> Scored:
+        if isinstance(reward, dict) and "error" in reward:
+            return self.endpoint.failure(str(reward["error"]))
+        if isinstance(reward, bool | int | float) and abs(reward) <= sys.float_info.max:  # not so for NaN
+            return float(reward)
+        return self.endpoint.failure(f"a reward must be a finite number, got {reward!r}")
+
+    async def stop(self) -> None:
+        await self.gathering.stop()
+        await self.endpoint.stop()
+
+
+class JudgeReward:
+    """A language model behind an OpenAI-compatible address; the number in its answer is the reward."""
+
+    def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
+        self.judge = part.judge
+        self.endpoint = Endpoint(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
+        self.gathering = Gathering(self._ask, batch=1, lanes=part.remote.concurrency)
+
+    async def score(self, call: Call) -> float:
+        return await self.gathering.score(call)
+
+    async def _ask(self, calls: list[Call]) -> list[Scored]:
+        return [await self._grade(call) for call in calls]
+
+    async def _grade(self, call: Call) -> float:
+        question = {"role": "user", "content": filled(self.judge.prompt, call)}
+        answer = await self.endpoint.post({"model": self.judge.model, "messages": [question], "temperature": 0})
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise self.endpoint.failure(f"no chat completion came back: {answer!r}") from None
+        match = re.search(self.judge.pattern, text) if isinstance(text, str) else None
+        try:
+            number = float(match[1]) if match else math.nan
+        except (ValueError, TypeError):  # the group matched other text, or nothing
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
+        return number * self.judge.scale
+
+    async def stop(self) -> None:
+        await self.gathering.stop()
+        await self.endpoint.stop()
+
+
+def filled(prompt: str, call: Call) -> str:
+    """Each {name} replaced once: braces in what is filled in, and other braces, stay as they are."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1]:
+            return f"{{{match[1]}}}"
+        found = call.get(match[2])
+        if found is None:
+            raise RewardFailure(f"judge.prompt: this row has no value for {{{match[2]}}}")
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+
+    return FIELD.sub(value, prompt)

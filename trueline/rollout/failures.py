@@ -1,0 +1,64 @@
+"""Answers without a reward: counted, grouped by cause, and too many of them stop the run."""
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+
+from trueline.data.types import Trajectory
+
+SMALLEST_WINDOW = 100  # answers; a share of fewer would let a single failure stop a small run
+SHOWN = 3
+
+Report = Callable[[list[Trajectory]], list[Path]]  # writes a file for each of some failures
+
+
+class RolloutFailure(RuntimeError):
+    """Sampling cannot go on; the message says why."""
+
+
+def no_report(failed: list[Trajectory]) -> list[Path]:
+    return []
+
+
+class FailureBudget:
+    """Watches the answers of a run, one group after the other."""
+
+    def __init__(self, share: float, answers_per_step: int, report: Report = no_report) -> None:
+        self.share, self.report = share, report
+        self.recent: deque[bool] = deque(maxlen=max(answers_per_step, SMALLEST_WINDOW))
+        self.causes: Counter[str] = Counter()
+        self.examples: dict[str, Trajectory] = {}
+
+    def add(self, group: list[Trajectory]) -> int:
+        """How many of these answers failed; RolloutFailure once the budget is spent."""
+        failed = [trajectory for trajectory in group if trajectory.outcome.failed]
+        self.recent.extend(trajectory.outcome.failed for trajectory in group)
+        for trajectory in failed:
+            cause = cause_of(trajectory)
+            self.causes[cause] += 1
+            self.examples.setdefault(cause, trajectory)
+        if sum(self.recent) > self.share * (self.recent.maxlen or 0):
+            raise RolloutFailure(self.explain())
+        return len(failed)
+
+    def explain(self) -> str:
+        """The most frequent causes, one example of each, and files that reproduce them."""
+        frequent = self.causes.most_common(SHOWN)
+        files = self.report([self.examples[cause] for cause, _ in frequent])
+        shown = [
+            f"{count} x {self.examples[cause].outcome}: {self.examples[cause].error.strip()}"
+            for cause, count in frequent
+        ]
+        again = "".join(f"\npython -m trueline.rewards.replay {file}" for file in files)
+        return (
+            f"{sum(self.recent)} of the last {len(self.recent)} answers have no reward, more than "
+            f"reward.max_failure_share={self.share:g} of {self.recent.maxlen}. Most frequent:\n"
+            + "\n".join(shown)
+            + (f"\nTo see them again:{again}" if again else "")
+        )
+
+
+def cause_of(trajectory: Trajectory) -> str:
+    """Failures that differ in numbers only, such as addresses and counts, have one cause."""
+    return f"{trajectory.outcome}: {re.sub(r'0x[0-9a-f]+|[0-9]+', '#', trajectory.error)}"

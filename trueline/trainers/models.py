@@ -1,0 +1,61 @@
+"""The models of a reinforcement-learning run as the loop sees them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.data.types import Sample
+from trueline.training.group import ModelGroup, write_model
+
+CRITIC = "critic"  # folder inside a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    algorithm: AlgorithmConfig
+    temperature: float
+    policy: ModelGroup
+    reference: ModelGroup | None  # None also where a policy with adapters is its own reference
+    teacher: ModelGroup | None
+    critic: ModelGroup | None
+
+    def score(self, samples: list[Sample]) -> None:
+        """What the models say of the samples before the update; models in processes of their own work at once."""
+        wanted: dict[str, Callable[[], list[Tensor]]] = {}
+        if self.algorithm.old == "recompute":
+            wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)
+        if self.algorithm.needs_reference():
+            wanted["ref_logprobs"] = lambda: self._reference(samples)
+        if self.teacher is not None:
+            teacher = self.teacher
+            wanted["teacher_logprobs"] = lambda: teacher.score(samples, self.temperature)
+        if self.critic is not None:
+            critic = self.critic
+            wanted["values"] = lambda: critic.score(samples)
+        for sample in samples:
+            sample.old_logprobs = sample.rollout_logprobs
+        with ThreadPoolExecutor(max_workers=4) as threads:
+            running = {name: threads.submit(call) for name, call in wanted.items()}
+        for name, scored in running.items():
+            for sample, values in zip(samples, scored.result(), strict=True):
+                setattr(sample, name, values)
+
+    def _reference(self, samples: list[Sample]) -> list[Tensor]:
+        if self.reference is not None:
+            return self.reference.score(samples, self.temperature)
+        return self.policy.score(samples, self.temperature, reference=True)
+
+    def write(self, folder: Path) -> None:
+        write_model(self.policy, folder)
+        if self.critic is not None:
+            (folder / CRITIC).mkdir()
+            write_model(self.critic, folder / CRITIC)
+
+    def load(self, checkpoint: Path) -> None:
+        self.policy.call("load", str(checkpoint))
+        if self.critic is not None:
+            self.critic.call("load", str(checkpoint / CRITIC))

@@ -1,0 +1,112 @@
+"""What every kind of run asks of machine and model before it starts: keys left to them, and what cannot work."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueline.config.base import ConfigError, Tree
+from trueline.config.data import PromptDataConfig
+from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.rl import RolloutConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.readers import read_prompts
+from trueline.data.sources import open_source
+from trueline.data.types import Prompt
+from trueline.models.loading import ModelFacts
+from trueline.runtime.cluster import Machine
+
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_installed(key: str, engine: str, instead: str) -> None:
+    """DeepSpeed and vLLM do not run on every system; what runs everywhere is named."""
+    if engine in ("deepspeed", "vllm") and importlib.util.find_spec(engine) is None:
+        raise ConfigError(f"{key}={engine}: {engine} is not installed here; install it or set {key}={instead}")
+
+
+def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if machine.gpus and training.engine == "deepspeed" else "float32"
+
+
+def resolve_path(path: str) -> str:
+    """Other processes may have another working folder and know no `~`; a hub name stays as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if path and folder.is_dir() else path
+
+
+def resolved_rollout(rollout: RolloutConfig, facts: ModelFacts, engines: int, dtype: str) -> Tree:
+    """The keys of `rollout` that were left to machine and model."""
+    tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
+    return {
+        "engines": engines,
+        "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
+        "max_new_tokens": tokens,
+        "max_prompt_tokens": rollout.max_prompt_tokens or min(4096, max(facts.context - tokens, 1)),
+    }
+
+
+def check_parallel(model: ModelConfig, facts: ModelFacts) -> None:
+    width = model.tensor_parallel
+    if facts.heads % width or facts.key_heads % width:
+        raise ConfigError(
+            f"model.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
+            "key-value heads"
+        )
+
+
+def check_rollout(rollout: RolloutConfig, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
+    """The longest sequence that sampling can make."""
+    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+    longest = rollout.max_new_tokens + rollout.max_prompt_tokens
+    if longest > facts.context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
+            f"exceed the model's context of {facts.context} tokens: lower one of them"
+        )
+    if rollout.engine == "vllm" and not machine.gpus and facts.head_size not in VLLM_CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"model.path={model.path}: its attention heads have size {facts.head_size}; vLLM on a CPU runs "
+            f"{', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: set rollout.engine=hf or choose another model"
+        )
+    if facts.heads % rollout.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the model's {facts.heads} heads"
+        )
+    return longest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts that fit, how many did not, and the longest one's tokens."""
+
+    prompts: list[Prompt]
+    dropped: int
+    longest: int
+
+
+def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:
+    return read_prompts(open_source(path, key), data, path)
+
+
+def fitting_prompts(prompts: list[Prompt], chat: ChatFormat, limit: int, too_long: str) -> PromptSet:
+    """A prompt above the limit is refused by its place, or left out and counted."""
+    kept: list[Prompt] = []
+    longest = 0
+    for prompt in prompts:
+        length = len(chat.prompt_tokens(prompt.messages))
+        if 0 < length <= limit:
+            kept.append(prompt)
+            longest = max(longest, length)
+        elif too_long == "error" or length == 0:
+            raise ConfigError(
+                f"prompt {prompt.id} of {prompt.source} has {length} tokens; 1 to rollout.max_prompt_tokens={limit} "
+                "are allowed: change the row or the limit, or set data.too_long=drop"
+            )
+    if not kept:
+        raise ConfigError(
+            f"all {len(prompts)} prompts of {prompts[0].source} have more than rollout.max_prompt_tokens={limit} "
+            "tokens: raise the limit"
+        )
+    return PromptSet(kept, len(prompts) - len(kept), longest)

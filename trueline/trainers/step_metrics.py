@@ -1,0 +1,119 @@
+"""What one step of reinforcement learning reports."""
+
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from trueline.algorithms.correction import mismatch_metrics
+from trueline.algorithms.value_loss import explained_variance
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.rl import RLConfig
+from trueline.data.types import Outcome, Sample, Trajectory
+from trueline.rollout.rollouts import Dropped, Group
+
+Metrics = dict[str, float]
+
+
+def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:
+    """Rewards, lengths, outcomes and what was left out."""
+    trajectories = [trajectory for group in groups for trajectory in group]
+    rewards = [sample.task_reward for sample in samples]
+    lengths = [sample.sampled_tokens() for sample in samples]
+    uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "reward/shaped_mean": fmean(sample.reward for sample in samples),
+        "reward/uniform_groups_share": fmean(uniform),
+        "reward/failed": dropped.answers,
+        "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
+        "answer/tokens_mean": fmean(lengths),
+        "answer/tokens_max": max(lengths),
+        "answer/truncated_share": fmean(sample.truncated for sample in samples),
+        "rollout/staleness_max": max(version - sample.version for sample in samples),
+        "rollout/groups": len(groups),
+        "rollout/dropped_groups": dropped.group_count(),
+        "speed/tokens": sum(sample.length() for sample in samples),
+        **describe_uniform(dropped, rewards, len(groups)),
+        **describe_parts(trajectories),
+        **describe_sources(trajectories),
+        **mismatch_metrics(samples),
+    }
+
+
+def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Metrics:
+    """Groups that dynamic sampling dropped: those with the step's highest reward, and those with its lowest."""
+    if not dropped.uniform:
+        return {}
+    everything = [*rewards, *dropped.uniform]
+    drawn = trained + dropped.group_count()
+    return {
+        "rollout/uniform_share": len(dropped.uniform) / drawn,
+        "rollout/uniform_highest_share": sum(one == max(everything) for one in dropped.uniform) / drawn,
+        "rollout/uniform_lowest_share": sum(one == min(everything) for one in dropped.uniform) / drawn,
+    }
+
+
+def describe_parts(trajectories: list[Trajectory]) -> Metrics:
+    """The mean of each reward, where there are several."""
+    names = {name for trajectory in trajectories for name in trajectory.metrics}
+    if names == {"reward/reward"}:
+        return {}
+    found = {name: [one.metrics[name] for one in trajectories if name in one.metrics] for name in sorted(names)}
+    return {name.replace("reward/", "reward/part/", 1): fmean(values) for name, values in found.items()}
+
+
+def describe_sources(trajectories: list[Trajectory]) -> Metrics:
+    """The mean reward of each dataset, where there are several."""
+    by_source: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        assert trajectory.reward is not None
+        by_source.setdefault(trajectory.prompt.source, []).append(trajectory.reward)
+    if len(by_source) == 1:
+        return {}
+    return {f"reward/source/{Path(source).stem}": fmean(rewards) for source, rewards in by_source.items()}
+
+
+def describe_models(samples: list[Sample], algorithm: AlgorithmConfig) -> Metrics:
+    """What critic and teacher say of the step's answers."""
+    metrics: Metrics = {}
+    if algorithm.needs_critic():
+        metrics["critic/explained_variance"] = explained_variance(samples)
+    if algorithm.needs_teacher():
+        gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in samples]
+        metrics["distill/kl_per_token"] = sum(gaps) / sum(one.sampled_tokens() for one in samples)
+    return metrics
+
+
+def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
+    return {
+        "purpose": purpose,
+        "prompt": trajectory.prompt.messages[-1]["content"],
+        "reply": trajectory.reply,
+        "label": trajectory.prompt.label,
+        "reward": trajectory.reward,
+        "outcome": str(trajectory.outcome),
+        **trajectory.metrics,
+    }
+
+
+def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
+    """Signs that a run will not learn, told at once and with the key to change."""
+    warnings = []
+    if metrics["answer/truncated_share"] > 0.5:
+        warnings.append(
+            f"{metrics['answer/truncated_share']:.0%} of the answers were cut off: raise "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+        )
+    if config.algorithm.group_size > 1 and metrics["reward/uniform_groups_share"] > 0.9:
+        warnings.append(
+            f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
+            f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "
+            f"another reward, or a larger algorithm.group_size={config.algorithm.group_size}"
+        )
+    shaping = config.algorithm.shaping
+    if shaping.overlong_filter and shaping.overlong_factor:
+        warnings.append(
+            "algorithm.shaping.overlong_filter leaves truncated answers out of the loss, so overlong_factor cannot "
+            "reach them: keep one of the two"
+        )
+    return warnings
