@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from trueline.demo.material import make_tokenizer
 
@@ -14,7 +14,7 @@ SHAPES = {
 }
 
 
-def make_model(folder: Path, shape: str) -> None:
+def make_model(folder: Path, shape: str, kind: type[PreTrainedModel] = Qwen2ForCausalLM) -> None:
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     config = Qwen2Config(
@@ -26,6 +26,7 @@ def make_model(folder: Path, shape: str) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **({} if kind is Qwen2ForCausalLM else {"num_labels": 1}),
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    kind(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

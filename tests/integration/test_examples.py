@@ -14,7 +14,6 @@ from trueline.config.supervised import TASK_VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file.stem in {*PRESETS, *TASK_VERBS}]
-SAMPLING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file not in TRAINING]
 TINY_RL = [
     "groups_per_step=2",
     "algorithm.group_size=2",
@@ -97,25 +96,3 @@ def test_every_checkpoint_opens_in_a_fresh_process_with_plain_transformers(saved
     opened = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert opened.returncode == 0, opened.stderr
     assert set(opened.stdout.split()) == {example.stem for example in TRAINING}
-
-
-TINY_JOB = ["samples=2", "rollout.max_new_tokens=4", "rollout.max_prompt_tokens=32", "data.prompt_column=prompt"]
-TINY_ROUND = ["rounds=1", "prompts_per_round=8", "training.samples_per_step=2"]
-SPREAD = """
-def spread(reply: str) -> float:
-    return sum(map(ord, reply)) % 7
-"""
-
-
-@pytest.mark.parametrize("example", SAMPLING, ids=lambda example: example.stem)
-def test_sampling_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    make_tiny_model(tmp_path / "model", tied=True)
-    data = tmp_path / "data.jsonl"
-    write_data(data, "grpo")
-    (tmp_path / "reward.py").write_text(SPREAD)
-    words = ["--config", str(example), "--model", str(tmp_path / "model"), "--name", "run", "runtime=local"]
-    words += [f"folder={tmp_path}", "--reward", f"{tmp_path / 'reward.py'}:spread", *TINY_JOB]
-    words += ["--data", str(data)] if example.stem != "eval" else []
-    words += [f"evaluation.data={data}"] if "evaluation" in example.read_text() else []
-    assert main([example.stem, *words, *(TINY_ROUND if "rounds" in example.read_text() else [])]) == 0

@@ -35,7 +35,7 @@ class MonitoringConfig(Config):
 class RunConfig(Config):
     """Keys that every kind of run shares."""
 
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Folder of the run below `folder`; null makes one from the verb and the time."""
 
     folder: str = "runs"

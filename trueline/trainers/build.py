@@ -104,7 +104,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             state=state,
             timer=Timer(),
             guard=guard,
-            critic_guard=Guard(models.critic, config.critic, progress.note) if models.critic else None,
+            critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
         )
 
 

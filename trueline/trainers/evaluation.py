@@ -53,13 +53,12 @@ class Evaluator:
 
     def describe(self, groups: list[Group]) -> dict[str, float]:
         """One set of prompts."""
-        scored = [[one for one in group if one.reward is not None] for group in groups]
         everything = [one for group in groups for one in group]
         return {
-            **set_metrics([judged(group) for group in scored], self.config.samples, self.config.pass_reward),
+            **set_metrics([judged(group) for group in groups], self.config.samples, self.config.pass_reward),
             "answer_tokens": fmean(sum(one.mask) for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
-            **part_means([group for group in scored if group]),
+            **part_means(groups),
         }
 
 
@@ -68,8 +67,9 @@ def prefix_of(name: str) -> str:
     return f"evaluation/{name}/" if name else "evaluation/"
 
 
-def judged(scored: Group) -> Judged:
-    return Judged([one.reply for one in scored], [one.reward for one in scored if one.reward is not None])
+def judged(group: Group) -> Judged:
+    scored = [(one.reply, one.reward) for one in group if one.reward is not None]
+    return Judged([reply for reply, _ in scored], [reward for _, reward in scored])
 
 
 def part_means(groups: list[Group]) -> dict[str, float]:

@@ -15,8 +15,10 @@ class TrainingFailure(RuntimeError):
 class Guard:
     """Watches the updates of one model from wherever a run starts or resumes."""
 
-    def __init__(self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None]) -> None:
-        self.model, self.config, self.note = model, config, note
+    def __init__(
+        self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None], section: str = "training"
+    ) -> None:
+        self.model, self.config, self.note, self.section = model, config, note, section
         self.skipped = 0
         self.in_a_row = 0
         self.made = 0
@@ -44,20 +46,20 @@ class Guard:
         found = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
         if self.in_a_row > limit:
             raise TrainingFailure(
-                f"{self.in_a_row} steps in a row were not finite ({found}); training.max_bad_steps={limit}: lower "
-                "training.learning_rate, look at the last rows of the data, or try model.dtype=float32"
+                f"{self.in_a_row} steps in a row were not finite ({found}); {self.section}.max_bad_steps={limit}: lower "
+                f"{self.section}.learning_rate, look at the last rows of the data, or try model.dtype=float32"
             )
         self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row)")
 
     def _compare(self) -> None:
         now = self.model.call("fingerprints")[0]
         still = [name for name, before in self.at_start.items() if now[name] == before]
-        self.note(f"changed    {len(now) - len(still)} of {len(now)} trained tensors after step {self.made}")
+        self.note(f"changed    {len(now) - len(still)} of {len(now)} trained tensors ({self.section}) after step {self.made}")
         if not still:
             self.made = FIRST_STEPS
         elif self.made == FIRST_STEPS:
             raise TrainingFailure(
                 f"{len(still)} of {len(now)} trained tensors did not change in {FIRST_STEPS} steps, {still[0]} for "
-                f"one: training.learning_rate={self.config.learning_rate} may be too small for their precision, or "
+                f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, or "
                 "the loss does not reach them"
             )

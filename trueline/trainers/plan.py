@@ -11,6 +11,7 @@ from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
 from trueline.trainers.resolve import (
@@ -111,14 +112,27 @@ def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
         return 1, 1, False
     if not machine.gpus:
         return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
-    own = sum(role.ranks or 1 for role in config.roles().values() if role.placement == "separate")
-    gpus = max(machine.gpus - own, 1)
+    gpus = max(machine.gpus - own_gpus(config), 1)
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
     colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
     if colocated:
         return config.training.ranks or gpus, config.rollout.engines or max(gpus // width, 1), True
     engines = config.rollout.engines or max((gpus - (config.training.ranks or gpus // 2)) // width, 1)
     return config.training.ranks or max(gpus - engines * width, 1), engines, False
+
+
+def own_gpus(config: RLConfig) -> int:
+    """Of the models that this run needs and that share with no one."""
+    policy, algorithm = config.model, config.algorithm
+    needed = {
+        "reference": algorithm.needs_reference() and not policy.lora.rank,
+        "critic": algorithm.needs_critic(),
+        "teacher": algorithm.needs_teacher(),
+        "reward_model": any(kind_of(part) == "model" for part in config.reward.named_parts().values()),
+    }
+    own = {name: role for name, role in config.roles().items() if needed[name] and role.placement == "separate"}
+    width = policy.tensor_parallel * policy.ring
+    return sum(role.ranks or width for role in own.values())
 
 
 def layout_of(config: RLConfig, roles: list[RoleModel]) -> Layout:

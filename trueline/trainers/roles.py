@@ -70,7 +70,8 @@ def role_model(
     section = name.partition("-")[0]
     model = ranks.model_like(policy, resolve_path(path))
     width = model.tensor_parallel * model.ring
-    world = ranks.ranks or max(policy_ranks // width, 1) * width
+    own = ranks.placement == "separate"
+    world = ranks.ranks or (width if own else max(policy_ranks // width, 1) * width)
     try:
         facts = check_model(model)
     except ConfigError as error:

@@ -70,7 +70,9 @@ def describe_sources(trajectories: list[Trajectory]) -> Metrics:
         by_source.setdefault(trajectory.prompt.source, []).append(trajectory.reward)
     if len(by_source) == 1:
         return {}
-    return {f"reward/source/{Path(source).stem}": fmean(rewards) for source, rewards in by_source.items()}
+    named = {source: Path(source).stem for source in by_source}
+    alike = len(set(named.values())) < len(named)
+    return {f"reward/source/{path if alike else named[path]}": fmean(rewards) for path, rewards in by_source.items()}
 
 
 def describe_models(samples: list[Sample], algorithm: AlgorithmConfig) -> Metrics:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from trueline.config.reward import RewardPartConfig
 from trueline.config.rl import EvaluationConfig
 from trueline.data.chat import ChatFormat
-from trueline.data.types import Completion, Outcome, Prompt
+from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import RewardFailure
 from trueline.rewards.combined import CombinedReward
@@ -20,7 +20,8 @@ from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop
 from trueline.trainers.answers import Answers, answer_seed
-from trueline.trainers.evaluation import Evaluator
+from trueline.trainers.evaluation import Evaluator, judged
+from trueline.trainers.metrics import Judged
 
 STOP = 2
 PARAMS = SamplingParams(1.0, 8, (STOP,))
@@ -141,6 +142,13 @@ def test_failed_answers_are_counted_and_left_out(episodes: Episodes, loop: Event
     assert metrics["evaluation/pass@2"] == 0.0  # of b alone
     assert metrics["evaluation/failed_share"] == 0.5
     assert [one.outcome for one in trajectories].count(Outcome.REWARD_ERROR) == 3
+
+
+def test_replies_and_rewards_stay_together_where_some_failed() -> None:
+    (prompt,) = prompts("a")
+    found = [("lost", FAILS), ("right", 1.0), ("lost too", FAILS), ("wrong", 0.0)]
+    group = [Trajectory(prompt, 0, [], [], [], [], [], reward=reward, reply=reply) for reply, reward in found]
+    assert judged(group) == Judged(["right", "wrong"], [1.0, 0.0])
 
 
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:

@@ -76,7 +76,7 @@ def test_weights_that_all_change_are_looked_at_once() -> None:
     weights.change("a", "b")
     guard.check(report())
     guard.check(report())
-    assert notes == ["changed    2 of 2 trained tensors after step 1"]
+    assert notes == ["changed    2 of 2 trained tensors (training) after step 1"]
 
 
 def test_a_tensor_may_change_in_the_second_step_first() -> None:

@@ -55,7 +55,8 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
-        (8, ["critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
+        (8, ["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
+        (8, ["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
     ],
 )
 def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:

@@ -11,6 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.gpu
 def test_five_steps_of_a_half_billion_parameter_shape(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu_grpo.py", str(tmp_path / "run"), "rollout.max_new_tokens=256"]
+    command = [sys.executable, "benchmarks/gpu_rl.py", str(tmp_path / "run"), "rollout.max_new_tokens=256"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

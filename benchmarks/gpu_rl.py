@@ -1,8 +1,9 @@
-"""GRPO steps of a random-weight model on one GPU, through Ray, vLLM and DeepSpeed: seconds per phase, log-prob gaps.
+"""RL steps of a random-weight model on one GPU, through Ray, vLLM and DeepSpeed: seconds per phase, log-prob gaps.
 
-    python benchmarks/gpu_grpo.py FOLDER [--steps 5] [--tiny] [key=value ...]
+    python benchmarks/gpu_rl.py FOLDER [--verb ppo] [--reward-model] [--steps 5] [--tiny] [key=value ...]
 
-The model has the shape of a 0.5B-parameter Qwen2 and random weights; --tiny shrinks it for a try on a CPU.
+The model has the shape of a 0.5B-parameter Qwen2 and random weights; --tiny shrinks it for a try on a CPU. With
+--reward-model another one of that shape judges the answers.
 Exits 1 if the mean log-prob gap between engine and trainer reaches 0.05 after any update.
 """
 
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from random_model import make_model
+from transformers import Qwen2ForSequenceClassification
 
 from trueline.cli import main as trueline
 
@@ -38,6 +40,7 @@ def report(folder: Path) -> int:
         gap, canary = row["mismatch/logprob_gap_mean"], row["sync/canary_gap"]
         tokens = row["speed/tokens_per_second"]
         print(f"step {row['step']}: gap mean {gap:.4f} canary {canary:.4f} {tokens:.0f} tokens/s  {phases}", flush=True)
+        print(f"        memory {row['memory/peak_gib']:.1f} GiB (policy)", flush=True)
     worst = max(max(row["mismatch/logprob_gap_mean"], row["sync/canary_gap"]) for row in steps)
     print(f"largest mean gap {worst:.4f} (limit {LARGEST_GAP})")
     return int(worst >= LARGEST_GAP)
@@ -46,15 +49,21 @@ def report(folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--verb", default="grpo")
+    parser.add_argument("--reward-model", action="store_true")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tiny", action="store_true")
     options, overrides = parser.parse_known_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True)
-    make_model(folder / "model", "tiny" if options.tiny else "0.5B")
+    shape = "tiny" if options.tiny else "0.5B"
+    make_model(folder / "model", shape)
+    if options.reward_model:
+        make_model(folder / "reward_model", shape, Qwen2ForSequenceClassification)
     make_data(folder)
-    command = ["grpo", "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
-    command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]
+    reward = f"{folder}/reward_model" if options.reward_model else f"{folder}/reward.py:reward"
+    command = [options.verb, "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
+    command += ["--reward", reward, "--name", "run", f"folder={folder}", f"steps={options.steps}"]
     command += [
         "rollout.max_prompt_tokens=128",
         "training.learning_rate=1e-5",
