@@ -92,8 +92,8 @@ def add_data_verbs(verbs: Any) -> None:
     preview = kinds.add_parser("preview", help="show three rows as they will be trained on, learnt tokens marked")
     preview.add_argument("--task", dest="verb", default="sft", choices=list(TASK_VERBS), help="verb that will train")
     preview.add_argument("--rows", type=int, default=3)
-    add_run_options(preview, TASK_FLAGS)
-    preview.set_defaults(run=preview_data)
+    add_config_options(preview, TASK_FLAGS)
+    preview.set_defaults(run=preview_data, resume=False)
 
 
 def add_export(verbs: Any) -> None:

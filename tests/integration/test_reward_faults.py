@@ -100,6 +100,13 @@ def test_too_many_failures_stop_the_run_and_can_be_seen_again(
     assert "ZeroDivisionError" in again.stderr if fault == "raises" else again.returncode < 0
 
 
+def test_what_was_trained_before_the_run_stops_is_saved(home: Path) -> None:
+    """The first step's prompts are fine; all later ones fail."""
+    (home / "later.py").write_text("def later(reply: str, number: int) -> float:\n    return 1 / (number < 8)\n")
+    assert train(home, "later", f"reward.function={home}/later.py:later") == 1
+    assert [path.name for path in (home / "later" / "checkpoints").iterdir()] == ["step_000001"]
+
+
 class Judge(BaseHTTPRequestHandler):
     """Answers each request with the next of `statuses`, the last one for ever; 200 comes with a grade."""
 

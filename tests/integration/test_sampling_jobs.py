@@ -335,6 +335,13 @@ def test_a_round_that_keeps_nothing_says_so_and_can_be_selected_from_again(
     assert results_of(home / "runs" / "strict")[1]["learnt"] > 0
 
 
+@pytest.mark.parametrize("flag", ["--dry-run", "--resume"])
+def test_a_preview_makes_no_run(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "preview", "--model", "model", "--data", "prompts.jsonl", flag])
+    assert f"unknown option {flag}" in capsys.readouterr().err
+
+
 def test_a_dry_run_tells_the_plan_and_makes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RAFT, "--reward", "rewards.py:letters", "--name", "dry", "--dry-run"]) == 0
     assert (

@@ -145,3 +145,17 @@ def test_mixed_datasets_and_several_rewards_report_each(tmp_path: Path) -> None:
     assert abs(row["reward/part/short"]) <= 0.25
     expected = row["reward/part/letters"] - 0.5 * row["reward/part/short"]
     assert row["reward/mean"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    """As if the run had ended between the last checkpoint and its evaluation."""
+    words = [f"evaluation.data={tmp_path}/prompts.jsonl", "evaluation.limit=4", "steps=2"]
+    whole = train(tmp_path, "dr_grpo", *words)[-1]["evaluation/reward"]
+    run = tmp_path / "run"
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    (run / "checkpoints" / "step_000002" / "metrics.json").write_text(json.dumps({"loss": 0.5}))
+    assert main(["dr_grpo", "--resume", "--name", "run", f"folder={tmp_path}"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (rows[-1]["loss"], rows[-1]["evaluation/reward"]) == (0.5, whole)

@@ -66,4 +66,4 @@ def adapted_coefficient(coefficient: float, kl: float, answers: int, config: KLC
     if config.target is None:
         return coefficient
     error = min(max(kl / config.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
-    return coefficient * (1 + error * answers / config.horizon)
+    return coefficient * max(1 + error * answers / config.horizon, 0.0)

@@ -188,6 +188,28 @@ class AlgorithmConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def check_use(self) -> Self:
+        """Keys that would be read by nothing, or not as they sound."""
+        shaped = self.shaping.overlong_factor > 0 or self.shaping.truncated != "keep"
+        if self.advantage == "greedy_baseline" and shaped:
+            raise ValueError(
+                "algorithm.shaping changes rewards but not that of the greedy answer: set overlong_factor=0 and "
+                "truncated=keep, or another advantage than greedy_baseline"
+            )
+        if self.needs_teacher() and (self.kl.place == "reward" or self.dynamic_sampling.enabled or shaped):
+            raise ValueError(
+                "algorithm.advantage=teacher reads no reward: set kl.place=loss, dynamic_sampling.enabled=false and "
+                "no shaping"
+            )
+        if self.kl.target is not None and self.kl.coefficient == 0:
+            raise ValueError(f"algorithm.kl.target={self.kl.target} has nothing to adapt: set kl.coefficient above 0")
+        if self.correction.low > self.correction.high:
+            raise ValueError(
+                f"algorithm.correction.low={self.correction.low} is above high={self.correction.high}: swap them"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_old_logprobs(self) -> Self:
         if self.old == "recompute":
             return self

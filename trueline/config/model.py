@@ -116,22 +116,22 @@ class TrainingConfig(RanksConfig):
     """Steps in a row with a loss or gradient that is not finite (skipped, counted) before the run stops."""
 
 
-def check_training(training: TrainingConfig, model: ModelConfig) -> None:
-    """Combinations of model and training keys that cannot work."""
+def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
+    """Combinations of model and training keys that cannot work; `section` holds the latter."""
     if training.engine == "torch":
-        check_torch_engine(training, model)
+        check_torch_engine(training, model, section)
     width = model.tensor_parallel * model.ring
     if training.ranks is not None and training.ranks % width:
         raise ValueError(
-            f"training.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
+            f"{section}.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
             f"model.ring={model.ring}: set it to {width} or a multiple"
         )
     if model.ring > 1 and not training.packing:
-        raise ValueError(f"model.ring={model.ring} works on packed sequences: set training.packing=true")
+        raise ValueError(f"model.ring={model.ring} works on packed sequences: set {section}.packing=true")
     if training.offload == "all" and training.zero_stage != 3:
-        raise ValueError(f"training.offload=all needs training.zero_stage=3 (got {training.zero_stage})")
+        raise ValueError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
     if training.offload == "optimizer" and training.zero_stage == 0:
-        raise ValueError("training.offload=optimizer needs training.zero_stage=1 or more (got 0)")
+        raise ValueError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     check_lora(training, model)
 
 
@@ -147,17 +147,19 @@ def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
         raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
 
 
-def check_torch_engine(training: TrainingConfig, model: ModelConfig) -> None:
+def check_torch_engine(training: TrainingConfig, model: ModelConfig, section: str) -> None:
     """Plain PyTorch has one process and no float32 master weights beside lower precision."""
     if (training.ranks or 1) * model.tensor_parallel * model.ring > 1:
         raise ValueError(
-            f"training.engine=torch runs in one process: set training.ranks=1 (got {training.ranks}), "
-            "model.tensor_parallel=1 and model.ring=1, or training.engine=deepspeed"
+            f"{section}.engine=torch runs in one process: set {section}.ranks=1 (got {training.ranks}), "
+            f"model.tensor_parallel=1 and model.ring=1, or {section}.engine=deepspeed"
         )
     if model.dtype == "bfloat16":
         raise ValueError(
-            "training.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
-            "or training.engine=deepspeed"
+            f"{section}.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
+            f"or {section}.engine=deepspeed"
         )
     if training.offload != "none":
-        raise ValueError(f"training.engine=torch offloads nothing: set training.offload=none (got {training.offload})")
+        raise ValueError(
+            f"{section}.engine=torch offloads nothing: set {section}.offload=none (got {training.offload})"
+        )

@@ -41,7 +41,7 @@ class JudgeConfig(Config):
     pattern: str = r"(-?\d+(?:\.\d+)?)"
     """The first group of its first match in the judge's answer is the reward; no match is a failure."""
 
-    scale: float = Field(0.1, gt=0)
+    scale: float = Field(0.1, gt=0, allow_inf_nan=False)
     """The number found is multiplied by this."""
 
 
@@ -51,13 +51,13 @@ class RewardPartConfig(Config):
     function: str = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
 
-    weight: float = 1.0
+    weight: float = Field(1.0, allow_inf_nan=False)
     """Its weight in the sum of several."""
 
     normalize: bool = False
     """Reward models: subtract the mean and divide by the deviation that were stored with the model."""
 
-    clip: float | None = Field(None, gt=0)
+    clip: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Bound of this reward's size, after normalising; null: none."""
 
     pattern: str | None = None
@@ -77,6 +77,10 @@ class RewardPartConfig(Config):
 
     remote: RemoteConfig = RemoteConfig()
     judge: JudgeConfig = JudgeConfig()
+
+    def constants(self) -> dict[str, Any]:
+        """What a function's parameters are filled with in every call."""
+        return {**({} if self.pattern is None else {"pattern": self.pattern}), **self.options}
 
 
 class RewardConfig(RewardPartConfig):
@@ -98,7 +102,7 @@ class RewardConfig(RewardPartConfig):
     max_failure_share: float = Field(0.05, ge=0, le=1)
     """Share of failed rewards, among a step's answers or the last 100 if those are more, above which the run stops."""
 
-    policy_error: float = 0.0
+    policy_error: float = Field(0.0, allow_inf_nan=False)
     """Reward of an answer whose own doing is the error, such as code that does not end."""
 
     @model_validator(mode="after")
@@ -106,6 +110,13 @@ class RewardConfig(RewardPartConfig):
         if self.function and self.parts:
             raise ValueError(
                 f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one of them"
+            )
+        fields = RewardPartConfig.model_fields
+        ignored = [name for name, field in fields.items() if self.parts and self.__dict__[name] != field.default]
+        if ignored:
+            raise ValueError(
+                f"{ignored[0]} is set beside parts={', '.join(self.parts)}, where it does nothing: set it in the parts "
+                f"(reward.parts.{next(iter(self.parts))}.{ignored[0]}=...)"
             )
         return self
 

@@ -69,14 +69,14 @@ class GenerateConfig(SelectionConfig):
     """Answers to keep: all; the best one to each prompt (best-of-n); all with a reward of `threshold` or more
     (rejection sampling). Failed and empty answers are never kept."""
 
-    threshold: float = 1.0
+    threshold: float = Field(1.0, allow_inf_nan=False)
     """Lowest reward that keep=threshold keeps."""
 
     pairs: bool = False
     """Also write each prompt's best against its worst answer, as a preference dataset."""
 
     limit: int | None = Field(None, ge=1)
-    """Answer only this many prompts; null answers as many as the data has."""
+    """Answer only this many prompts; null answers all that `skip` leaves."""
 
     skip: int = Field(0, ge=0)
     """Pass over this many prompts first, in the order that data.shuffle and seed make."""

@@ -28,11 +28,6 @@ class Tracker:
         if self.remote is not None:
             self.remote.log(metrics, step=step)
 
-    def recover(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the row of a step that was saved and then killed before it was reported, as far as it was known."""
-        if metrics and self.last_step < step:
-            self.log(step, metrics)
-
     def show(self, step: int, transcripts: list[dict[str, Any]]) -> None:
         for transcript in transcripts:
             self.transcripts.write(json.dumps({"step": step, **transcript}, ensure_ascii=False, default=str) + "\n")

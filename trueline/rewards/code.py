@@ -10,7 +10,9 @@ from typing import Any
 from trueline.rewards.base import PolicyError
 from trueline.rewards.sandbox import Ended, Limits, run_python
 
-# The token tells that the tests were run to their end: leaving early, even with status 0, is no way to pass.
+SECONDS = 10.0  # for all tests of one answer
+# The token tells that the tests were run to their end, so that leaving early, even with status 0, does not pass them.
+# Code written to cheat can find it, for it is in the same interpreter.
 RUN_TESTS = """
 import json, os, sys, types
 
@@ -33,7 +35,7 @@ def code(
     tests: str | list[str] | None = None,
     label: Any = None,
     partial: bool = False,
-    seconds: float = 10.0,
+    seconds: float = SECONDS,
     memory_gib: float = 1.0,
     network: bool = False,
 ) -> float:

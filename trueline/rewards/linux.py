@@ -26,10 +26,11 @@ CALLS: dict[str, tuple[int | None, int | None]] = {  # numbers of system calls, 
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
     "io_uring_setup": (425, 425),
+    "prctl": (157, 167),
 }
 # A call of its own opens sockets; io_uring does so too. The rest reaches into processes that are not the program's.
 NETWORK = ("socket", "io_uring_setup")
-OTHERS = tuple(name for name in CALLS if name not in (*NETWORK, "socketpair", "clone", "clone3"))
+OTHERS = tuple(name for name in CALLS if name not in (*NETWORK, "socketpair", "clone", "clone3", "prctl"))
 
 # Instructions of the filter (linux/bpf_common.h), where they look (linux/seccomp.h), and what they decide.
 LOAD, AND, IF_EQUAL, IF_AT_LEAST, IF_BITS, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
@@ -74,6 +75,9 @@ def call_filter(*, network: bool) -> bytes | None:
         rules += on(numbers[name], [(RETURN, 0, 0, NOT_PERMITTED)]) if name in numbers else []
     rules += on(numbers["clone3"], [(RETURN, 0, 0, NO_SUCH_CALL)])  # its flags cannot be seen; libc then takes clone
     rules += on(numbers["clone"], [(LOAD, 0, 0, FIRST_ARGUMENT), (IF_BITS, 1, 0, CLONE_THREAD), *REFUSE_ELSE_ALLOW])
+    # Whoever could lift the death signal would outlive its parent.
+    look = [(LOAD, 0, 0, FIRST_ARGUMENT), (IF_EQUAL, 0, 1, PR_SET_PDEATHSIG)]
+    rules += on(numbers["prctl"], [*look, *REFUSE_ELSE_ALLOW])
     if not network:  # asyncio needs a pair of streams, which reach nobody else
         look = [(LOAD, 0, 0, SECOND_ARGUMENT), (AND, 0, 0, SOCKET_TYPES), (IF_EQUAL, 1, 0, STREAM)]
         rules += on(numbers["socketpair"], [*look, *REFUSE_ELSE_ALLOW])

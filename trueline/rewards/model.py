@@ -64,8 +64,10 @@ def scale_of(part: RewardPartConfig) -> tuple[float, float]:
     if not part.normalize:
         return 0.0, 1.0
     settings = read_settings(part.function)
-    mean, deviation = settings.get("reward_mean"), settings.get("reward_std")
-    if mean is None or not deviation:
+    mean: Any = settings.get("reward_mean")
+    deviation: Any = settings.get("reward_std")
+    finite = all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, deviation))
+    if not finite or deviation <= 0:
         raise ConfigError(
             f"normalize=true: {part.function} has reward_mean={mean} and reward_std={deviation} in its config.json: "
             "train it with held-out rows (rm with evaluation.share or --eval-data), write the two there, or set "
@@ -120,9 +122,12 @@ class ModelReward:
 
     def _encode(self, call: Call) -> Sample | RewardFailure:
         try:
+            json.dumps([call["reply"], call["messages"]], ensure_ascii=False).encode()
             sample = self._answer(call) if self.head == "reward" else self._steps(call)
         except ConfigError as error:  # of a chat template, say, that refuses a conversation
             return RewardFailure(f"{self.part.function}: {error}")
+        except UnicodeEncodeError as error:  # half a character, which no tokenizer takes
+            return RewardFailure(f"{self.part.function}: prompt or reply is no valid text: {error}")
         if sample.length() > self.max_tokens:
             return RewardFailure(
                 f"{self.part.function}: prompt and reply have {sample.length()} of its tokens, more than the "
@@ -150,6 +155,5 @@ class ModelReward:
             value = float(scores[-1, 0])
         else:
             value = STEPS[self.part.steps](scores.float().softmax(-1)[sample.mask, 1].tolist())
-        if not math.isfinite(value):
-            return RewardFailure(f"{self.part.function}: its score is {value}")
-        return (value - self.mean) / self.deviation
+        value = (value - self.mean) / self.deviation
+        return value if math.isfinite(value) else RewardFailure(f"{self.part.function}: its score is {value}")

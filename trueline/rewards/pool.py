@@ -17,6 +17,7 @@ import psutil
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.code import SECONDS
 from trueline.rewards.functions import REWARDS
 
 ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages")
@@ -33,9 +34,14 @@ def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[s
         raise ConfigError(
             f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
         )
+    seconds = part.options.get("seconds", SECONDS)
+    if part.function == "code" and isinstance(seconds, int | float) and seconds >= config.timeout_seconds:
+        raise ConfigError(
+            f"reward.options.seconds={seconds:g} must be below reward.timeout_seconds={config.timeout_seconds:g}, or "
+            "code that does not end counts as a failure of the reward: lower the one or raise the other"
+        )
     takes = asyncio.run(describe(part, config))
-    given = {"label": labelled, "pattern": part.pattern is not None}
-    available = {*ALWAYS_GIVEN, *columns, *part.options, *(name for name, there in given.items() if there)}
+    available = {*ALWAYS_GIVEN, *columns, *part.constants(), *(["label"] if labelled else [])}
     missing = [name for name in takes["required"] if name not in available]
     if missing:
         raise ConfigError(
@@ -154,7 +160,6 @@ class Child:
 
     def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
         self.part, self.config, self.log = part, config, log
-        self.constants = {**({"pattern": part.pattern} if part.pattern is not None else {}), **part.options}
         self.mark = uuid.uuid4().hex
         self.process: asyncio.subprocess.Process | None = None
         self.killed: asyncio.subprocess.Process | None = None  # the last one
@@ -189,7 +194,7 @@ class Child:
     async def ask(self, calls: list[Call]) -> list[Answer]:
         await self.start()
         try:
-            line = json.dumps({"calls": calls, "constants": self.constants}, default=str)
+            line = json.dumps({"calls": calls, "constants": self.part.constants()}, default=str)
         except (TypeError, ValueError) as error:
             raise self._failure(f"its call cannot be sent as JSON: {error}") from None
         answers: list[Answer] = (await self._exchange(line, self.config.timeout_seconds))["answers"]
@@ -215,6 +220,8 @@ class Child:
         except (ConnectionError, json.JSONDecodeError):
             self._kill()
             raise self._failure(f"its process {await end_of(process)} (see {self.log.name})") from None
+        except ValueError as error:  # a line above the limit
+            raise self._failure(f"its answer cannot be read: {error}") from None
         finally:
             if not heard:
                 self._kill()

@@ -117,10 +117,11 @@ def answer(function: Function, calls: list[Call], constants: dict[str, Any]) -> 
         return [judge(value) for value in ask(function, calls, constants)]
     except PolicyError as error:
         if len(calls) == 1:
-            return [{"policy_error": str(error)}]
-        return [judged for call in calls for judged in answer(function, [call], constants)]  # to see whose error it is
+            return [{"policy_error": str(error)[:LONGEST_ERROR]}]
     except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
-        return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
+        if len(calls) == 1 or isinstance(error, MemoryError):
+            return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
+    return [judged for call in calls for judged in answer(function, [call], constants)]  # to see whose error it is
 
 
 def judge(value: Any) -> dict[str, Any]:

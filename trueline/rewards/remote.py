@@ -59,9 +59,12 @@ def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool
 
 def check_address(url: str, key: str) -> None:
     try:
-        usable = httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host
+        address = httpx.URL(url)
+        usable, secret = address.scheme in ("http", "https") and address.host, bool(address.userinfo)
     except httpx.InvalidURL:
-        usable = ""
+        usable, secret = "", "@" in url
+    if secret:
+        raise ConfigError(f"{key}: the address holds a user or a password: send a token with remote.token_variable")
     if not usable:
         raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
 
@@ -205,12 +208,12 @@ class JudgeReward:
             raise self.endpoint.failure(f"no chat completion came back: {answer!r}") from None
         match = re.search(self.judge.pattern, text) if isinstance(text, str) else None
         try:
-            number = float(match[1]) if match else math.nan
+            number = float(match[1]) * self.judge.scale if match else math.nan
         except (ValueError, TypeError):  # the group matched other text, or nothing
             number = math.nan
         if not math.isfinite(number):
             raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
-        return number * self.judge.scale
+        return number
 
     async def stop(self) -> None:
         await self.gathering.stop()

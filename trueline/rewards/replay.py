@@ -34,12 +34,11 @@ def without_password(text: str) -> str:
 def replay(file: Path) -> float:
     """The reward; whatever the function raises is raised."""
     record = json.loads(file.read_text())
-    kind = kind_of(RewardPartConfig(function=record["function"]))
-    if kind != "function":
-        raise NoSuchFunction(f"{record['function']} is a {kind}, and only functions can be replayed")
-    pattern = {} if record["pattern"] is None else {"pattern": record["pattern"]}
+    part = RewardPartConfig(**{key: record[key] for key in ("function", "pattern", "options")})
+    if (kind := kind_of(part)) != "function":
+        raise NoSuchFunction(f"{part.function} is a {kind}, and only functions can be replayed")
     try:
-        (value,) = ask(load_function(record["function"]), [record["call"]], {**pattern, **record["options"]})
+        (value,) = ask(load_function(part.function), [record["call"]], part.constants())
     except SystemExit as leaving:
         raise RuntimeError(f"the function called sys.exit({leaving.code!r})") from leaving
     return checked(value)

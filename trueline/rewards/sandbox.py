@@ -57,8 +57,10 @@ def run_program(program: Path, streams: tuple[IO[bytes], IO[bytes], IO[bytes]], 
     if instructions is None and not limits.network:
         raise RuntimeError(NO_FILTER)
 
+    bounds = resource_limits(limits)
+
     def confine() -> None:  # between fork and exec
-        for kind, most in resource_limits(limits).items():
+        for kind, most in bounds.items():
             resource.setrlimit(kind, (most, most))
         die_with_parent()
         if instructions is not None:
@@ -77,18 +79,29 @@ def run_program(program: Path, streams: tuple[IO[bytes], IO[bytes], IO[bytes]], 
             start_new_session=True,
             preexec_fn=confine,
         )
-    except subprocess.SubprocessError:
+    except subprocess.SubprocessError:  # the limits are within this process's own, so that only the filter can fail
+        if instructions is None:
+            raise
         raise RuntimeError(NO_FILTER) from None
     return wait_or_kill(process, limits.seconds)
 
 
 def resource_limits(limits: Limits) -> dict[int, int]:
-    return {
+    """At most what this process may have itself, for nobody can be given more."""
+    wanted = {
         resource.RLIMIT_AS: int(limits.memory_gib * 2**30),
         resource.RLIMIT_CPU: math.ceil(limits.seconds) + 1,  # of all its threads
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_CORE: 0,
     }
+    own = {kind: most for kind in wanted if (most := resource.getrlimit(kind)[1]) != resource.RLIM_INFINITY}
+    memory = own.get(resource.RLIMIT_AS, math.inf)
+    if wanted[resource.RLIMIT_AS] > memory:
+        raise RuntimeError(
+            f"reward.options.memory_gib={limits.memory_gib:g} is more than the {memory / 2**30:.2f} GiB that the "
+            "reward's own process may have: lower it, or raise reward.memory_gib"
+        )
+    return {kind: min(most, own.get(kind, most)) for kind, most in wanted.items()}
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], seconds: float) -> int | None:

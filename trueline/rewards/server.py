@@ -14,6 +14,7 @@ from trueline.config.base import ConfigError
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 
 MAX_BYTES = 32 * 2**20  # of one request
+LONGEST_LENGTH = 12  # digits of a Content-Length that is worth reading
 PIECE_BYTES = 64 * 2**10
 IDLE_SECONDS = 60  # that a connection may be silent in the middle of a request
 WAITING_CONNECTIONS = 128
@@ -114,6 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise Refusal(411, "a Content-Length is needed")
+        if len(length) > LONGEST_LENGTH:
+            raise Refusal(413, f"a Content-Length of {len(length)} digits: {MAX_BYTES} bytes are allowed")
         self.unread = int(length)
         if self.path != "/score":
             raise Refusal(404, unknown(self.path)["error"])

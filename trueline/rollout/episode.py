@@ -1,7 +1,9 @@
 """One episode: the policy and an environment take turns until it is done."""
 
 import traceback
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Outcome, Prompt, Trajectory
@@ -10,6 +12,8 @@ from trueline.rewards.base import RewardFailure, RewardTimeout, RewardUnreachabl
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import ActorFailure
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +34,34 @@ class Episodes:
         self.pool, self.chat = pool, chat
 
     async def run(self, environment: Environment, prompt: Prompt, ticket: Ticket, params: SamplingParams) -> Trajectory:
-        trajectory = Trajectory.start(prompt, ticket.group, self.chat.prompt_tokens(await environment.reset(prompt)))
-        params = replace(params, seed=ticket.seed)
-        completion = await self.pool.generate(trajectory.tokens, params, ticket.group, ticket.request(0))
-        trajectory.add_action(completion)
-        trajectory.reply = self.chat.reply_text(completion.tokens)
-        trajectory.truncated = completion.finish_reason == "length"
+        trajectory = Trajectory.start(prompt, ticket.group, [])
         try:
-            record(trajectory, await environment.step(trajectory.reply))
-        except Exception as error:  # noqa: BLE001  (the boundary where user code runs)
-            trajectory.outcome = failure_of(error)
-            told = isinstance(error, RewardFailure | ActorFailure)  # in words that need no traceback
-            trajectory.error = str(error) if told else traceback.format_exc()
+            messages = await attempt(environment.reset(prompt), trajectory)
+            if messages is None:
+                return trajectory
+            trajectory.add_observation(self.chat.prompt_tokens(messages))
+            sampling = replace(params, seed=ticket.seed)
+            completion = await self.pool.generate(trajectory.tokens, sampling, ticket.group, ticket.request(0))
+            trajectory.add_action(completion)
+            trajectory.reply = self.chat.reply_text(completion.tokens)
+            trajectory.truncated = completion.finish_reason == "length"
+            step = await attempt(environment.step(trajectory.reply), trajectory)
+            if step is not None:
+                record(trajectory, step)
         finally:
             await environment.close()
         return trajectory
+
+
+async def attempt(call: Awaitable[Result], trajectory: Trajectory) -> Result | None:
+    """What the environment answers, or None and the failure in the trajectory."""
+    try:
+        return await call
+    except Exception as error:  # noqa: BLE001  (the boundary where user code runs)
+        trajectory.outcome = failure_of(error)
+        told = isinstance(error, RewardFailure | ActorFailure)  # in words that need no traceback
+        trajectory.error = str(error) if told else traceback.format_exc()
+        return None
 
 
 def record(trajectory: Trajectory, step: Step) -> None:

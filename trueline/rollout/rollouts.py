@@ -44,6 +44,7 @@ class RolloutPlan:
 class Dropped:
     """What was sampled since the last step and is not trained on."""
 
+    part: str | None = None  # reward that dynamic sampling judges by
     answers: int = 0  # that failed
     groups: int = 0  # with too few answers left
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
@@ -61,10 +62,10 @@ class EventLoop:
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollouts", daemon=True)
         self.thread.start()
 
-    def run(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
+    def run(self, work: Coroutine[Any, Any, Result], what: str, *, bounded: bool = True) -> Result:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            return future.result(self.timeout_seconds)
+            return future.result(self.timeout_seconds if bounded else None)
         except FutureTimeout:
             future.cancel()
             raise RolloutFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
@@ -102,19 +103,19 @@ class Rollouts:
         self.sampler, self.prompts, self.order = sampler, prompts, order
         self.plan, self.budget, self.loop = plan, budget, loop
         self.running: deque[asyncio.Task[Group]] = deque()
-        self.dropped = Dropped()
+        self.dropped = Dropped(plan.dynamic.reward)
 
     def start(self) -> None:
         self.loop.run(self._admit(self.plan.capacity()), "starting rollouts")
 
     def release(self) -> None:
         """Admit new groups in place of those taken; called once the new weights are live."""
-        self.dropped = Dropped()
+        self.dropped = Dropped(self.plan.dynamic.reward)
         self.loop.run(self._admit(self.plan.capacity() - len(self.running)), "admitting prompts")
 
     def take(self, count: int) -> list[Group]:
         """Wait for the oldest `count` groups that can be trained on; fewer if dynamic sampling finds no more."""
-        return self.loop.run(self._take(count), f"sampling {count} groups of {self.plan.group_size} answers")
+        return self.loop.run(self._take(count), "taking groups", bounded=False)
 
     async def _admit(self, count: int) -> None:
         for _ in range(count):
@@ -126,7 +127,7 @@ class Rollouts:
         ready: list[Group] = []
         left = count * self.plan.dynamic.max_batches
         while len(ready) < count and (left > 0 or not self.plan.dynamic.enabled):
-            group = await self.running.popleft()
+            group = await self._next()
             left -= 1
             if self._trainable(group):
                 ready.append([trajectory for trajectory in group if not trajectory.outcome.failed])
@@ -138,6 +139,17 @@ class Rollouts:
                 "prompts of another difficulty, or set algorithm.dynamic_sampling.enabled=false"
             )
         return ready
+
+    async def _next(self) -> Group:
+        """The oldest group; the wait for it is bounded, not that for a whole step."""
+        oldest, seconds = self.running.popleft(), self.loop.timeout_seconds
+        done, _ = await asyncio.wait({oldest}, timeout=seconds)
+        if not done:
+            oldest.cancel()
+            raise RolloutFailure(
+                f"sampling {self.plan.group_size} answers to a prompt: not done within timeout_seconds={seconds:.0f}"
+            )
+        return oldest.result()
 
     def _trainable(self, group: Group) -> bool:
         """Enough answers with a reward and, under dynamic sampling, with more than one reward."""
@@ -156,8 +168,9 @@ class Rollouts:
 
 
 def judged_reward(trajectory: Trajectory, part: str | None) -> float:
+    """Of one part; an answer whose own error left that part unjudged has the reward set for it."""
     assert trajectory.reward is not None
-    return trajectory.reward if part is None else trajectory.metrics[f"reward/{part}"]
+    return trajectory.metrics.get(f"reward/{part}", trajectory.reward)
 
 
 class GroupSampler:

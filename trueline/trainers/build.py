@@ -86,7 +86,6 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
         stack.callback(tracker.close)
-        tracker.recover(state.step, checkpoints.newest_metrics())
         state.tracker = tracker.run_id
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps

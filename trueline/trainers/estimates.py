@@ -19,12 +19,16 @@ def model_bytes(facts: ModelFacts, model: ModelConfig, ranks: RanksConfig, world
     """Of one rank: weights and the activations of its largest pass; if trained, gradients and optimizer."""
     width, stage = bytes_of(model.dtype), ranks.zero_stage
     share = facts.parameters / model.tensor_parallel
-    weights = share * width / (world if stage == 3 else 1)
+    weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
+    if ranks.offload == "all":
+        weights = 0.0
     if not isinstance(ranks, TrainingConfig):
         return weights
-    master = 4 if width == 2 else 0
-    gradients = share * width / (world if stage >= 2 else 1)
-    optimizer = share * (8 + master) / (world if stage >= 1 else 1)
+    trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
+    gradients = trained * width / (world if stage >= 2 else 1)
+    optimizer = trained * (8 + (4 if width == 2 else 0)) / (world if stage >= 1 else 1)
+    if ranks.offload != "none":
+        optimizer = 0.0
     return weights + gradients + optimizer + activation_bytes(facts, model, min(ranks.micro_batch_tokens, tokens))
 
 

@@ -22,6 +22,8 @@ class Guard:
         self.skipped = 0
         self.in_a_row = 0
         self.made = 0
+        # A critic's new head is zero, so the first gradients behind it are tiny, and tinier while the rate warms up.
+        self.patience = FIRST_STEPS + (config.warmup_steps + FIRST_STEPS if section == "critic" else 0)
         self.at_start: dict[str, int] = {}
 
     def watch(self) -> None:
@@ -37,7 +39,7 @@ class Guard:
         self.made += moved
         if bad:
             self._warn(metrics)
-        elif moved and self.made <= FIRST_STEPS and self.at_start:
+        elif moved and self.made <= self.patience and self.at_start:
             self._compare()
         return metrics | {"skipped_steps": float(self.skipped)}
 
@@ -46,20 +48,22 @@ class Guard:
         found = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
         if self.in_a_row > limit:
             raise TrainingFailure(
-                f"{self.in_a_row} steps in a row were not finite ({found}); {self.section}.max_bad_steps={limit}: lower "
-                f"{self.section}.learning_rate, look at the last rows of the data, or try model.dtype=float32"
+                f"{self.in_a_row} steps in a row were not finite ({found}); {self.section}.max_bad_steps={limit}: "
+                f"lower {self.section}.learning_rate, look at the last rows of the data, or try model.dtype=float32"
             )
         self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row)")
 
     def _compare(self) -> None:
         now = self.model.call("fingerprints")[0]
         still = [name for name, before in self.at_start.items() if now[name] == before]
-        self.note(f"changed    {len(now) - len(still)} of {len(now)} trained tensors ({self.section}) after step {self.made}")
+        self.note(
+            f"changed    {len(now) - len(still)} of {len(now)} trained tensors ({self.section}) after step {self.made}"
+        )
         if not still:
-            self.made = FIRST_STEPS
-        elif self.made == FIRST_STEPS:
+            self.made = self.patience
+        elif self.made == self.patience:
             raise TrainingFailure(
-                f"{len(still)} of {len(now)} trained tensors did not change in {FIRST_STEPS} steps, {still[0]} for "
-                f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, or "
-                "the loss does not reach them"
+                f"{len(still)} of {len(now)} trained tensors did not change in {self.patience} steps, {still[0]} for "
+                f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, "
+                "or the loss does not reach them"
             )

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from trueline.rewards.functions import final_answer
+
 BOXED = "\\boxed{"
 NORMAL_95 = 1.96  # standard errors on each side of a mean that hold 95 %
 
@@ -68,12 +70,9 @@ def majority_reward(prompt: Judged) -> float:
 
 
 def answer_key(reply: str) -> str:
-    """What two replies must share to be the same answer: the text behind the last `####`, else what the last
-    \\boxed{...} holds, else the whole reply.
-    """
-    if "####" in reply:
-        return reply.rpartition("####")[2].strip()
-    return (last_boxed(reply) or reply).strip()
+    """What two replies must share to be the same answer: the final answer that the reward `math` sees."""
+    answer = final_answer(reply)
+    return (last_boxed(answer) or answer).strip()
 
 
 def last_boxed(reply: str) -> str:

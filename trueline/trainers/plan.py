@@ -56,7 +56,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
-    check_rewards(config.reward, sources[0][0], required=not config.algorithm.needs_teacher())
+    for source in sources:
+        check_rewards(config.reward, source[0], required=not config.algorithm.needs_teacher())
     check_names(config)
     check_installed("training.engine", config.training.engine, "torch")
     check_installed("rollout.engine", config.rollout.engine, "hf")
@@ -64,7 +65,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     machine = this_machine()
     config, roles = resolve(config, facts, machine)
     layout = layout_of(config, roles)
-    check_devices(layout, machine)
+    if config.runtime != "local":
+        check_devices(layout, machine)
     check_lengths(config, roles, check_rollout(config.rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
     limit = config.rollout.max_prompt_tokens
@@ -149,7 +151,17 @@ def layout_of(config: RLConfig, roles: list[RoleModel]) -> Layout:
 def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> None:
     """One sequence must fit into one pass of every model that reads it."""
     readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.ring)}
-    readers |= {role.section: (role.ranks, role.model.ring) for role in roles if role.section != "reward_model"}
+    for role in roles:
+        check_installed(f"{role.section}.engine", role.ranks.engine, "torch")
+        check_parallel(role.model, role.facts, role.section)
+    reading = [role for role in roles if role.section != "reward_model"]  # which refuses long answers one by one
+    readers |= {role.section: (role.ranks, role.model.ring) for role in reading}
+    for role in reading:
+        if longest > role.facts.context:
+            raise ConfigError(
+                f"{role.name}: {role.model.path} reads {role.facts.context} tokens, one sequence may have {longest}: "
+                "lower rollout.max_prompt_tokens or rollout.max_new_tokens, or choose another model"
+            )
     for section, (ranks, ring) in readers.items():
         if longest > ranks.micro_batch_tokens * ring:
             raise ConfigError(

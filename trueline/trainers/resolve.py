@@ -47,11 +47,11 @@ def resolved_rollout(rollout: RolloutConfig, facts: ModelFacts, engines: int, dt
     }
 
 
-def check_parallel(model: ModelConfig, facts: ModelFacts) -> None:
+def check_parallel(model: ModelConfig, facts: ModelFacts, section: str = "model") -> None:
     width = model.tensor_parallel
     if facts.heads % width or facts.key_heads % width:
         raise ConfigError(
-            f"model.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
+            f"{section}.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
             "key-value heads"
         )
 

@@ -15,8 +15,9 @@ from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop, Rollouts
+from trueline.rollout.rollouts import EventLoop, Group, Rollouts
 from trueline.sync.weights import WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
@@ -72,12 +73,11 @@ class RLTrainer:
             guard.watch()
         with self.progress, Interrupts(self.progress.note) as interrupts:
             self.publish()
-            if state.step == 0:
-                self.tracker.log(0, self.evaluate() | self.timer.flush())
-            self.rollouts.start()
+            self.catch_up()
+            if state.step < config.steps:
+                self.rollouts.start()
             while state.step < config.steps and not interrupts.requested:
-                with self.timer.phase("rollout"):
-                    groups = self.rollouts.take(config.groups_per_step)
+                groups = self.sample()
                 trajectories = [trajectory for group in groups for trajectory in group]
                 samples = [to_sample(trajectory) for trajectory in trajectories]
                 with self.turns.training():
@@ -86,18 +86,38 @@ class RLTrainer:
                     self.assess(samples)
                     metrics = self.learn(samples)
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
-                    metrics |= describe_models(samples, config.algorithm) | self.adapt(samples)
+                    metrics |= describe_models(samples, config) | self.adapt(samples)
                     state.advance(len(groups) + self.rollouts.dropped.group_count())
                     state.skipped_steps = self.guard.skipped
                     self.save_if_due(metrics)
                 metrics |= self.publish()
                 if self.evaluation_due():
                     metrics |= self.evaluate()
+                    self.checkpoints.tell(state.step, metrics)
                 if state.step < config.steps:
                     self.rollouts.release()
                 self.report(metrics, trajectories)
             self.save({})
         return state
+
+    def catch_up(self) -> None:
+        """The row of the step that a run starts from, where it is not written yet."""
+        if self.tracker.last_step >= self.state.step:
+            return
+        known = self.checkpoints.newest_metrics()  # where a kill came between a step's checkpoint and its report
+        if self.state.step == 0 or (self.evaluation_due() and not any(key.startswith("evaluation/") for key in known)):
+            known |= self.evaluate() | self.timer.flush()
+        self.tracker.log(self.state.step, known)
+
+    def sample(self) -> list[Group]:
+        """The next groups; where none can be had, what is trained so far is saved first."""
+        try:
+            with self.timer.phase("rollout"):
+                return self.rollouts.take(self.config.groups_per_step)
+        except RolloutFailure:
+            if self.state.step > 0:
+                self.save({})
+            raise
 
     def guards(self) -> list[Guard]:
         return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
@@ -147,9 +167,12 @@ class RLTrainer:
         if self.models.critic is not None and self.critic_guard is not None:
             found = self.critic_guard.check(self.models.critic.update(minibatch, "value", settings))
             metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
-        if self.state.step >= config.algorithm.critic_only_steps or self.models.critic is None:
+        if self.policy_learns():
             metrics |= self.guard.check(self.models.policy.update(minibatch, "policy", settings))
         return metrics
+
+    def policy_learns(self) -> bool:
+        return self.models.critic is None or self.state.step >= self.config.algorithm.critic_only_steps
 
     def adapt(self, samples: list[Sample]) -> dict[str, float]:
         """After a step, an adaptive KL coefficient follows its target."""
@@ -157,7 +180,7 @@ class RLTrainer:
         if kl.coefficient == 0:
             return {}
         found = sequence_kl(samples)
-        if kl.target is not None:
+        if kl.target is not None and self.policy_learns():
             self.state.kl_coefficient = adapted_coefficient(self.kl_coefficient(), found, len(samples), kl)
         return {"policy/sequence_kl": found, "policy/kl_coefficient": self.kl_coefficient()}
 

@@ -44,7 +44,7 @@ def roles_of(config: RLConfig, policy_ranks: int) -> list[RoleModel]:
         check_teacher(config)
         roles.append(role_model("teacher", config.teacher.path, config.teacher, policy, policy_ranks))
     if algorithm.needs_critic():
-        start = config.critic.path or next((one.model.path for one in judges if one.head == "reward"), policy.path)
+        start = critic_start(config, judges)
         roles.append(role_model("critic", start, config.critic, policy, policy_ranks, head="value"))
     return roles
 
@@ -79,11 +79,26 @@ def role_model(
     return RoleModel(name, section, model, ranks.replaced({"ranks": world}), head, facts)
 
 
+def critic_start(config: RLConfig, judges: list[RoleModel]) -> str:
+    """What is named, a reward model that reads the policy's tokens, or the policy's own model."""
+    named, policy = config.critic.path, config.model
+    if named is not None:
+        role_model("critic", named, config.critic, policy, 1)  # it is there at all
+        if not reads_alike(named, policy):
+            raise ConfigError(f"critic.path={named}: its tokenizer is not that of model.path={policy.path}")
+        return named
+    able = [one.model.path for one in judges if one.head == "reward" and reads_alike(one.model.path, policy)]
+    return able[0] if able else policy.path
+
+
 def check_teacher(config: RLConfig) -> None:
-    """Its log-probs are of the policy's tokens, so both must read them alike."""
     path = config.teacher.path
     if not path:
         raise ConfigError("teacher.path is empty: name the model to learn from, e.g. teacher.path=path/to/folder")
-    teacher = load_tokenizer(config.model.replaced({"path": path}))
-    if teacher.get_vocab() != load_tokenizer(config.model).get_vocab():
+    if not reads_alike(path, config.model):
         raise ConfigError(f"teacher.path={path}: its tokenizer is not that of model.path={config.model.path}")
+
+
+def reads_alike(path: str, policy: ModelConfig) -> bool:
+    """Whether a model has the policy's tokens."""
+    return bool(load_tokenizer(policy.replaced({"path": path})).get_vocab() == load_tokenizer(policy).get_vocab())

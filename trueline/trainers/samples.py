@@ -5,7 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -64,7 +64,8 @@ class SampleFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stream.close()
+        with suppress(OSError):  # every row was flushed; what a full disk refused is told by the error under way
+            self.stream.close()
 
     def add(self, row: Row) -> None:
         place = self.stream.tell()
@@ -106,7 +107,8 @@ def find_rows(path: Path) -> dict[int, int]:
 
 
 def line_of(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
+    """In ASCII, for a reply may hold half a character, which UTF-8 cannot."""
+    return json.dumps(row, default=str) + "\n"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Jobs that sample and judge but train nothing: `generate` and `eval`."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,16 @@ from trueline.trainers.evaluation import Evaluator, prefix_of
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.launch import named
 from trueline.trainers.rewards import failure_files, open_rewards
-from trueline.trainers.samples import Row, SampleFile, line_of, row_of, write_json, write_selection, written_aside
+from trueline.trainers.samples import (
+    Row,
+    SampleFile,
+    described,
+    line_of,
+    row_of,
+    write_json,
+    write_selection,
+    written_aside,
+)
 from trueline.trainers.sampling_plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.training.group import ModelGroup, start_groups
 
@@ -50,7 +60,10 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
     "data.",
     "rollout.temperature",
     "rollout.max_new_tokens",
+    "rollout.max_prompt_tokens",
     "shard",
+    *(f"reward.{key}" for key in ("function", "parts", "pattern", "options", "weight", "clip", "normalize")),
+    *(f"reward.{key}" for key in ("policy_error", "chat_template", "step", "judge")),
 )
 
 
@@ -136,7 +149,7 @@ def launch_generate(config: GenerateConfig, verb: str, *, dry_run: bool = False,
 
 
 def check_unchanged(config: GenerateConfig) -> None:
-    """A run that goes on must not mix the answers of two models, temperatures or datasets in one file."""
+    """A run that goes on must not mix the answers of two models, temperatures, datasets or rewards in one file."""
     file = RunFolder(Path(config.folder).resolve() / str(config.name)).config
     before = {key.path: key.default for key in GenerateConfig.parse(read_tree(file)).leaves()}
     for key in config.leaves():
@@ -152,6 +165,7 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
     prompts = chosen_prompts(plan)
     with SampleFile(folder.path / SAMPLES) as file:
         left = [numbered for numbered in prompts if numbered[0] not in file.places]
+        check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
         if len(left) < len(prompts):
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
         pace = Pace(progress, len(prompts) - len(left), plan.config.judged())
@@ -164,6 +178,18 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
     progress.note(summary_line(summary))
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
     return 0
+
+
+def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
+    """A number is a place in an order: where the data has changed, it may stand for another prompt now."""
+    rows = file.rows(number for number, _ in answered)
+    for (number, prompt), row in zip(answered, rows, strict=True):
+        now = json.loads(line_of(described(prompt)))
+        if any(row.get(key) != now[key] for key in ("id", "source", "prompt")):
+            raise ConfigError(
+                f"{file.path}: number {number} answers another prompt than row {prompt.id} of {prompt.source}, which "
+                "has that number now: the data has changed since this run began; choose another --name"
+            )
 
 
 @dataclass(slots=True)

@@ -60,7 +60,9 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
 
 def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) -> SamplingPlan[Kind]:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
-    check_rewards(config.reward, next(iter(sets.values()))[0], required=judged)
+    firsts = [prompts[0] for prompts in sets.values()]
+    for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
+        check_rewards(config.reward, example, required=judged)
     check_installed("rollout.engine", config.rollout.engine, "hf")
     facts, machine = check_model(config.model), this_machine()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
@@ -109,7 +111,8 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
     devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
     dropped = sum(one.dropped for one in plan.sets.values())
     longest = max(one.longest for one in plan.sets.values())
-    rewards = ", ".join(part.function for part in config.reward.named_parts().values())
+    # A query may hold a secret.
+    rewards = ", ".join(part.function.partition("?")[0] for part in config.reward.named_parts().values())
     return "\n".join(
         [
             f"machine    {devices}",
@@ -125,10 +128,11 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
 
 
 def chosen_prompts(plan: SamplingPlan[GenerateConfig]) -> list[Numbered]:
-    """Prompts and their places in the seeded order of all of them, which is endless and wraps around."""
+    """Prompts and their places in the seeded order, which is endless; without a limit, up to the end of its round."""
     config = plan.config
     prompts = [prompt for source in plan.sets.values() for prompt in source.prompts]
     sizes, weights = [len(source.prompts) for source in plan.sets.values()], list(config.data.sources().values())
     order = make_order(sizes, weights, config.seed, config.data.shuffle, config.skip)
-    drawn = [(order.position, prompts[next(order)]) for _ in range(config.limit or len(prompts))]
+    count = config.limit or len(prompts) - config.skip % len(prompts)
+    drawn = [(order.position, prompts[next(order)]) for _ in range(count)]
     return [numbered for numbered in drawn if numbered[0] % config.shards == config.shard]

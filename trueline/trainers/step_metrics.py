@@ -5,10 +5,9 @@ from statistics import fmean, pstdev
 
 from trueline.algorithms.correction import mismatch_metrics
 from trueline.algorithms.value_loss import explained_variance
-from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.rl import RLConfig
 from trueline.data.types import Outcome, Sample, Trajectory
-from trueline.rollout.rollouts import Dropped, Group
+from trueline.rollout.rollouts import Dropped, Group, judged_reward
 
 Metrics = dict[str, float]
 
@@ -17,6 +16,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
     """Rewards, lengths, outcomes and what was left out."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = [sample.task_reward for sample in samples]
+    judged = [judged_reward(trajectory, dropped.part) for trajectory in trajectories]
     lengths = [sample.sampled_tokens() for sample in samples]
     uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
     return {
@@ -33,10 +33,9 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "rollout/groups": len(groups),
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length() for sample in samples),
-        **describe_uniform(dropped, rewards, len(groups)),
+        **describe_uniform(dropped, judged, len(groups)),
         **describe_parts(trajectories),
         **describe_sources(trajectories),
-        **mismatch_metrics(samples),
     }
 
 
@@ -75,9 +74,12 @@ def describe_sources(trajectories: list[Trajectory]) -> Metrics:
     return {f"reward/source/{path if alike else named[path]}": fmean(rewards) for path, rewards in by_source.items()}
 
 
-def describe_models(samples: list[Sample], algorithm: AlgorithmConfig) -> Metrics:
-    """What critic and teacher say of the step's answers."""
+def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
+    """What engine, critic and teacher say of the step's answers."""
+    algorithm = config.algorithm
     metrics: Metrics = {}
+    if algorithm.old == "recompute":
+        metrics |= mismatch_metrics(samples)
     if algorithm.needs_critic():
         metrics["critic/explained_variance"] = explained_variance(samples)
     if algorithm.needs_teacher():
@@ -106,7 +108,8 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
             f"{metrics['answer/truncated_share']:.0%} of the answers were cut off: raise "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
-    if config.algorithm.group_size > 1 and metrics["reward/uniform_groups_share"] > 0.9:
+    grouped = config.algorithm.group_size > 1 and config.reward.named_parts()
+    if grouped and metrics["reward/uniform_groups_share"] > 0.9:
         warnings.append(
             f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
             f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "

@@ -122,6 +122,15 @@ class Checkpoints:
             return None
         return target
 
+    def tell(self, step: int, metrics: dict[str, float]) -> None:
+        """Add what became known of a step after it was saved, such as its evaluation, and choose the best anew."""
+        target = self.folder / f"step_{step:06d}"
+        if target.is_dir():
+            aside = target / f"{METRICS}{UNFINISHED}"
+            aside.write_text(json.dumps(read_metrics(target) | metrics, indent=2))
+            aside.rename(target / METRICS)
+            self.rotate()
+
     def _give_up(self, aside: Path, error: OSError) -> None:
         self.failures += 1
         shutil.rmtree(aside, ignore_errors=True)
@@ -192,8 +201,8 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below, by its relative name; the manifest itself is left out."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    """SHA-256 of every file below by its relative name, but for the manifest itself and the metrics, which grow."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
     return {path.relative_to(folder).as_posix(): digest(path) for path in files}
 
 

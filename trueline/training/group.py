@@ -1,5 +1,6 @@
 """The controller's view of all ranks of one model."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class ModelGroup:
         self, name: str, actors: Sequence[Actor], config: RanksConfig, timeout_seconds: float, mesh: Mesh | None = None
     ) -> None:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
+        self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
         tokens = config.micro_batch_tokens * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
@@ -71,10 +73,11 @@ class ModelGroup:
     def _submit(self, method: str, samples: list[Sample], plan: Plan, *args: Any) -> list[Any]:
         """One result for each data place: ranks that share its samples return the same."""
         packed = share(pack_samples(samples))
-        calls = [
-            actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args)
-            for rank, actor in enumerate(self.actors)
-        ]
+        with self.submitting:  # from several threads: every rank must get the calls in one order
+            calls = [
+                actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args)
+                for rank, actor in enumerate(self.actors)
+            ]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
     def plan(self, samples: list[Sample], together: int = 1) -> Plan:

@@ -99,20 +99,3 @@ def test_wandb_keeps_the_id_of_a_run_that_goes_on(folder: RunFolder, monkeypatch
     (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
     assert "k3pt1d00" in file.name
     assert lines(folder.metrics) == [{"step": 3, "loss": 0.5}]
-
-
-def test_the_row_of_a_step_that_was_saved_but_not_reported_is_recovered(folder: RunFolder) -> None:
-    write_run(folder, range(1, 3))
-    tracker = Tracker(folder, QUIET, resume_step=3)
-    tracker.recover(3, {"loss": 0.3})
-    tracker.close()
-    assert [row["step"] for row in lines(folder.metrics)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("metrics", [{"loss": 0.9}, {}])
-def test_a_row_that_is_there_or_unknown_is_not_written_again(folder: RunFolder, metrics: dict[str, float]) -> None:
-    write_run(folder, range(1, 3))
-    tracker = Tracker(folder, QUIET, resume_step=2)
-    tracker.recover(2 if metrics else 3, metrics)
-    tracker.close()
-    assert [row["loss"] for row in lines(folder.metrics)] == [0.1, 0.2]

@@ -1,7 +1,9 @@
 """Real programs in the real sandbox."""
 
+import errno
 import json
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -143,6 +145,22 @@ def test_output_is_capped() -> None:
 def test_other_processes_are_out_of_reach() -> None:
     assert "PermissionError" in run(f"import os\nos.kill({os.getpid()}, 0)").error
     assert "PermissionError" in run("import os\nos.kill(-1, 0)").error
+
+
+def test_the_death_signal_cannot_be_lifted() -> None:
+    """prctl 1 is PR_SET_PDEATHSIG; others, such as the thread's name (15), stay."""
+    call = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.prctl({}, {}), ctypes.get_errno())"
+    assert run(call.format(1, "0, 0, 0, 0")).output == f"-1 {errno.EPERM}\n"
+    assert run(call.format(15, "b'name', 0, 0, 0")).output == "0 0\n"
+
+
+def test_more_memory_than_the_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = resource.getrlimit
+    few = lambda kind: (2**31, 2**31) if kind == resource.RLIMIT_AS else own(kind)  # noqa: E731
+    monkeypatch.setattr(sandbox.resource, "getrlimit", few)
+    with pytest.raises(RuntimeError, match=r"reward.options.memory_gib=3 is more than the 2.00 GiB.*reward.memory_gib"):
+        run("", memory_gib=3)
+    assert run("", memory_gib=2).status == 0
 
 
 def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

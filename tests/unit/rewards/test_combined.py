@@ -2,10 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trueline.config.reward import RewardPartConfig
+from trueline.config.base import ConfigError
+from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.rewards.base import (
     Call,
     PolicyError,
@@ -119,3 +121,21 @@ def test_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "": "function",
     }
     assert {function: kind_of(RewardPartConfig(function=function)) for function in kinds} == kinds
+
+
+@pytest.mark.parametrize("key", ["weight", "clip", "policy_error"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_settings_are_finite_numbers(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: input should be (a finite number|greater than 0)"):
+        RewardConfig.parse({key: value})
+
+
+@pytest.mark.parametrize(
+    "outer", [{"weight": 2.0}, {"clip": 1.0}, {"normalize": True}, {"pattern": "a"}, {"options": {"a": 1}}]
+)
+def test_what_parts_would_ignore_is_refused(outer: dict[str, Any]) -> None:
+    parts = {"parts": {"a": {"function": "math"}}}
+    assert RewardConfig.parse(RewardConfig.parse(parts).model_dump()).parts.keys() == {"a"}
+    [name] = outer
+    with pytest.raises(ConfigError, match=rf"{name} is set beside parts=a.*reward.parts.a.{name}"):
+        RewardConfig.parse(parts | outer)

@@ -152,6 +152,14 @@ def test_normalised_by_what_is_stored(tmp_path: Path) -> None:
     store(folder, reward_mean=0.5, reward_std=4.0)
     [normalised] = scored(model_reward(folder, group, normalize=True), [call("5")])
     assert normalised == pytest.approx((raw - 0.5) / 4, abs=TOLERANCE)
+    reward = model_reward(folder, group, normalize=True)
+    reward.deviation = 1e-300
+    reward.score_samples = lambda samples: [torch.full((sample.length(), 1), 1e30) for sample in samples]
+    [failed] = scored(reward, [call("5")])
+    assert isinstance(failed, RewardFailure) and "inf" in str(failed)
+    store(folder, reward_std=math.nan)
+    with pytest.raises(ConfigError, match=r"reward_std=nan"):
+        model_reward(folder, group, normalize=True)
     store(folder, reward_std=0.0)
     with pytest.raises(ConfigError, match=r"reward_std=0\.0"):
         model_reward(folder, group, normalize=True)

@@ -16,6 +16,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig
+from trueline.rewards import pool
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout
 from trueline.rewards.pool import MARK, FunctionReward, check_function
 
@@ -322,6 +323,15 @@ def test_an_answer_at_fault_is_no_failure_of_the_reward(functions: Path) -> None
         score(functions, "at_fault", {"reply": "the code"})
 
 
+def test_an_answer_too_long_to_be_read_fails_its_call(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PolicyError) as raised:
+        score(functions, "at_fault", {"reply": "x" * 10**6})
+    assert str(raised.value) == "x" * 20_000
+    monkeypatch.setattr(pool, "LONGEST_LINE", 1000)
+    with pytest.raises(RewardFailure, match="its answer cannot be read"):
+        score(functions, "at_fault", {"reply": "x" * 10**4})
+
+
 def test_a_value_that_json_cannot_hold_arrives_as_its_text(functions: Path) -> None:
     assert score(functions, "default", {"reply": "", "level": 3, "place": functions}) == 3
     with pytest.raises(RewardFailure, match="cannot be sent as JSON"):
@@ -393,7 +403,7 @@ def test_columns_are_lists_and_settings_are_not(functions: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("half", "it returned 2 rewards for 4 replies"),
+        ("half", "it returned 0 rewards for 1 replies"),
         ("single_number", "returns a list of numbers, got 1.0"),
         ("batch_raises", "KeyError: 'no such thing'"),
     ],
@@ -412,7 +422,10 @@ def test_a_place_that_is_no_number_fails_alone(functions: Path) -> None:
     assert {type(results[1]), type(results[3])} == {RewardFailure}
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("sleeps", RewardTimeout), ("exits at once", RewardFailure)])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("sleeps", RewardTimeout), ("exits at once", RewardFailure), ("raises", RewardFailure)],
+)
 def test_a_culprit_does_not_take_innocents_with_it(
     functions: Path, tmp_path: Path, fault: str, kind: type[RewardFailure]
 ) -> None:
@@ -479,6 +492,12 @@ def test_built_ins_ask_for_their_settings() -> None:
     accepted(RewardConfig(function="regex", pattern="x"), [], labelled=False)
     assert "'maximum'" in refused(RewardConfig(function="length"), [])
     accepted(RewardConfig(function="length", options={"maximum": 100}), [], labelled=False)
+
+
+def test_code_must_end_before_its_reward_does() -> None:
+    code = {"function": "code", "timeout_seconds": 10.0}
+    assert "reward.options.seconds=10 must be below reward.timeout_seconds=10" in refused(RewardConfig(**code), [])
+    accepted(RewardConfig(**code, options={"seconds": 9}), [], labelled=True)
 
 
 def test_an_option_that_nobody_asks_for_is_refused(functions: Path) -> None:

@@ -289,6 +289,10 @@ def test_checks_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("http://", "127.0.0.1:80", "ftp://host/", "http://host:port"):
         with pytest.raises(ConfigError, match="not an address"):
             check_scorer(RewardPartConfig(function=address))
+    for address in (f"http://me:{SECRET}@host/", f"http://me:{SECRET}@host:port/"):
+        with pytest.raises(ConfigError, match=r"remote\.token_variable") as refused:
+            check_scorer(RewardPartConfig(function=address))
+        assert SECRET not in str(refused.value)
 
 
 def test_stopping_answers_those_who_wait(serve: Callable[[Answer], Scripted]) -> None:
@@ -360,6 +364,11 @@ def test_no_number_is_a_failure(serve: Callable[[Answer], Scripted], text: Any) 
 def test_what_is_found_must_be_a_finite_number(serve: Callable[[Answer], Scripted], pattern: str) -> None:
     server = serve(said("seven 7 1e999"))
     assert "finds no number in: seven 7" in failure(judge(server.url, pattern=pattern), RewardFailure)
+
+
+def test_a_grade_is_finite_after_its_scale_too(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(said("1e308"))
+    assert "finds no number in" in failure(judge(server.url, pattern="(.+)", scale=10.0), RewardFailure)
 
 
 def test_judges_that_fail(serve: Callable[[Answer], Scripted]) -> None:

@@ -176,6 +176,15 @@ def test_requests_without_a_length_or_a_known_path(url: str) -> None:
     assert httpx.post(f"{url}/other", json={}, headers=AUTHORIZED, trust_env=False).status_code == 404
 
 
+@pytest.mark.parametrize("length", ["9" * 13, "9" * 5000])
+def test_a_length_beyond_all_bounds_is_refused(url: str, length: str, capfd: pytest.CaptureFixture[str]) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    connection.request("POST", "/score", headers=AUTHORIZED | {"Content-Length": length})
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
     calls: list[Any] = [
         CALL,
@@ -184,14 +193,17 @@ def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
         CALL | {"messages": []},
         CALL | {"messages": [{"role": "user", "content": None}]},
         "5",
+        CALL | {"reply": "half \ud800"},
+        CALL | {"messages": [{"role": "user", "content": "\udfff"}]},
         CALL,
     ]
     answer = post(url, {"calls": calls})
     assert answer.status_code == 200
-    good, long, no_reply, no_messages, no_content, text, again = answer.json()["rewards"]
+    good, long, no_reply, no_messages, no_content, text, *halves, again = answer.json()["rewards"]
     assert good == again and isinstance(good, float)
     assert f"the {CONTEXT} that it reads" in long["error"]
     assert '"reply"' in no_reply["error"] and '"reply"' in text["error"]
+    assert ["no valid text" in half["error"] for half in halves] == [True] * 2
     assert '"messages"' in no_messages["error"] and '"messages"' in no_content["error"]
     assert post(url, {"calls": []}).json() == {"rewards": []}
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.trainers.samples import SampleFile, answer_of, kept_of, pair_of, row_of, write_selection
-from trueline.trainers.sampling import check_unchanged, evaluation_table
-from trueline.trainers.sampling_plan import chosen_prompts, plan_eval, plan_generate
+from trueline.rollout.failures import RolloutFailure
+from trueline.trainers.samples import SampleFile, answer_of, described, kept_of, pair_of, row_of, write_selection
+from trueline.trainers.sampling import check_answered, check_unchanged, evaluation_table
+from trueline.trainers.sampling_plan import chosen_prompts, describe, plan_eval, plan_generate
 
 JUDGED = {"reward": {"function": "exact"}}
 
@@ -89,6 +91,21 @@ def test_a_broken_line_in_the_middle_is_no_kills_doing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"samples.jsonl, line 2 is not a row .* remove the line"):
         SampleFile(path)
     assert path.stat().st_size == 32
+
+
+def test_half_a_character_is_a_row_like_others(tmp_path: Path) -> None:
+    one = row(0, ("half \ud800", 1.0))
+    with SampleFile(tmp_path / "samples.jsonl") as file:
+        file.add(one)
+        assert list(file.rows([0])) == [one]
+    assert write_selection([one], tmp_path, config())["kept"] == 1
+
+
+def test_a_full_disk_is_the_error_that_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RolloutFailure, match="cannot be written"), SampleFile(tmp_path / "samples.jsonl") as file:
+        file.stream.close()
+        file.stream = Path("/dev/full").open("ab")  # noqa: SIM115  (closing writes again, and fails again)
+        file.add(row(0, ("a", 1.0)))
 
 
 def test_what_a_row_says_of_an_answer() -> None:
@@ -258,6 +275,7 @@ def test_every_prompt_is_taken_once_in_the_seeded_order(tree: dict[str, Any]) ->
     assert sorted(prompt for _, prompt in taken) == list(range(10)) != [prompt for _, prompt in taken]
     assert chosen(tree, limit=4) == taken[:4]
     assert chosen(tree, skip=4, limit=4) == taken[4:8]
+    assert chosen(tree, skip=4) == taken[4:]
     assert chosen(tree, seed=1) != taken
 
 
@@ -290,6 +308,39 @@ def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, A
         check_unchanged(before.replaced({"rollout": {"temperature": 0.5}}))
     with pytest.raises(ConfigError, match=r"samples was 4 when this run began and is 8 now"):
         check_unchanged(before.replaced({"samples": 8}))
+    for section, key, value in (
+        ("rollout", "max_prompt_tokens", 3),
+        ("reward", "function", ""),
+        ("reward", "options", {"a": 1}),
+        ("reward", "weight", 2.0),
+        ("reward", "policy_error", -1.0),
+        ("reward", "steps", "mean"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{section}.{key} was .* choose another --name"):
+            check_unchanged(before.replaced({section: {key: value}}))
+
+
+def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    (number, prompt), *_ = chosen_prompts(plan_generate(GenerateConfig.parse(tree)))
+    with SampleFile(tmp_path / "samples.jsonl") as file:
+        file.add({"number": number, **described(prompt), "answers": []})
+        check_answered(file, [(number, prompt)])
+        for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": [{"role": "user", "content": "other"}]}):
+            with pytest.raises(ConfigError, match="the data has changed since this run began; choose another --name"):
+                check_answered(file, [(number, replace(prompt, **change))])
+
+
+def test_the_reward_is_checked_against_every_set(tree: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "unlabelled.jsonl").write_text('{"prompt": "1"}\n')
+    sets = {"labelled": tree["data"]["path"], "other": str(tmp_path / "unlabelled.jsonl")}
+    with pytest.raises(ConfigError, match="no value for its parameter 'label'"):
+        plan_eval(EvalConfig.parse({**tree, "data": {}, "evaluation": {"sets": sets}}))
+
+
+def test_the_query_of_a_scorer_is_not_shown(tree: dict[str, Any]) -> None:
+    scorer = {"function": "http://127.0.0.1:1/score?key=secret"}
+    told = describe(plan_generate(GenerateConfig.parse({**tree, "reward": scorer})), "work")
+    assert "reward     http://127.0.0.1:1/score\n" in told
 
 
 def test_the_table_has_a_row_for_each_set() -> None:

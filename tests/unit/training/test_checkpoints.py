@@ -260,3 +260,15 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str
         weights.write_bytes(b"0123456788" if damage == "altered" else b"01234")
     with pytest.raises(ConfigError, match=r"step_000001: model/weights is missing or not what was saved"):
         checkpoints.read_state(saved)
+
+
+def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep=1, keep_best=1, metric="-evaluation/reward")
+    checkpoints = Checkpoints(tmp_path, config)
+    for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        saved = checkpoints.save(step, {"step": step}, lambda folder: None, {"loss": 1.0})
+        assert saved is not None
+        checkpoints.tell(step, {"evaluation/reward": reward})
+        assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0, "evaluation/reward": reward}
+        assert checkpoints.read_state(saved) == {"step": step}
+    assert [path.name for path in checkpoints.finished()] == ["step_000001", "step_000003"]
