@@ -159,7 +159,7 @@ def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
-        "from trueline.trainers.plan import VLLM_CPU_HEAD_SIZES\n"
+        "from trueline.trainers.resolve import VLLM_CPU_HEAD_SIZES\n"
         "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEAD_SIZES\n"
     )
     root = Path(__file__).resolve().parents[2]
