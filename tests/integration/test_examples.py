@@ -25,6 +25,7 @@ TINY_RL = [
 TINY_TASK = ["samples_per_step=2", "max_tokens=128", "evaluation.share=0.5"]
 OF_VERB = {  # what one step of a random model with two answers per prompt asks for
     "dapo": ["algorithm.dynamic_sampling.enabled=false"],  # no answer is right, so every group has one reward
+    "vapo": ["algorithm.critic_only_steps=0"],
     "on_policy_distill": ["teacher.path={model}"],
     "distill": ["distill.teacher={model}"],
 }

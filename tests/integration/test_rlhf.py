@@ -103,6 +103,7 @@ def test_four_models_and_the_same_rewards_from_a_server(home: Path) -> None:
     assert not [one for one in psutil.process_iter(["cmdline"]) if "serve-reward" in (one.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "words"),
     [

@@ -74,6 +74,7 @@ def test_on_policy_distillation_closes_half_of_the_gap_to_its_teacher(tmp_path: 
     teacher = tmp_path / "teacher" / "run" / "checkpoints" / f"step_{STEPS:06d}" / "model"
     words = [f"groups_per_step={ANSWERS}", f"teacher.path={teacher}", "reward.function=", "steps=24"]
     rows = train(tmp_path / "student", "on_policy_distill", *words)
+    assert not [name for name in rows[0] if name.startswith("reward/")]
     gaps = [row["distill/kl_per_token"] for row in rows]
     assert gaps[0] > 0.5
     assert fmean(gaps[-3:]) < gaps[0] / 2

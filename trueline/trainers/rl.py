@@ -197,6 +197,8 @@ class RLTrainer:
     def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
+        if not self.config.reward.named_parts():
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         self.tracker.log(self.state.step, metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
