@@ -20,6 +20,6 @@ def test_ppo_and_dpo_raise_the_true_reward(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     runs = tmp_path / "rlhf" / "runs"
     files = {name: runs / f"eval-{name}" / "evaluation.json" for name in ("sft", "ppo", "dpo")}
-    accuracy = {name: json.loads(file.read_text())["evaluation/reward"] for name, file in files.items()}
+    accuracy = {name: json.loads(file.read_text())["metrics"]["evaluation/reward"] for name, file in files.items()}
     assert accuracy["ppo"] > accuracy["sft"] + 0.1, accuracy
     assert accuracy["dpo"] > accuracy["sft"] + 0.1, accuracy
