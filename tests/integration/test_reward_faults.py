@@ -82,6 +82,15 @@ def test_failed_answers_are_counted_and_never_trained_on(home: Path, fault: str)
         assert (row["reward/mean"], row["reward/std"]) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize("fault", CULPRIT)
+def test_the_culprit_is_named_when_the_run_stops(home: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"reward.function={home}/rewards.py:{fault}", "reward.max_failure_share=0.01"]
+    assert train(home, f"named-{fault}", *words) == 1
+    said = capsys.readouterr().out
+    assert f"rewards.py:{fault}" in said
+    assert CULPRIT[fault] in said
+
+
 @pytest.mark.parametrize("fault", ["raises", "segfaults"])
 def test_too_many_failures_stop_the_run_and_can_be_seen_again(
     home: Path, fault: str, capsys: pytest.CaptureFixture[str]
