@@ -1,11 +1,11 @@
 """The configuration of a reinforcement-learning run."""
 
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.base import Config, merge
+from trueline.config.base import Config
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, TrainingConfig, check_training
 from trueline.config.reward import RewardConfig
@@ -102,17 +102,16 @@ class SyncConfig(Config):
     """Largest mean log-prob gap of that check; null is 1e-3 where both compute in float32 and 0.1 otherwise."""
 
 
-LOCAL_DEFAULTS = {
-    "rollout": {"engine": "hf"},
-    "training": {"engine": "torch"},
-    "reference": {"engine": "torch"},
-    "critic": {"engine": "torch"},
-    "reward_model": {"engine": "torch"},
-    "teacher": {"engine": "torch"},
-}
-
-
 class RLConfig(RunConfig):
+    local_engines: ClassVar[dict[str, str]] = {
+        "rollout": "hf",
+        "training": "torch",
+        "reference": "torch",
+        "critic": "torch",
+        "reward_model": "torch",
+        "teacher": "torch",
+    }
+
     steps: int = Field(100, ge=1)
     """Training steps: each samples, scores, updates and publishes once."""
 
@@ -141,12 +140,6 @@ class RLConfig(RunConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     sync: SyncConfig = SyncConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime") == "local"
-        return merge(LOCAL_DEFAULTS, values) if local else values
-
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
         answers = self.groups_per_step * self.algorithm.group_size
@@ -161,8 +154,6 @@ class RLConfig(RunConfig):
                 "placement=colocated cannot sample while it trains: set rollout.max_staleness=0 "
                 f"(got {self.rollout.max_staleness}) or placement=separate"
             )
-        if self.runtime == "local":
-            self._check_local()
         check_training(self.training, self.model)
         for name, role in self.roles().items():
             self._check_role(name, role)
@@ -198,12 +189,3 @@ class RLConfig(RunConfig):
             )
         if ring > 1 and not role.packing:
             raise ValueError(f"{name}: ring={ring} works on packed sequences: set {name}.packing=true")
-
-    def _check_local(self) -> None:
-        for section, engines in LOCAL_DEFAULTS.items():
-            value = self.model_dump(include={section})[section]["engine"]
-            if value != engines["engine"]:
-                raise ValueError(
-                    f"runtime=local keeps everything in one process: set {section}.engine={engines['engine']} "
-                    f"(got {value}) or runtime=ray"
-                )

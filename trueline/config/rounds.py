@@ -1,10 +1,10 @@
 """The configurations of recipes that run rounds: sample, select, train, and again."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Tree, merge
+from trueline.config.base import Tree
 from trueline.config.model import check_training
 from trueline.config.preference import PreferenceConfig
 from trueline.config.rl import EvaluationConfig
@@ -36,6 +36,7 @@ OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys that sta
 class RoundsConfig(SelectionConfig):
     """What all recipes share."""
 
+    local_engines: ClassVar[dict[str, str]] = {**SelectionConfig.local_engines, "training": "torch"}
     trainer: ClassVar[str] = "sft"  # the verb that trains
     trained: ClassVar[type[SupervisedConfig]] = SftConfig
     learnt: ClassVar[str] = "kept.jsonl"  # what of a round's samples it trains on
@@ -49,18 +50,8 @@ class RoundsConfig(SelectionConfig):
     training: RoundTrainingConfig = RoundTrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local_training(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime") == "local"
-        return merge({"training": {"engine": "torch"}}, values) if local else values
-
     @model_validator(mode="after")
     def check_rounds(self) -> Self:
-        if self.runtime == "local" and self.training.engine != "torch":
-            raise ValueError(
-                f"runtime=local keeps everything in one process: set training.engine=torch (got {self.training.engine})"
-            )
         check_training(self.training, self.model)
         return self
 

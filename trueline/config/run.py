@@ -1,10 +1,10 @@
 """What a run keeps, says and where it lives."""
 
-from typing import Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from trueline.config.base import Config
+from trueline.config.base import Config, merge
 
 
 class CheckpointConfig(Config):
@@ -52,3 +52,23 @@ class RunConfig(Config):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+
+    local_engines: ClassVar[dict[str, str]] = {}  # section -> the engine that runs in one process
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_local(cls, values: Any) -> Any:
+        local = isinstance(values, dict) and values.get("runtime") == "local"
+        engines = {section: {"engine": engine} for section, engine in cls.local_engines.items()}
+        return merge(engines, values) if local else values
+
+    @model_validator(mode="after")
+    def check_local(self) -> Self:
+        for section, engine in self.local_engines.items() if self.runtime == "local" else ():
+            value = self.model_dump(include={section})[section]["engine"]
+            if value != engine:
+                raise ValueError(
+                    f"runtime=local keeps everything in one process: set {section}.engine={engine} (got {value}) or "
+                    "runtime=ray"
+                )
+        return self

@@ -1,19 +1,17 @@
 """The configurations of jobs that sample and judge but train nothing."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Tree, merge
+from trueline.config.base import Tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import EvaluationConfig, RolloutConfig
 from trueline.config.roles import FrozenConfig
 from trueline.config.run import RunConfig
-
-LOCAL_DEFAULTS: Tree = {"rollout": {"engine": "hf"}, "reward_model": {"engine": "torch"}}
 
 
 class SamplerConfig(RolloutConfig):
@@ -26,28 +24,13 @@ class SamplerConfig(RolloutConfig):
 class SamplingConfig(RunConfig):
     """What all sampling jobs share."""
 
+    local_engines: ClassVar[dict[str, str]] = {"rollout": "hf", "reward_model": "torch"}
+
     model: ModelConfig = ModelConfig()
     rollout: SamplerConfig = SamplerConfig()
     data: PromptDataConfig = PromptDataConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: FrozenConfig = FrozenConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime") == "local"
-        return merge(LOCAL_DEFAULTS, values) if local else values
-
-    @model_validator(mode="after")
-    def check_local(self) -> Self:
-        engines = {"rollout": self.rollout.engine, "reward_model": self.reward_model.engine}
-        for section, engine in engines.items() if self.runtime == "local" else ():
-            if engine != LOCAL_DEFAULTS[section]["engine"]:
-                raise ValueError(
-                    f"runtime=local keeps everything in one process: set {section}.engine="
-                    f"{LOCAL_DEFAULTS[section]['engine']} (got {engine}) or runtime=ray"
-                )
-        return self
 
     def judged(self) -> bool:
         """Whether answers get a reward at all."""

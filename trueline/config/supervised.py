@@ -1,11 +1,11 @@
 """The configurations of offline training, and one row per verb that names one."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Config, Tree, merge
+from trueline.config.base import Config, Tree
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig, TrainingConfig, check_training
 from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
@@ -38,6 +38,7 @@ class SupervisedConfig(RunConfig):
     """What all offline tasks share."""
 
     task: ClassVar[str] = "sft"
+    local_engines: ClassVar[dict[str, str]] = {"training": "torch"}
 
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; null makes `epochs` passes over the data."""
@@ -56,18 +57,8 @@ class SupervisedConfig(RunConfig):
     data: DataConfig = DataConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime") == "local"
-        return merge({"training": {"engine": "torch"}}, values) if local else values
-
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
-        if self.runtime == "local" and self.training.engine != "torch":
-            raise ValueError(
-                f"runtime=local keeps everything in one process: set training.engine=torch (got {self.training.engine})"
-            )
         check_training(self.training, self.model)
         if self.evaluation.data and self.evaluation.share:
             raise ValueError(

@@ -57,15 +57,21 @@ def named(config: Kind, verb: str) -> Kind:
     return config if config.name is not None else config.replaced({"name": default_name(verb)})
 
 
+def begin(config: RunConfig, about: str, total: int, resume: bool) -> tuple[RunFolder, Progress]:
+    """The run's folder, new or to go on with, and its plan on the screen."""
+    assert config.name is not None
+    folder = RunFolder(Path(config.folder).resolve() / config.name) if resume else RunFolder.create(config)
+    progress = Progress(config.name, total)
+    progress.note(about)
+    progress.note(f"run        {folder.path}")
+    return folder, progress
+
+
 def launch(config: RunConfig, about: str, steps: int, dry_run: bool, resume: bool, trainer: Callable[..., Any]) -> int:
     if dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0
-    assert config.name is not None
-    folder = RunFolder(Path(config.folder).resolve() / config.name) if resume else RunFolder.create(config)
-    progress = Progress(config.name, steps)
-    progress.note(about)
-    progress.note(f"run        {folder.path}")
+    folder, progress = begin(config, about, steps, resume)
     try:
         with trainer(folder, progress) as running:
             state = running.fit()

@@ -36,7 +36,7 @@ from trueline.trainers.build import (
 )
 from trueline.trainers.evaluation import Evaluator, prefix_of
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.launch import named
+from trueline.trainers.launch import begin, named
 from trueline.trainers.rewards import failure_files, open_rewards
 from trueline.trainers.samples import (
     Row,
@@ -120,11 +120,7 @@ def launch_job(plan: SamplingPlan[Kind], work: str, total: int, job: Job[Kind], 
     if dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0
-    assert config.name is not None
-    folder = RunFolder(Path(config.folder).resolve() / config.name) if resume else RunFolder.create(config)
-    progress = Progress(config.name, total)
-    progress.note(about)
-    progress.note(f"run        {folder.path}")
+    folder, progress = begin(config, about, total, resume)
     try:
         return job(plan, folder, progress)
     except (ActorFailure, RolloutFailure) as error:
