@@ -148,6 +148,8 @@ def test_engines_follow_the_trainer(
     restart(trainer, model, stage)
     canary = Canary(list(range(5, 37)), 1e-3)
     sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, "float32", False)
+    sync.calibrate()
+    assert sync.floor < TOLERANCE
     sync.publish(0)
     first_weights = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT)) if stage < 3 else {}
     for version in range(1, UPDATES + 1):

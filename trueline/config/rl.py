@@ -96,10 +96,11 @@ class SyncConfig(Config):
     """Weights travel to the engines in pieces of this size."""
 
     check: bool = True
-    """After every update, engine and trainer score the same tokens; a gap above `tolerance` stops the run."""
+    """After every update, engine and trainer score the same tokens; too large a gap stops the run."""
 
     tolerance: float | None = Field(None, gt=0)
-    """Largest mean log-prob gap of that check; null is 1e-3 where both compute in float32 and 0.1 otherwise."""
+    """Largest mean log-prob gap of that check; null is four times the gap at the start, when both hold the same
+    weights, and at least 1e-3 where both compute in float32, 0.1 otherwise."""
 
 
 class RLConfig(RunConfig):

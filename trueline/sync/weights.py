@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop
-from trueline.runtime.actors import wait_all
 from trueline.runtime.transport import Bucket, plan_buckets
 from trueline.training.group import ModelGroup
 
@@ -20,16 +20,23 @@ class SyncFailure(RuntimeError):
     """An engine does not hold the weights that were sent."""
 
 
+NOISE = 4.0  # how many times their gap on the same weights trainer and engines may be apart after an update
+STRANGE = 10.0  # how many times `Canary.least` they may be apart on the same weights
+
+
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Tokens that trainer and engines both score after an update, and how far apart they may be."""
+    """Tokens that trainer and engines both score, and how far apart they may be."""
 
     tokens: list[int]
-    tolerance: float
+    least: float  # a mean gap up to this is rounding in any model
+    tolerance: float | None = None  # the user's own limit
 
 
 class WeightSync:
     """Publishes a version: pause, send, compare checksums, compare log-probs, resume."""
+
+    floor = 0.0  # the gap on the same weights
 
     def __init__(
         self,
@@ -52,17 +59,45 @@ class WeightSync:
     def _connect(self) -> None:
         address = self.policy.actors[0].submit("listen").result(self.policy.timeout_seconds)
         sizes = self._engines("processes")
-        world = 1 + sum(sizes)
+        world, seconds = 1 + sum(sizes), self.policy.timeout_seconds
         firsts = [1 + sum(sizes[:number]) for number in range(len(sizes))]
-        seconds = self.policy.timeout_seconds
-        ranks = [actor.submit("connect", address, world, seconds) for actor in self.policy.actors]
-        self.loop.run(self._connect_engines(address, firsts, world), "connecting engines to the trainer")
-        wait_all(ranks, seconds)
+        self._both(
+            [actor.call("connect", address, world, seconds) for actor in self.policy.actors],
+            [
+                actor.call("connect", address, first, world, seconds)
+                for actor, first in zip(self.pool.actors, firsts, strict=True)
+            ],
+            "connecting engines to the trainer",
+        )
 
-    async def _connect_engines(self, address: tuple[str, int], firsts: list[int], world: int) -> None:
-        seconds = self.policy.timeout_seconds
-        pairs = zip(self.pool.actors, firsts, strict=True)
-        await asyncio.gather(*(actor.call("connect", address, first, world, seconds) for actor, first in pairs))
+    def _both(self, ranks: list[Awaitable[Any]], engines: list[Awaitable[Any]], what: str) -> tuple[list, list]:
+        """Wait for both sides; the first failure of either is raised at once, while its peers still wait for it."""
+
+        async def all_of_them() -> list[Any]:
+            return list(await asyncio.gather(*ranks, *engines))
+
+        results = self.loop.run(all_of_them(), what)
+        return results[: len(ranks)], results[len(ranks) :]
+
+    def calibrate(self) -> str:
+        """Measure the gap while trainer and engines hold the same checkpoint, as later gaps are judged by it."""
+        if not self.check:
+            return "no comparison of engines and trainer (sync.check=false)"
+        self.floor = self._canary_gap()
+        limit = self.canary.tolerance or STRANGE * self.canary.least
+        if not self.floor <= limit:
+            raise SyncFailure(
+                f"engines and trainer were started from the same checkpoint, yet their log-probs differ by "
+                f"{self.floor:.3g} on average, more than {limit:g}: this model is not computed alike by both. See "
+                "whether rollout.engine=hf agrees with the trainer; sync.tolerance sets another limit"
+            )
+        return (
+            f"engines and trainer differ by {self.floor:.2g} nats a token on the same weights; after an update, more "
+            f"than {self.limit():.2g} stops the run"
+        )
+
+    def limit(self) -> float:
+        return self.canary.tolerance or max(self.canary.least, NOISE * self.floor)
 
     def publish(self, version: int) -> dict[str, float]:
         """Make the trainer's weights live in every engine."""
@@ -81,20 +116,23 @@ class WeightSync:
         if not self.check:
             return {}
         gap = self._canary_gap()
-        if not gap <= self.canary.tolerance:
+        if not gap <= self.limit():
             raise SyncFailure(
                 f"after the update an engine's log-probs differ from the trainer's by {gap:.3g} on average, more than "
-                f"{self.canary.tolerance:g} (sync.tolerance): it does not compute with the weights that were sent"
+                f"{self.limit():.3g} ({self.floor:.3g} while both held the same checkpoint; sync.tolerance): it does "
+                "not compute with the weights that were sent"
             )
-        return {"sync/canary_gap": gap}
+        return {"sync/canary_gap": gap, "sync/canary_floor": self.floor}
 
     def _broadcast(self, version: int) -> None:
-        calls = [actor.submit("send_weights", self.buckets) for actor in self.policy.actors]
-        received = self._engines("receive", self.buckets, version)
-        sent = wait_all(calls, self.policy.timeout_seconds)[0]
+        sent, received = self._both(
+            [actor.call("send_weights", self.buckets) for actor in self.policy.actors],
+            [actor.call("receive", self.buckets, version) for actor in self.pool.actors],
+            "sending weights to the engines",
+        )
         for engine, processes in enumerate(received):
             for process, sums in enumerate(processes):
-                if list(sums) != sent:
+                if list(sums) != sent[0]:
                     raise SyncFailure(f"process {process} of engine {engine} received other bytes than were sent")
 
     def _canary_gap(self) -> float:
@@ -102,7 +140,7 @@ class WeightSync:
         sample = Sample(tokens, torch.arange(len(tokens)) > 0)
         ours = self.policy.score([sample], temperature=1.0)[0][1:]
         theirs = self._engines("score", self.canary.tokens)
-        return max((ours - torch.tensor(scores)).abs().mean().item() for scores in theirs)
+        return torch.stack([(ours - torch.tensor(scores)).abs().mean() for scores in theirs]).max().item()  # NaN too
 
     def _engines(self, method: str, *args: Any) -> list[Any]:
         return self.loop.run(self.pool.call(method, *args), f"{method} on {len(self.pool.actors)} engines")

@@ -82,6 +82,9 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
+        talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
+        sync = make_sync(plan, models.policy, pool, talk)
+        progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
         checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
@@ -89,12 +92,11 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state.tracker = tracker.run_id
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
-        talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
         yield RLTrainer(
             config=config,
             models=models,
             rollouts=make_rollouts(plan, talk, state, folder),
-            sync=make_sync(plan, models.policy, pool, talk),
+            sync=sync,
             turns=Turns(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
             evaluator=make_evaluator(plan, talk),
             checkpoints=checkpoints,
@@ -199,13 +201,13 @@ def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: Run
 def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversations) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
-    tolerance = config.sync.tolerance or (1e-3 if exact else 0.1)
     assert config.rollout.max_prompt_tokens
     length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
     prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
+    canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
     in_process = config.runtime == "local"
-    return WeightSync(policy, pool, talk.loop, config.sync, Canary(tokens, tolerance), config.rollout.dtype, in_process)
+    return WeightSync(policy, pool, talk.loop, config.sync, canary, config.rollout.dtype, in_process)
 
 
 def make_evaluator(plan: RLPlan, talk: Conversations) -> Evaluator | None:

@@ -95,8 +95,7 @@ class Worker:
             values=spec.head == "value",
         )
         self.engine = make_engine(self.scorer, spec, self.device)
-        tolerance = 1e-3 if config.dtype == "float32" else 0.1
-        probe.compare(self._forward, tolerance)
+        probe.compare(self._forward, self.model.get_input_embeddings())
 
     def _forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Every token's number, for the probe."""

@@ -1,0 +1,222 @@
+"""Weight sync between a real worker and real engines over gloo, in threads of one process; some engines lie."""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny import make_samples
+from trueline.algorithms.weighting import set_weights
+from trueline.cli import main
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.rl import SyncConfig
+from trueline.rollout.engine import EngineSpec
+from trueline.rollout.hf_engine import HFEngine
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import EventLoop
+from trueline.runtime.actors import Done, Pending, Target
+from trueline.runtime.transport import Bucket
+from trueline.sync.weights import Canary, SyncFailure, WeightSync
+from trueline.trainers.build import ENGINES
+from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.worker import Worker, WorkerSpec
+
+SECONDS = 120.0
+TOKENS = list(range(5, 37))
+
+
+class InThread:
+    """An actor whose ordinary methods run in threads, so that both ends of a broadcast can wait for each other."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self.name, self.target = name, target
+
+    def submit(self, method: str, *args: Any) -> Pending:
+        return Done(self.name, getattr(self.target, method)(*args))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        function = getattr(self.target, method)
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        return await asyncio.to_thread(function, *args)
+
+    def stop(self) -> None:
+        pass
+
+
+class OtherBytes(HFEngine):
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        (sums,) = await super().receive(buckets, version)
+        return [[*sums[:-1], sums[-1] + 1]]
+
+
+class Deaf(HFEngine):
+    """Takes the bytes, and computes with its old weights."""
+
+    def _copy(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        pass
+
+
+class NoNumbers(HFEngine):
+    async def score(self, tokens: list[int]) -> list[float]:
+        return [float("nan")] * (len(tokens) - 1)
+
+
+class Confused(HFEngine):
+    """Computes something else from the same checkpoint, from the start."""
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        return [score - 0.05 for score in await super().score(tokens)]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EventLoop]:
+    event_loop = EventLoop(SECONDS)
+    yield event_loop
+    event_loop.stop()
+
+
+def make_policy(model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS) -> ModelGroup:
+    ranks = TrainingConfig(engine="torch", learning_rate=1e-2)
+    spec = WorkerSpec(ModelConfig(path=str(model), dtype="float32"), ranks, 0, 1, 10, 0)
+    policy = ModelGroup("policy", [InThread("policy-0", worker(spec))], ranks, seconds)
+    policy.start()
+    return policy
+
+
+def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
+    spec = EngineSpec(str(model), "float32", 64, 1, 8, 0, 0.3, False, False, False)
+    return EnginePool([InThread(f"engine-{number}", kind(spec)) for number, kind in enumerate(kinds)])
+
+
+def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
+    canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None))
+    return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, "float32", False)
+
+
+def update(policy: ModelGroup) -> None:
+    samples = make_samples(4)
+    set_weights(samples, "sequence_mean", 24)
+    policy.update(samples, "policy", LossSettings(1.0, AlgorithmConfig.parse({"preset": "dr_grpo"})))
+
+
+def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
+    sync = make_sync(policy, pool, loop)
+    assert "on the same weights" in sync.calibrate()
+    update(policy)
+    with pytest.raises(SyncFailure, match="does not compute with the weights"):
+        sync.verify()
+    sync.publish(1)
+    found = sync.verify()
+    assert found["sync/canary_gap"] < 1e-5
+    assert found["sync/canary_floor"] == sync.floor < 1e-5
+
+
+def test_other_bytes_stop_the_run(model_folder: Path, loop: EventLoop) -> None:
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, OtherBytes), loop)
+    with pytest.raises(SyncFailure, match="process 0 of engine 1 received other bytes"):
+        sync.publish(1)
+
+
+@pytest.mark.parametrize("kinds", [(Deaf, HFEngine), (HFEngine, Deaf)])
+def test_one_stale_engine_of_two_stops_the_run(
+    kinds: tuple[type[HFEngine], ...], model_folder: Path, loop: EventLoop
+) -> None:
+    policy = make_policy(model_folder)
+    sync = make_sync(policy, make_pool(model_folder, *kinds), loop)
+    sync.calibrate()
+    update(policy)
+    sync.publish(1)
+    with pytest.raises(SyncFailure, match="does not compute with the weights"):
+        sync.verify()
+
+
+@pytest.mark.parametrize("kinds", [(NoNumbers, HFEngine), (HFEngine, NoNumbers)])
+def test_an_engine_that_scores_nan_stops_the_run(
+    kinds: tuple[type[HFEngine], ...], model_folder: Path, loop: EventLoop
+) -> None:
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, *kinds), loop)
+    with pytest.raises(SyncFailure, match="differ from the trainer's by nan"):
+        sync.verify()
+    with pytest.raises(SyncFailure, match="started from the same checkpoint"):
+        sync.calibrate()
+
+
+def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop: EventLoop) -> None:
+    """Where rounding alone makes 0.009 nats, a fixed limit of 1e-3 would be a false alarm."""
+
+    class Rounded(Confused):
+        async def score(self, tokens: list[int]) -> list[float]:
+            return [score + 0.041 for score in await super().score(tokens)]
+
+    policy = make_policy(model_folder)
+    sync = make_sync(policy, make_pool(model_folder, Rounded), loop)
+    sync.calibrate()
+    assert sync.floor == pytest.approx(0.009, abs=1e-4)
+    assert sync.limit() == pytest.approx(0.036, abs=1e-3)
+    update(policy)
+    sync.publish(1)
+    assert sync.verify()["sync/canary_gap"] == pytest.approx(0.009, abs=1e-3)
+    update(policy)
+    with pytest.raises(SyncFailure, match=r"more than 0\.036 \(0\.009 while both held the same checkpoint"):
+        sync.verify()
+
+
+def test_a_gap_at_the_start_that_is_no_rounding_is_refused(model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, Confused)
+    with pytest.raises(SyncFailure, match=r"differ by 0\.05 on average, more than 0\.01"):
+        make_sync(policy, pool, loop).calibrate()
+    asked = make_sync(policy, pool, loop, tolerance=0.06)  # the user's own limit holds at the start and later
+    asked.calibrate()
+    assert asked.limit() == 0.06
+    assert "sync.check=false" in make_sync(policy, pool, loop, check=False).calibrate()
+
+
+class Mute(Worker):
+    def send_weights(self, buckets: list[Bucket]) -> list[int]:
+        raise ValueError("no memory for a bucket")
+
+
+class Unconnected(Worker):
+    def connect(self, address: Any, world: int, timeout_seconds: float) -> None:
+        raise ValueError("no route to the engines")
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "message"), [(Mute, 15.0, "no memory for a bucket"), (Unconnected, 2.0, "no route")]
+)
+def test_an_error_of_the_sender_is_raised_while_receivers_wait(
+    kind: type[Worker], seconds: float, message: str, model_folder: Path, loop: EventLoop
+) -> None:
+    """The engines go on waiting for bytes, or for the trainer, until their own deadline, which is another error."""
+    policy = make_policy(model_folder, kind, seconds)
+    with pytest.raises(ValueError, match=message):
+        make_sync(policy, make_pool(model_folder, HFEngine), loop).publish(1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [("Deaf", "does not compute with the weights that were sent"), ("NoNumbers", "log-probs differ by nan")],
+)
+def test_a_whole_run_stops_by_name(
+    engine: str,
+    message: str,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(ENGINES, "hf", Target(f"{__name__}:{engine}", asynchronous=True))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    (tmp_path / "reward.py").write_text("def reward(reply): return float(len(reply))")
+    words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", f"folder={tmp_path}", "name=run"]
+    small = ["groups_per_step=2", "rollout.max_new_tokens=4", "training.learning_rate=1e-2", "runtime=local"]
+    assert main(["grpo", *words, "--reward", f"{tmp_path}/reward.py:reward", *small, "steps=3"]) == 1
+    assert message in capsys.readouterr().out
