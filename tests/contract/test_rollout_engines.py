@@ -22,8 +22,9 @@ TIMEOUT = 300.0
 PROMPT = [10, 20, 30, 40, 50]
 TARGETS = {
     "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
-    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
+    "vllm": Target("tests.support.small_cache:SmallCacheEngine", asynchronous=True),
 }
+ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[[Awaitable[Any]], Any]
 
 
@@ -59,7 +60,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         trust_remote_code=False,
     )
     logs = tmp_path_factory.mktemp("logs")
-    spot = Spot(environment=engine_environment(this_machine(), 1.0))
+    spot = Spot(environment=engine_environment(this_machine(), 1.0) | {"PYTHONPATH": str(ROOT)})
     with ray_cluster(this_machine()):
         yield {name: RayActor(name, target, [spec], spot, logs / f"{name}.log") for name, target in TARGETS.items()}
 
@@ -155,6 +156,23 @@ def test_a_paused_engine_answers_after_it_resumes(engine: Actor, run: Run) -> No
     assert len(answer.tokens) == 16
 
 
+def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor], run: Run) -> None:
+    """Eight requests of up to 105 tokens in room for two: vLLM preempts some, and its own pause forgets those."""
+    engine = engines["vllm"]
+
+    async def ask_then_pause() -> int:
+        calls = [engine.call("generate", PROMPT, params(1.0, 100, seed=one), f"drain-{one}") for one in range(8)]
+        requests = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0.3)  # some run, some are preempted; the pause comes in their midst
+        await engine.call("pause")
+        done, _ = await asyncio.wait(requests, timeout=20)  # for answers on their way; one that is frozen never comes
+        await engine.call("resume")
+        await asyncio.gather(*requests)
+        return len(done)
+
+    assert run(ask_then_pause()) == 8
+
+
 def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (
@@ -162,5 +180,4 @@ def test_head_sizes_are_those_of_vllm() -> None:
         "from trueline.trainers.resolve import VLLM_CPU_HEAD_SIZES\n"
         "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEAD_SIZES\n"
     )
-    root = Path(__file__).resolve().parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,5 +1,6 @@
 """vLLM behind the engine protocol. It lives in a process of its own, together with vLLM's."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ class VllmEngine:
         on_gpu = torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
         self.asleep = False
+        self.open = asyncio.Event()
+        self.open.set()
+        self.running = 0  # requests, preempted ones included
+        self.idle = asyncio.Event()
+        self.idle.set()
         place = on_gpu_options(spec) if on_gpu else on_cpu_options(spec)
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -69,15 +75,29 @@ class VllmEngine:
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
     async def _run(self, tokens: list[int], settings: VllmParams, request: str) -> Any:
-        outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request)]
+        await self.open.wait()
+        self.running += 1
+        self.idle.clear()
+        try:
+            outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request)]
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
         return outputs[-1]
 
     async def pause(self) -> None:
-        """Also empties the prefix cache, which holds what the old weights made of a prompt."""
+        """Also empties the prefix cache, which holds what the old weights made of a prompt.
+
+        vLLM's own wait does not count requests that it has preempted, which would go on under other weights.
+        """
+        self.open.clear()
+        await self.idle.wait()
         await self.llm.pause_generation(mode="wait", clear_cache=True)
 
     async def resume(self) -> None:
         await self.llm.resume_generation()
+        self.open.set()
 
     async def sleep(self) -> None:
         if self.sleeps:
@@ -98,7 +118,8 @@ class VllmEngine:
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
         sums = await self.llm.collective_rpc("receive_weights", args=(plain,))
-        await self.llm.reset_prefix_cache()
+        if not await self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM could not empty its prefix cache: it would answer with what old weights cached")
         self.version = version
         return sums
 
