@@ -8,7 +8,7 @@ from trueline.data.types import Message, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers to a reply."""
+    """What an environment answers to a reply. Episodes have one turn: it must be `done`, without messages."""
 
     reward: float
     done: bool

@@ -10,6 +10,7 @@ from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import Environment, Step
 from trueline.rewards.base import RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rollout.engine import SamplingParams
+from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import ActorFailure
 
@@ -65,6 +66,11 @@ async def attempt(call: Awaitable[Result], trajectory: Trajectory) -> Result | N
 
 
 def record(trajectory: Trajectory, step: Step) -> None:
+    if not step.done or step.messages:
+        raise RolloutFailure(
+            f"an environment answered done={step.done} with {len(step.messages)} messages: episodes have one turn, so "
+            "it would not be heard; let its `step` return done=True and no messages"
+        )
     trajectory.add_reward(step.reward)
     trajectory.metrics |= step.metrics
     trajectory.error = step.policy_error

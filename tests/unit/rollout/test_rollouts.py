@@ -13,6 +13,7 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
 from trueline.data.types import Completion, Outcome, Prompt
+from trueline.environments.base import Step
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
@@ -382,6 +383,21 @@ def test_stopping_ends_what_is_still_under_way() -> None:
     loop.run(begin(), "starting")
     loop.stop()
     assert tasks[0].cancelled()
+
+
+@pytest.mark.parametrize(
+    "step", [Step(1.0, done=False), Step(1.0, done=True, messages=[{"role": "user", "content": "And now?"}])]
+)
+def test_an_environment_that_wants_another_turn_is_refused(step: Step, build: Any) -> None:
+    class Talkative(SingleTurn):
+        async def step(self, reply: str) -> Step:
+            return step
+
+    rollouts, _ = build()
+    rollouts.sampler.environment = lambda: Talkative(rollouts.sampler.environment)
+    rollouts.start()
+    with pytest.raises(RolloutFailure, match=rf"done={step.done} with {len(step.messages)} messages"):
+        rollouts.take(2)
 
 
 def test_a_cut_answer_is_scored_and_marked(build: Any) -> None:
