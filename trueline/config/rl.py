@@ -10,7 +10,7 @@ from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, TrainingConfig, check_training
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
-from trueline.config.run import RunConfig
+from trueline.config.run import CheckpointConfig, RunConfig
 
 
 class RolloutConfig(Config):
@@ -99,8 +99,12 @@ class SyncConfig(Config):
     """After every update, engine and trainer score the same tokens; too large a gap stops the run."""
 
     tolerance: float | None = Field(None, gt=0)
-    """Largest mean log-prob gap of that check; null is four times the gap at the start, when both hold the same
-    weights, and at least 1e-3 where both compute in float32, 0.1 otherwise."""
+    """Largest mean log-prob gap of that check; null follows the gap at the start, when both hold the same weights."""
+
+
+class RLCheckpointConfig(CheckpointConfig):
+    metric: str = "-evaluation/reward"
+    """What keep_best looks at; a `-` in front means that more is better, e.g. -reward/mean."""
 
 
 class RLConfig(RunConfig):
@@ -128,6 +132,7 @@ class RLConfig(RunConfig):
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """Whether training and engines have GPUs of their own; auto shares them when there are too few."""
 
+    checkpoint: RLCheckpointConfig = RLCheckpointConfig()
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     reference: FrozenConfig = FrozenConfig()
@@ -162,6 +167,7 @@ class RLConfig(RunConfig):
             self._check_critic()
         if not self.reward.named_parts() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or leave evaluation.data out")
+        self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
         return self
 
     def _check_critic(self) -> None:

@@ -20,6 +20,19 @@ class CheckpointConfig(Config):
     metric: str = "evaluation/loss"
     """What keep_best looks at; a `-` in front means that more is better, e.g. -evaluation/accuracy."""
 
+    def check_best(self, held_out: bool, evaluated_every: int) -> None:
+        """Refuse to keep the best by an evaluation that no checkpoint will have."""
+        if not self.keep_best or not self.metric.removeprefix("-").startswith("evaluation/"):
+            return
+        asked = f"checkpoint.keep_best={self.keep_best} looks at checkpoint.metric={self.metric}"
+        if not held_out:
+            raise ValueError(f"{asked}, but nothing is held out: set evaluation.data, or a metric of training")
+        if not self.every or not evaluated_every:
+            raise ValueError(
+                f"{asked}, so checkpoints need evaluations of their steps: set checkpoint.every and evaluation.every "
+                f"above 0 (got {self.every} and {evaluated_every})"
+            )
+
 
 class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)

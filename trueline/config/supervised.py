@@ -65,6 +65,8 @@ class SupervisedConfig(RunConfig):
                 f"evaluation.data={self.evaluation.data} and evaluation.share={self.evaluation.share} both name "
                 "held-out rows: set one of them"
             )
+        held_out = bool(self.evaluation.data or self.evaluation.share)
+        self.checkpoint.check_best(held_out, self.evaluation.every)
         limit = self.training.micro_batch_tokens * self.model.ring
         if (self.max_tokens or 0) > limit:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Checkpoints: written aside, flushed to disk, then renamed, so that a kill leaves the last good one."""
 
+import difflib
 import hashlib
 import json
 import math
@@ -90,6 +91,7 @@ class Checkpoints:
     ) -> None:
         self.folder, self.config, self.note = run_folder / "checkpoints", config, note
         self.failures = 0  # saves that the disk refused
+        self.sought = False  # in vain, the metric that keep_best looks at
 
     def due(self, step: int) -> bool:
         return self.config.every > 0 and step % self.config.every == 0
@@ -120,6 +122,7 @@ class Checkpoints:
         except OSError as error:
             self._give_up(aside, error)
             return None
+        self._look_for_metric(metrics or {})
         return target
 
     def tell(self, step: int, metrics: dict[str, float]) -> None:
@@ -130,6 +133,21 @@ class Checkpoints:
             aside.write_text(json.dumps(read_metrics(target) | metrics, indent=2))
             aside.rename(target / METRICS)
             self.rotate()
+            self._look_for_metric(metrics)
+
+    def _look_for_metric(self, metrics: dict[str, float]) -> None:
+        """Say once that keep_best looks at a metric that the run does not have."""
+        name = self.config.metric.removeprefix("-")
+        evaluated = any(key.startswith("evaluation/") for key in metrics)
+        late = name.startswith("evaluation/") and not evaluated  # it may still come
+        if not self.config.keep_best or not metrics or late or self.sought or name in metrics:
+            return
+        self.sought = True
+        near = ", ".join(difflib.get_close_matches(name, metrics, n=3, cutoff=0.3)) or ", ".join(sorted(metrics))
+        self.note(
+            f"warning: checkpoint.metric={self.config.metric} is no metric of this run, so checkpoint.keep_best="
+            f"{self.config.keep_best} keeps nothing; there are {near}"
+        )
 
     def _give_up(self, aside: Path, error: OSError) -> None:
         self.failures += 1

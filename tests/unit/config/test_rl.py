@@ -150,3 +150,28 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
 )
 def test_combinations_that_would_not_do_what_they_say_are_refused(overrides: list[str], part: str) -> None:
     assert part in refused(*overrides)
+
+
+BEST = ["checkpoint.keep_best=1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (BEST, "nothing is held out: set evaluation.data"),
+        ([*BEST, "evaluation.data=x", "reward.function=math"], r"got 50 and 0"),
+        (
+            [*BEST, "evaluation.data=x", "reward.function=math", "evaluation.every=5", "checkpoint.every=0"],
+            "got 0 and 5",
+        ),
+    ],
+)
+def test_the_best_is_not_looked_for_where_nothing_tells_it(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RLConfig.load([], words)
+
+
+def test_the_best_of_rl_has_the_highest_reward() -> None:
+    assert RLConfig.load([], ["checkpoint.keep_best=1", "checkpoint.metric=loss"]).checkpoint.metric == "loss"
+    words = [*BEST, "evaluation.data=x", "reward.function=math", "evaluation.every=5"]
+    assert RLConfig.load([], words).checkpoint.metric == "-evaluation/reward"

@@ -99,3 +99,12 @@ def test_held_out_shares_are_shares(override: str) -> None:
 def test_without_a_word_nothing_is_held_out() -> None:
     evaluation = SftConfig().evaluation
     assert (evaluation.data, evaluation.share, evaluation.by, evaluation.limit) == ("", 0.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "nothing is held out"), (["evaluation.share=0.1", "evaluation.every=0"], "got 50 and 0")],
+)
+def test_the_best_is_not_looked_for_where_nothing_tells_it(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SftConfig.load([], ["checkpoint.keep_best=1", *words])

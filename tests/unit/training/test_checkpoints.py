@@ -272,3 +272,28 @@ def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
         assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0, "evaluation/reward": reward}
         assert checkpoints.read_state(saved) == {"step": step}
     assert [path.name for path in checkpoints.finished()] == ["step_000001", "step_000003"]
+
+
+def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> None:
+    notes: list[str] = []
+    config = CheckpointConfig(keep_best=1, metric="-evaluation/rewrad")
+    checkpoints = Checkpoints(tmp_path, config, notes.append)
+    checkpoints.save(1, {}, write_nothing, {"loss": 1.0})
+    assert not notes  # an evaluation may still come
+    for _ in range(2):
+        checkpoints.tell(1, {"evaluation/reward": 0.5})
+    (note,) = notes
+    assert "checkpoint.metric=-evaluation/rewrad" in note
+    assert "evaluation/reward" in note
+
+
+def test_a_metric_of_training_is_looked_for_at_once(tmp_path: Path) -> None:
+    notes: list[str] = []
+    Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="los"), notes.append).save(
+        1, {}, write_nothing, {"loss": 1.0}
+    )
+    assert len(notes) == 1
+    Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="loss"), notes.append).save(
+        2, {}, write_nothing, {"loss": 1.0}
+    )
+    assert len(notes) == 1
