@@ -7,34 +7,16 @@ from statistics import fmean
 import pytest
 import yaml
 
-from tests.support.tiny import make_tiny_model
+from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
 from trueline.config.algorithm import PRESETS
 
 STEPS = 16
-REWARD = """
-def letters(reply: str) -> float:
-    return sum("a" <= character <= "z" for character in reply) / 8
-"""
 
 
 def train(folder: Path, preset: str, *words: str) -> list[dict[str, float]]:
-    make_tiny_model(folder / "model", tied=True)
-    rows = [{"prompt": f"{number}:"} for number in range(30)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
-    named = [
-        "--model",
-        f"{folder}/model",
-        "--data",
-        f"{folder}/prompts.jsonl",
-        "--reward",
-        f"{folder}/reward.py:letters",
-    ]
-    small = ["groups_per_step=8", "rollout.max_new_tokens=8", "training.learning_rate=1e-3", "checkpoint.every=0"]
-    local = ["runtime=local", f"folder={folder}", "name=run", f"steps={STEPS}", "monitoring.tensorboard=false"]
-    assert main([preset, *named, *small, *local, *words]) == 0
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert run_letters(folder, preset, f"steps={STEPS}", *words) == 0
+    return rows_of(folder)[1:]
 
 
 ANSWERS = 64  # per step, whatever the group size
@@ -106,8 +88,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(preset: str, tmp_path: Path) 
     whole = train(tmp_path / "whole", preset, "steps=4", *words)
     train(tmp_path / "parts", preset, "steps=2", *words)
     assert main([preset, "--resume", "--name", "run", f"folder={tmp_path}/parts", "steps=4"]) == 0
-    lines = (tmp_path / "parts" / "run" / "metrics.jsonl").read_text().splitlines()
-    parts = [json.loads(line) for line in lines][1:]
+    parts = rows_of(tmp_path / "parts")[1:]
     keys = ["reward/mean", "loss", "grad_norm", "mismatch/logprob_gap_mean", "policy/kl_coefficient"]
     for key in keys + (["critic/loss", "critic/grad_norm"] if preset == "ppo" else ["policy/kl"]):
         assert [row[key] for row in whole] == [row[key] for row in parts]
@@ -157,6 +138,6 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> Non
     (run / "metrics.jsonl").write_text("".join(lines[:-1]))
     (run / "checkpoints" / "step_000002" / "metrics.json").write_text(json.dumps({"loss": 0.5}))
     assert main(["dr_grpo", "--resume", "--name", "run", f"folder={tmp_path}"]) == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[-1]["loss"], rows[-1]["evaluation/reward"]) == (0.5, whole)

@@ -1,6 +1,9 @@
 """What a person sees of a run: a live panel in a terminal, plain lines elsewhere."""
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -56,14 +59,25 @@ class Progress:
             self.live.start()
         return self
 
+    @contextmanager
+    def _terminal(self) -> Iterator[None]:
+        """A terminal can go away while the run goes on: what is said then is lost, and nothing else."""
+        try:
+            yield
+        except OSError:
+            self.live = None
+            self.console.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.live is not None:
-            self.live.stop()
+        with self._terminal():
+            if self.live is not None:
+                self.live.stop()
 
     def note(self, message: str) -> None:
-        self.console.print(message, markup=False, soft_wrap=True)
+        with self._terminal():
+            self.console.print(message, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         if self.first_step is None:  # what came before the first step, starting processes above all, is no guide
@@ -72,7 +86,8 @@ class Progress:
         if self.live is None:
             self.note(self.line(step, metrics))
         else:
-            self.live.update(self.panel(step, metrics))
+            with self._terminal():
+                self.live.update(self.panel(step, metrics))
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
         numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in shown_keys(metrics))

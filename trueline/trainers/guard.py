@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from trueline.config.model import TrainingConfig
-from trueline.training.group import ModelGroup
+from trueline.data.types import Sample
+from trueline.training.group import LossSettings, ModelGroup
 
 FIRST_STEPS = 2  # some tensors get their first gradient only in the second step, such as a LoRA's first matrix
 
@@ -25,6 +26,16 @@ class Guard:
         # A critic's new head is zero, so the first gradients behind it are tiny, and tinier while the rate warms up.
         self.patience = FIRST_STEPS + (config.warmup_steps + FIRST_STEPS if section == "critic" else 0)
         self.at_start: dict[str, int] = {}
+        self.whole = True  # the weights are those of a whole step of the run, not of some of its minibatches
+
+    def update(
+        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
+    ) -> dict[str, float]:
+        """Make one optimizer step; its numbers."""
+        whole, self.whole = self.whole, False
+        metrics = self.model.update(samples, loss, settings, together=together)
+        self.whole = whole and bool(metrics["skipped"])  # a step that was skipped changed nothing
+        return self.check(metrics)
 
     def watch(self) -> None:
         """Remember the weights that training starts from."""

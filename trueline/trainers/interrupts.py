@@ -1,4 +1,7 @@
-"""Ctrl-C ends a run after the step under way, with a checkpoint; a second one ends it at once."""
+"""Ctrl-C ends a run after the step under way, with a checkpoint; a second one ends it at once.
+
+So do SIGTERM, which schedulers send, and SIGHUP, which a dropped connection leaves behind.
+"""
 
 import signal
 import threading
@@ -8,7 +11,7 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Inside this context a first SIGINT or SIGTERM only sets `requested`."""
+    """Inside this context a first signal only sets `requested`."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note = note
@@ -17,7 +20,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self.previous[number] = signal.signal(number, self._handle)
         return self
 

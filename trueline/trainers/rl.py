@@ -15,7 +15,6 @@ from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group, Rollouts
 from trueline.sync.weights import WeightSync
@@ -23,8 +22,9 @@ from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.models import Models
+from trueline.trainers.rescue import Rescue
 from trueline.trainers.state import RLState
-from trueline.trainers.step_metrics import describe_models, describe_step, first_step_warnings, transcript
+from trueline.trainers.step_metrics import describe_models, describe_step, first_step_warnings, over_updates, transcript
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings
 
@@ -71,7 +71,8 @@ class RLTrainer:
         state, config = self.state, self.config
         for guard in self.guards():
             guard.watch()
-        with self.progress, Interrupts(self.progress.note) as interrupts:
+        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.progress.note)
+        with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
             self.publish()
             self.catch_up()
             if state.step < config.steps:
@@ -89,6 +90,8 @@ class RLTrainer:
                     metrics |= describe_models(samples, config) | self.adapt(samples)
                     state.advance(len(groups) + self.rollouts.dropped.group_count())
                     state.skipped_steps = self.guard.skipped
+                    for guard in self.guards():
+                        guard.whole = True
                     self.save_if_due(metrics)
                 metrics |= self.publish()
                 if self.evaluation_due():
@@ -110,14 +113,8 @@ class RLTrainer:
         self.tracker.log(self.state.step, known)
 
     def sample(self) -> list[Group]:
-        """The next groups; where none can be had, what is trained so far is saved first."""
-        try:
-            with self.timer.phase("rollout"):
-                return self.rollouts.take(self.config.groups_per_step)
-        except RolloutFailure:
-            if self.state.step > 0:
-                self.save({})
-            raise
+        with self.timer.phase("rollout"):
+            return self.rollouts.take(self.config.groups_per_step)
 
     def guards(self) -> list[Guard]:
         return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
@@ -144,15 +141,15 @@ class RLTrainer:
             sample.label = float(sample.task_reward > 0)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimizer step of each trained model per minibatch; the numbers of the last one are reported."""
+        """One optimizer step of each trained model per minibatch; the numbers of all of them together."""
         config = self.config
-        metrics: dict[str, float] = {}
+        updates: list[dict[str, float]] = []
         with self.timer.phase("train"):
             for epoch in range(config.epochs):
                 order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(samples))
                 for part in np.array_split(order, config.minibatches):
-                    metrics |= self.update([samples[at] for at in part])
-        return metrics
+                    updates.append(self.update([samples[at] for at in part]))
+        return over_updates(updates)
 
     def update(self, minibatch: list[Sample]) -> dict[str, float]:
         config = self.config
@@ -164,11 +161,11 @@ class RLTrainer:
         statistics = {"positive_tokens": float(positive), "kl_coefficient": self.kl_coefficient()}
         settings = LossSettings(config.rollout.temperature, config.algorithm, statistics)
         metrics: dict[str, float] = {}
-        if self.models.critic is not None and self.critic_guard is not None:
-            found = self.critic_guard.check(self.models.critic.update(minibatch, "value", settings))
+        if self.critic_guard is not None:
+            found = self.critic_guard.update(minibatch, "value", settings)
             metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
         if self.policy_learns():
-            metrics |= self.guard.check(self.models.policy.update(minibatch, "policy", settings))
+            metrics |= self.guard.update(minibatch, "policy", settings)
         return metrics
 
     def policy_learns(self) -> bool:

@@ -12,6 +12,22 @@ from trueline.rollout.rollouts import Dropped, Group, judged_reward
 Metrics = dict[str, float]
 
 
+LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
+
+
+def over_updates(updates: list[Metrics]) -> Metrics:
+    """The numbers of a step's optimizer steps as one: means, but for what is a maximum or the latest state."""
+    names = dict.fromkeys(name for metrics in updates for name in metrics)
+    found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
+    return {name: reduced(name, values) for name, values in found.items()}
+
+
+def reduced(name: str, values: list[float]) -> float:
+    if name.removeprefix("critic/") in LATEST:
+        return values[-1]
+    return max(values) if name.endswith(("_max", "memory/peak_gib")) else fmean(values)
+
+
 def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:
     """Rewards, lengths, outcomes and what was left out."""
     trajectories = [trajectory for group in groups for trajectory in group]

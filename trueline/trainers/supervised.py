@@ -28,6 +28,7 @@ from trueline.trainers.dataset import Dataset, Material, check_longest, load_mat
 from trueline.trainers.guard import Guard
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.reference import ReferenceCache, fill_reference
+from trueline.trainers.rescue import Rescue
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.trainers.state import SupervisedState, restore
 from trueline.training.checkpoints import Checkpoints
@@ -135,7 +136,8 @@ class SupervisedTrainer:
         config = plan.config
         order = train.order(config.seed, config.data.shuffle, state.rows)
         self.guard.watch()
-        with self.progress, Interrupts(self.progress.note) as interrupts:
+        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.progress.note)
+        with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
                 self.tracker.log(0, metrics)
@@ -144,6 +146,7 @@ class SupervisedTrainer:
                 rows = [next(order) for _ in range(config.samples_per_step)]
                 metrics = self.learn(rows)
                 state.step, state.rows, state.skipped_steps = state.step + 1, order.position, self.guard.skipped
+                self.guard.whole = True
                 if self.evaluation_due():
                     metrics |= self.evaluate()
                 times = self.timer.flush()
@@ -162,8 +165,8 @@ class SupervisedTrainer:
         with self.timer.phase("train"):
             samples = train.take(rows)
             settings = self.settings(train, [train.mismatched[row] for row in rows] if train.mismatched else [])
-            metrics = self.model.update(samples, train.task.loss, settings, together=train.task.together)
-            return self.guard.check(metrics | settings.statistics)
+            metrics = self.guard.update(samples, train.task.loss, settings, together=train.task.together)
+            return metrics | settings.statistics
 
     def settings(self, dataset: Dataset, mismatched: list[Sample]) -> LossSettings:
         statistics = {}

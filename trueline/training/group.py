@@ -43,6 +43,10 @@ class ModelGroup:
         """The same call on every rank; their results in rank order."""
         return wait_all([actor.submit(method, *args) for actor in self.actors], self.timeout_seconds)
 
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return once every rank has nothing else to do; ActorFailure where one does not get there."""
+        wait_all([actor.submit("ready") for actor in self.actors], seconds)
+
     def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
         """[T] log-probs of each sample's tokens under this model; [T, K] scores of a scoring head."""
         plan = self.plan(samples)

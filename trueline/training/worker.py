@@ -97,6 +97,9 @@ class Worker:
         self.engine = make_engine(self.scorer, spec, self.device)
         probe.compare(self._forward, self.model.get_input_embeddings())
 
+    def ready(self) -> None:
+        """Answer; calls are worked on one after the other, so those before are done."""
+
     def _forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Every token's number, for the probe."""
         none = torch.zeros(len(lengths), device=self.device)

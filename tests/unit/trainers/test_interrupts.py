@@ -6,7 +6,10 @@ import pytest
 from trueline.trainers.interrupts import Interrupts
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_interrupt_is_a_request_and_the_second_an_end(number: signal.Signals) -> None:
     notes: list[str] = []
     with Interrupts(notes.append) as interrupts:
@@ -26,11 +29,11 @@ def test_the_two_signals_count_together() -> None:
 
 
 def test_handlers_are_put_back_also_after_an_error() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(KeyError), Interrupts(lambda note: None):
         assert signal.getsignal(signal.SIGTERM) != before[1]
         raise KeyError
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_outside_the_main_thread_nothing_is_installed() -> None:

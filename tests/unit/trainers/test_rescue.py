@@ -1,0 +1,134 @@
+"""What a run has trained is saved before a failure ends it, unless it stopped inside a step."""
+
+import os
+import pty
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.letters import rows_of, run_letters
+from trueline.cli import main
+from trueline.config.run import CheckpointConfig
+from trueline.rollout.hf_engine import HFEngine
+from trueline.runtime.actors import ActorFailure
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.worker import Worker
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def newest(folder: Path) -> str | None:
+    found = Checkpoints(folder / "run", CheckpointConfig()).newest()
+    return found.name if found else None
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int) -> None:
+    """The call of that number, counted from 1, fails as a process that died does."""
+    calls: list[int] = []
+    whole = getattr(owner, method)
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise ActorFailure("its process died")
+        return whole(self, *args)
+
+    monkeypatch.setattr(owner, method, counted)
+
+
+def test_steps_before_an_engine_died_are_saved_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_at(monkeypatch, HFEngine, "generate", 2 * 64 + 10)  # in the third step
+    assert run_letters(tmp_path, "grpo", "steps=4") == 1
+    assert newest(tmp_path) == "step_000002"
+    assert "its process died" in capsys.readouterr().out
+    assert main(["grpo", "--resume", "--name", "run", f"folder={tmp_path}"]) == 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "call", "saved"),
+    [(HFEngine, "generate", 2 * 64 + 1, "step_000002"), (Worker, "update", 4, None)],  # with two updates per step
+)
+def test_half_a_step_is_not_saved_as_one(
+    owner: type,
+    method: str,
+    call: int,
+    saved: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fail_at(monkeypatch, owner, method, call)
+    assert run_letters(tmp_path, "grpo", "steps=3", "minibatches=2") == 1
+    assert newest(tmp_path) == saved
+    assert ("stopped inside step 2" in capsys.readouterr().out) == (saved is None)
+
+
+def test_a_failure_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, HFEngine, "generate", 5)
+    assert run_letters(tmp_path, "grpo", "steps=2") == 1
+    assert newest(tmp_path) is None
+
+
+def test_a_policy_that_does_not_answer_leaves_the_error_that_came_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_at(monkeypatch, HFEngine, "generate", 64 + 1)
+    fail_at(monkeypatch, Worker, "ready", 1)
+    assert run_letters(tmp_path, "grpo", "steps=2") == 1
+    said = capsys.readouterr().out
+    assert "could not be saved" in said
+    assert "error: its process died" in said
+    assert newest(tmp_path) is None
+
+
+def test_an_offline_run_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are not finite change nothing, so what came before them is what is saved."""
+    run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
+    monkeypatch.setattr("trueline.training.torch_engine.TorchEngine.backward", poisoned_after(3))
+    words = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/rows.jsonl", f"folder={tmp_path}", "name=run"]
+    small = ["samples_per_step=2", "runtime=local", "training.max_bad_steps=1", "checkpoint.every=0", "epochs=3"]
+    assert main(["sft", *words, *small]) == 1
+    assert newest(tmp_path) == "step_000004"  # three good ones, and one that was skipped
+    assert rows_of(tmp_path)[-1]["skipped_steps"] == 1
+
+
+def poisoned_after(good: int) -> Any:
+    from trueline.training.torch_engine import TorchEngine
+
+    calls: list[int] = []
+    whole = TorchEngine.backward
+
+    def backward(self: TorchEngine, loss: Any, *, last: bool) -> None:
+        calls.append(1)
+        whole(self, loss if len(calls) <= good else loss * float("nan"), last=last)
+
+    return backward
+
+
+def test_a_dropped_connection_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The terminal goes away: SIGHUP, and nothing can be printed any more."""
+    code = (
+        "import sys; from pathlib import Path; from tests.support.letters import run_letters; "
+        f"sys.exit(run_letters(Path({str(tmp_path)!r}), 'grpo', 'steps=100000'))"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    seen = ""
+    while not re.search(r"step 2/100000", seen):
+        seen += os.read(terminal, 4096).decode(errors="replace")
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert not os.WIFSIGNALED(status), signal.Signals(os.WTERMSIG(status)).name
+    steps = [row["step"] for row in rows_of(tmp_path)]
+    assert newest(tmp_path) == f"step_{steps[-1]:06d}"
+    assert steps[-1] < 100000
