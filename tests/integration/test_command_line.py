@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +141,10 @@ MISTAKES = {
 def test_a_mistake_ends_early_and_says_the_way_out(home: Path, mistake: str) -> None:
     words, message = MISTAKES[mistake]
     prepare_mistakes(home)
-    started = time.monotonic()
     ended = run(home, *command(home, *words))
-    seconds = time.monotonic() - started
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert re.search(message, ended.stderr, re.DOTALL), ended.stderr
     assert "Traceback" not in ended.stderr or mistake == "does not import"
-    assert seconds < (5 if mistake == "misspelt key" else 60)
 
 
 def prepare_mistakes(home: Path) -> None:

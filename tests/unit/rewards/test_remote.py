@@ -184,11 +184,11 @@ def test_a_refused_connection_is_tried_again_too() -> None:
 
 
 def test_waits_double(serve: Callable[[Answer], Scripted]) -> None:
-    """0.1, 0.2 and 0.4 seconds, each give or take a quarter."""
+    """0.1, 0.2 and 0.4 seconds, each give or take a quarter; equal waits would make 0.375 at the most."""
     server = serve(lambda body, number: (500, {}, ""))
     started = time.monotonic()
     failure(scorer(server.url, attempts=4, backoff_seconds=0.1), RewardUnreachable)
-    assert 0.7 * 0.75 <= time.monotonic() - started < 3
+    assert time.monotonic() - started >= 0.7 * 0.75
 
 
 def test_time_limit_is_for_all_tries(serve: Callable[[Answer], Scripted]) -> None:
@@ -209,7 +209,7 @@ def test_waiting_for_ones_turn_is_not_timed(serve: Callable[[Answer], Scripted])
         return lengths(body, number)
 
     server = serve(slow)
-    assert results(scorer(server.url, batch=1, concurrency=1, timeout=0.5), ["a"] * 5) == [1.0] * 5
+    assert results(scorer(server.url, batch=1, concurrency=1, timeout=3.0), ["a"] * 20) == [1.0] * 20
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 
 from trueline.trainers.interrupts import Interrupts
 
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
