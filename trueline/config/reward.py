@@ -1,10 +1,24 @@
 """Where rewards come from, and what is done when one cannot be had."""
 
-from typing import Any, Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trueline.config.base import Config
+
+
+def without_secrets(value: str) -> str:
+    """Configurations are shown and saved, so that an address in one holds nothing that may be secret."""
+    if re.search(r"://([^/]*@|.*[?#])", value):
+        raise ValueError(
+            "the address holds a password or a query, which may be secret: put it into an environment variable, and "
+            "name that in remote.token_variable (sent as Authorization: Bearer ...) or remote.query_variable"
+        )
+    return value
+
+
+PublicAddress = Annotated[str, AfterValidator(without_secrets)]
 
 
 class RemoteConfig(Config):
@@ -22,11 +36,14 @@ class RemoteConfig(Config):
     token_variable: str | None = None
     """Environment variable with the token that is sent as `Authorization: Bearer ...`; null sends none."""
 
+    query_variable: str | None = None
+    """Environment variable with the query of the address, e.g. key=...&version=1; null sends none."""
+
 
 class JudgeConfig(Config):
     """A language model that grades replies, for function=judge."""
 
-    url: str = ""
+    url: PublicAddress = ""
     """OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1."""
 
     model: str = ""
@@ -48,7 +65,7 @@ class JudgeConfig(Config):
 class RewardPartConfig(Config):
     """One reward."""
 
-    function: str = ""
+    function: PublicAddress = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
 
     weight: float = Field(1.0, allow_inf_nan=False)

@@ -1,16 +1,21 @@
 """The reward of code: what the reply says is run against the row's tests, in a sandbox."""
 
+import functools
 import json
 import re
 import secrets
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 from trueline.rewards.base import PolicyError
 from trueline.rewards.sandbox import Ended, Limits, run_python
 
 SECONDS = 10.0  # for all tests of one answer
+START_SECONDS = 60.0  # for Python without a program
+LAST_WORDS = 300  # characters
+TRIAL = {"reply": "pass", "tests": "pass"}  # what any machine can judge on which code can be run
 # The token tells that the tests were run to their end, so that leaving early, even with status 0, does not pass them.
 # Code written to cheat can find it, for it is in the same interpreter.
 RUN_TESTS = """
@@ -30,7 +35,7 @@ run(task.pop("code"), task.pop("tests"), task.pop("token"))
 Case = dict[str, str]  # `tests`: text of Python; or `input` and `output` of a program
 
 
-def code(
+def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
     reply: str,
     tests: str | list[str] | None = None,
     label: Any = None,
@@ -38,17 +43,29 @@ def code(
     seconds: float = SECONDS,
     memory_gib: float = 1.0,
     network: bool = False,
+    files: bool = False,
 ) -> float:
     """1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
+    limits = Limits(seconds, memory_gib, network, files)
+    check_sandbox(replace(limits, seconds=START_SECONDS))
     source, cases, deadline = code_of(reply), cases_of(tests, label), time.monotonic() + seconds
     passed = 0
     for case in cases:
         left = max(deadline - time.monotonic(), 0.0)
-        if passes(source, case, Limits(left, memory_gib, network)):
+        if passes(source, case, replace(limits, seconds=left)):
             passed += 1
         elif not partial:
             return 0.0
     return passed / len(cases)
+
+
+@functools.cache
+def check_sandbox(limits: Limits) -> None:
+    """Tell a sandbox in which no program can run from programs that fail."""
+    ended = run_python("", "", limits)
+    if ended.status != 0:
+        last_words = " ".join(ended.error.split())[-LAST_WORDS:]
+        raise RuntimeError(f"Python does not start in the sandbox (status {ended.status}): {last_words}")
 
 
 def code_of(reply: str) -> str:

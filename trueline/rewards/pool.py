@@ -17,7 +17,7 @@ import psutil
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
-from trueline.rewards.code import SECONDS
+from trueline.rewards.code import SECONDS, TRIAL
 from trueline.rewards.functions import REWARDS
 
 ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages")
@@ -63,12 +63,21 @@ async def describe(part: RewardPartConfig, config: RewardConfig) -> dict[str, An
         child = Child(part, config, log)
         try:
             await child.start()
+            if part.function == "code":
+                await try_code(child)
         except RewardFailure as error:
             last_words = "" if child.takes else log.read_text(errors="replace")
             raise ConfigError(f"{error}\n{last_words}".strip()) from None
         finally:
             await child.stop()
         return child.takes
+
+
+async def try_code(child: "Child") -> None:
+    [answer] = await child.ask([TRIAL])
+    if "reward" not in answer:
+        reason = str(answer.get("error") or answer["policy_error"]).rpartition("\n")[2]
+        raise RewardFailure(f"reward.function=code: {reason}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

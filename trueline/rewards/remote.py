@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import os
 import random
@@ -22,14 +23,16 @@ from trueline.rewards.gathering import Gathering, Scored
 CONNECT_SECONDS = 10
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
 SHOWN = 500  # characters of an answer in an error
+SHORTEST_SECRET = 6  # characters of a value in a query; shorter ones, such as version=1, stand in any text
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses with their query
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")  # {{name}} stands for the text {name}
 
 
 def check_scorer(part: RewardPartConfig) -> None:
     """Refuse, before the start, an address or a token that cannot be used."""
     check_address(part.function, "function")
-    token_of(part.remote)
+    secrets_of(part.remote)
 
 
 def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool) -> None:
@@ -54,43 +57,47 @@ def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool
         )
     if "reply" not in named:
         raise ConfigError("judge.prompt does not show the reply: put {reply} into it")
-    token_of(part.remote)
+    secrets_of(part.remote)
 
 
 def check_address(url: str, key: str) -> None:
     try:
         address = httpx.URL(url)
-        usable, secret = address.scheme in ("http", "https") and address.host, bool(address.userinfo)
+        usable = address.scheme in ("http", "https") and address.host
     except httpx.InvalidURL:
-        usable, secret = "", "@" in url
-    if secret:
-        raise ConfigError(f"{key}: the address holds a user or a password: send a token with remote.token_variable")
+        usable = ""
     if not usable:
         raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
 
 
-def token_of(remote: RemoteConfig) -> str:
-    """What the environment holds; empty where no token is wanted."""
-    name = remote.token_variable
-    if name is None:
-        return ""
-    token = os.environ.get(name, "").strip()
-    if not token:
-        raise ConfigError(f"remote.token_variable={name}: the environment has no {name}: export it before the start")
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"remote.token_variable={name}: its value has characters that no HTTP header can hold")
-    return token
+def secrets_of(remote: RemoteConfig) -> tuple[str, str]:
+    """Token and query as the environment holds them; empty where none is wanted."""
+    variables = {"token_variable": remote.token_variable, "query_variable": remote.query_variable}
+    token, query = ("" if name is None else read_secret(key, name) for key, name in variables.items())
+    return token, query.removeprefix("?")
+
+
+def read_secret(key: str, name: str) -> str:
+    secret = os.environ.get(name, "").strip()
+    if not secret:
+        raise ConfigError(f"remote.{key}={name}: the environment has no {name}: export it before the start")
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"remote.{key}={name}: its value has characters that no HTTP header can hold")
+    return secret
 
 
 class Endpoint:
-    """One address that is asked again when it is busy or broken. Its token is in no message."""
+    """One address that is asked again when it is busy or broken. Its token and its query are in no message."""
 
     def __init__(self, url: str, remote: RemoteConfig, timeout_seconds: float) -> None:
+        token, query = secrets_of(remote)
         self.url, self.remote, self.timeout_seconds = httpx.URL(url), remote, timeout_seconds
-        self.token = token_of(remote)
+        if query:
+            self.url = self.url.copy_with(query=query.encode())
+        values = (*self.url.params.values(), *re.findall(r"=([^&]+)", query))  # as they are meant, and as they are sent
+        self.secrets = [token, query, *(value for value in values if len(value) >= SHORTEST_SECRET)]
         self.client = httpx.AsyncClient(
-            headers={"Content-Type": "application/json"}
-            | ({"Authorization": f"Bearer {self.token}"} if self.token else {}),
+            headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=remote.concurrency),
             trust_env=self.url.host not in THIS_MACHINE,  # no proxy stands between a machine and itself
@@ -139,8 +146,9 @@ class Endpoint:
 
     def _shown(self, text: str) -> str:
         """A server may well repeat what it was sent."""
-        clean = text.replace(self.token, "***") if self.token else text
-        return clean if len(clean) <= SHOWN else clean[:SHOWN] + "..."
+        for secret in filter(None, self.secrets):
+            text = text.replace(secret, "***")
+        return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
     async def stop(self) -> None:
         await self.client.aclose()

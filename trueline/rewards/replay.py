@@ -17,7 +17,7 @@ from trueline.rewards.process import NoSuchFunction, ask, checked, load_function
 def write_failure(file: Path, part: RewardPartConfig, call: Call, error: str) -> None:
     """What it takes to make the call again, and no more: neither tokens nor environment."""
     record = {
-        "function": without_password(part.function),
+        "function": part.function,
         "pattern": part.pattern,
         "options": part.options,
         "call": call,

@@ -1,6 +1,7 @@
-"""Python programs of unknown manners: each in a process without network, without children, and with limits."""
+"""Python programs of unknown manners: each in a process without network, children and files, and with limits."""
 
 import contextlib
+import functools
 import math
 import os
 import resource
@@ -8,11 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from trueline.rewards.linux import call_filter, die_with_parent, install_filter
+from trueline.rewards import landlock
+from trueline.rewards.linux import call_filter, die_with_parent, hide_memory, install_filter, renounce
 
 FILE_BYTES = 16 * 2**20  # of one file, and so of what a program prints
 ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"}  # NumPy takes address space for every thread
@@ -20,6 +23,25 @@ NO_FILTER = (
     "the network cannot be kept from code here (it takes Linux with seccomp on x86_64 or aarch64); "
     "set reward.options.network=true to run code that can use the network, and start processes"
 )
+NO_LANDLOCK = (
+    "files cannot be kept from code here (it takes Linux 5.13 or newer, with Landlock switched on); set "
+    "reward.options.files=true to run code that can read, and outside of its folder write, what its user can"
+)
+NOBODY = 65534  # the user who owns nothing
+PREFIXES = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/nix/store", "/usr/share/zoneinfo")
+INTERPRETER = [  # what Python reads until a program runs, and while it runs
+    *(sys.executable, os.path.realpath(sys.executable), *LIBRARIES),
+    *(f"{prefix}/{part}" for prefix in PREFIXES for part in ("lib", "lib64", "pyvenv.cfg", "ssl/openssl.cnf")),
+    *("/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf", "/etc/pki/tls/openssl.cnf"),
+    *("/dev/zero", "/dev/random", "/dev/urandom"),
+]
+NAMES_AND_CERTIFICATES = [  # with the network
+    *("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/host.conf", "/etc/gai.conf"),
+    *("/etc/ssl/certs", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
+]
+
+Streams = tuple[IO[bytes], IO[bytes], IO[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +49,7 @@ class Limits:
     seconds: float
     memory_gib: float
     network: bool = False
+    files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,50 +63,84 @@ def run_python(source: str, stdin: str, limits: Limits) -> Ended:
     """Run a program to its end or to its limits, in a folder of its own that is removed after it."""
     with (
         tempfile.TemporaryDirectory(prefix="trueline-code-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as error,
+        tempfile.TemporaryFile(dir=folder) as given,  # there, it can be opened as /dev/stdin too
+        tempfile.TemporaryFile(dir=folder) as output,
+        tempfile.TemporaryFile(dir=folder) as error,
     ):
         program = Path(folder, "program.py")
         program.write_bytes(source.encode(errors="replace"))
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
+        for mine in (folder, program, given.fileno(), output.fileno(), error.fileno()) if other_user() else ():
+            os.chown(mine, NOBODY, NOBODY)
         status = run_program(program, (given, output, error), limits)
         return Ended(status, text_of(output), text_of(error))
 
 
-def run_program(program: Path, streams: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits) -> int | None:
-    instructions = call_filter(network=limits.network)
+@functools.cache
+def other_user() -> dict[str, Any]:
+    """As whom to start programs, for subprocess: the super-user's run as nobody, where nobody can reach Python."""
+    if os.geteuid() != 0:
+        return {}
+    nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    places = [path for path in (*INTERPRETER, tempfile.gettempdir()) if os.path.isdir(path)]
+    command = [sys.executable, "-I", "-c", "import os, sys\nfor path in sys.argv[1:]: os.listdir(path)", *places]
+    try:
+        tried = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, **nobody)
+    except (OSError, subprocess.SubprocessError):  # Python is out of reach, or this super-user cannot become another
+        return {}
+    return {} if tried.returncode else nobody
+
+
+def run_program(program: Path, streams: Streams, limits: Limits) -> int | None:
+    instructions = call_filter(network=limits.network, files=limits.files)
     if instructions is None and not limits.network:
         raise RuntimeError(NO_FILTER)
-
+    if not limits.files and not landlock.version():
+        raise RuntimeError(NO_LANDLOCK)
     bounds = resource_limits(limits)
+    hide_memory()
+    rules = contextlib.nullcontext() if limits.files else landlock.allow_only(reachable(program.parent, limits))
+    with rules as ruleset:
 
-    def confine() -> None:  # between fork and exec
-        for kind, most in bounds.items():
-            resource.setrlimit(kind, (most, most))
-        die_with_parent()
-        if instructions is not None:
-            install_filter(instructions)
+        def confine() -> None:  # between fork and exec
+            for kind, most in bounds.items():
+                resource.setrlimit(kind, (most, most))
+            renounce()
+            die_with_parent()
+            if ruleset is not None:
+                landlock.restrict(ruleset)
+            if instructions is not None:
+                install_filter(instructions)
 
-    command = [sys.executable, "-I", "-B", "-X", "utf8", str(program)]
-    stdin, stdout, stderr = streams
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=program.parent,
-            env=ENVIRONMENT,
-            start_new_session=True,
-            preexec_fn=confine,
-        )
-    except subprocess.SubprocessError:  # the limits are within this process's own, so that only the filter can fail
-        if instructions is None:
-            raise
-        raise RuntimeError(NO_FILTER) from None
+        try:
+            process = start(program, streams, confine)
+        except subprocess.SubprocessError:  # the limits are within this process's own, so that only the filter can fail
+            if instructions is None:
+                raise
+            raise RuntimeError(NO_FILTER) from None
     return wait_or_kill(process, limits.seconds)
+
+
+def reachable(folder: Path, limits: Limits) -> dict[str, int]:
+    """What a program may do where; all other places are closed to it."""
+    read = dict.fromkeys([*INTERPRETER, *(NAMES_AND_CERTIFICATES if limits.network else ())], landlock.READ)
+    return {**read, os.devnull: landlock.READ | landlock.WRITE, str(folder): landlock.ALL}
+
+
+def start(program: Path, streams: Streams, confine: Callable[[], None]) -> subprocess.Popen[bytes]:
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", "-X", "utf8", str(program)],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=program.parent,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        preexec_fn=confine,
+        **other_user(),
+    )
 
 
 def resource_limits(limits: Limits) -> dict[int, int]:

@@ -5,10 +5,12 @@ import sys
 
 LOOPBACK: dict[str, str] = {}
 if "RAY_ADDRESS" not in os.environ:
+    interface = "lo0" if sys.platform == "darwin" else "lo"
     LOOPBACK = {
         # Ray reads this at import: off, it binds to 127.0.0.1, as it does on Windows and macOS.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,  # where its ranks meet; their data goes between GPUs
         "VLLM_HOST_IP": "127.0.0.1",
     }
     os.environ.update(LOOPBACK)

@@ -111,8 +111,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
     devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
     dropped = sum(one.dropped for one in plan.sets.values())
     longest = max(one.longest for one in plan.sets.values())
-    # A query may hold a secret.
-    rewards = ", ".join(part.function.partition("?")[0] for part in config.reward.named_parts().values())
+    rewards = ", ".join(part.function for part in config.reward.named_parts().values())
     return "\n".join(
         [
             f"machine    {devices}",

@@ -1,17 +1,22 @@
 """Real programs in the real sandbox."""
 
+import ctypes
 import errno
+import itertools
 import json
 import os
+import re
 import resource
+import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trueline.rewards import linux, sandbox
+from trueline.rewards import landlock, linux, sandbox
 from trueline.rewards.base import PolicyError
 from trueline.rewards.code import code, code_of
 from trueline.rewards.sandbox import FILE_BYTES, Ended, Limits, run_python
@@ -24,8 +29,8 @@ CASES = [{"input": "1\n", "output": "2\n"}, {"input": "-3", "output": "-6"}]
 ODD_IS_WRONG = "n = int(input())\nprint(n if n % 2 else 2 * n)"
 
 
-def run(source: str, seconds: float = 10.0, memory_gib: float = 1.0, stdin: str = "") -> Ended:
-    return run_python(source, stdin, Limits(seconds, memory_gib))
+def run(source: str, seconds: float = 10.0, memory_gib: float = 1.0, stdin: str = "", **allowed: bool) -> Ended:
+    return run_python(source, stdin, Limits(seconds, memory_gib, **allowed))
 
 
 # Grading
@@ -142,16 +147,13 @@ def test_output_is_capped() -> None:
     assert code("while True: print('y' * 100_000)", tests=TESTS) == 0.0
 
 
-def test_other_processes_are_out_of_reach() -> None:
-    assert "PermissionError" in run(f"import os\nos.kill({os.getpid()}, 0)").error
-    assert "PermissionError" in run("import os\nos.kill(-1, 0)").error
-
-
 def test_the_death_signal_cannot_be_lifted() -> None:
     """prctl 1 is PR_SET_PDEATHSIG; others, such as the thread's name (15), stay."""
     call = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.prctl({}, {}), ctypes.get_errno())"
     assert run(call.format(1, "0, 0, 0, 0")).output == f"-1 {errno.EPERM}\n"
     assert run(call.format(15, "b'name', 0, 0, 0")).output == "0 0\n"
+    show = "import ctypes\nsent = ctypes.c_int()\nctypes.CDLL(None).prctl(2, ctypes.byref(sent))\nprint(sent.value)"
+    assert run(show).output == f"{signal.SIGKILL.value}\n"
 
 
 def test_more_memory_than_the_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +167,7 @@ def test_more_memory_than_the_process_has_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_the_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
-    ended = run("import os\nprint(sorted(os.environ))\nprint(open('/proc/self/environ').read())")
+    ended = run("import os\nprint(sorted(os.environ))\nprint(open('/proc/self/environ').read())", files=True)
     assert ended.status == 0
     assert "SECRET_TOKEN" not in ended.output
     assert "hidden" not in ended.output
@@ -197,11 +199,14 @@ def port() -> Iterator[int]:
 CONNECT = "import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=5)\nprint('connected')"
 
 
+LOCAL_SOCKETS = ("AF_UNIX", "AF_NETLINK", "AF_VSOCK")
+
+
 def test_there_is_no_network(port: int) -> None:
     ended = run(CONNECT.format(port=port))
     assert ended.status == 1
     assert "PermissionError" in ended.error
-    for kind in ("AF_INET6", "AF_UNIX", "AF_NETLINK"):
+    for kind in ("AF_INET6", *LOCAL_SOCKETS):
         assert "PermissionError" in run(f"import socket\nsocket.socket(socket.{kind}, socket.SOCK_DGRAM)").error
     assert "PermissionError" in run("import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)").error
     assert run("import asyncio\nasync def f(): print('works')\nasyncio.run(f())").output == "works\n"
@@ -209,10 +214,13 @@ def test_there_is_no_network(port: int) -> None:
 
 def test_network_can_be_allowed(port: int) -> None:
     assert code(CONNECT.format(port=port), label=[{"input": "", "output": "connected"}], network=True) == 1.0
+    assert run("import socket\nprint(socket.getaddrinfo('localhost', 80)[0][4][1])", network=True).output == "80\n"
+    for kind in LOCAL_SOCKETS:  # services of this machine are no network
+        assert "PermissionError" in run(f"import socket\nsocket.socket(socket.{kind})", network=True).error
 
 
 def test_without_a_filter_code_is_not_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "call_filter", lambda *, network: None)  # as on other systems
+    monkeypatch.setattr(sandbox, "call_filter", lambda *, network, files: None)  # as on other systems
     with pytest.raises(RuntimeError, match=r"reward\.options\.network=true"):
         code(ADD, tests=TESTS)
     assert code(ADD, tests=TESTS, network=True) == 1.0
@@ -222,13 +230,185 @@ def test_every_machine_with_a_filter_has_its_own(monkeypatch: pytest.MonkeyPatch
     filters = set()
     for machine in linux.ARCHITECTURES:
         monkeypatch.setattr(linux.platform, "machine", lambda machine=machine: machine)
-        filters |= {linux.call_filter(network=True), linux.call_filter(network=False)}
-    assert len(filters) == 4 and None not in filters
+        choices = itertools.product((True, False), repeat=2)
+        filters |= {linux.call_filter(network=network, files=files) for network, files in choices}
+    assert len(filters) == 8 and None not in filters
     monkeypatch.setattr(linux.platform, "machine", lambda: "riscv64")
-    assert linux.call_filter(network=True) is None
+    assert linux.call_filter(network=True, files=True) is None
 
 
 def test_a_filter_that_the_kernel_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "call_filter", lambda *, network: b"\xff" * 8)
+    monkeypatch.setattr(sandbox, "call_filter", lambda *, network, files: b"\xff" * 8)
     with pytest.raises(RuntimeError, match="seccomp"):
         code(ADD, tests=TESTS)
+
+
+# Attacks
+
+ATTACK = """
+import ctypes, os, resource, sys
+parent, secret, folder = os.getppid(), {secret!r}, {folder!r}
+
+def call(name, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc[name](*arguments) < 0:
+        raise OSError(ctypes.get_errno(), name)
+
+"""
+ATTACKS = [
+    # its parent, and other processes
+    "open(f'/proc/{parent}/mem', 'r+b')",
+    "open(f'/proc/{parent}/mem', 'rb')",
+    "open(f'/proc/{parent}/environ')",
+    "open(f'/proc/{parent}/oom_score_adj', 'w')",
+    "os.readlink(f'/proc/{parent}/cwd')",
+    "os.listdir('/proc')",
+    "os.kill(parent, 0)",
+    "os.kill(-1, 0)",
+    "call('ptrace', 16, parent, 0, 0)",  # PTRACE_ATTACH
+    "call('process_vm_readv', parent, None, 0, None, 0, 0)",
+    "resource.prlimit(parent, resource.RLIMIT_CORE)",
+    "os.sched_setaffinity(parent, {0})",
+    "os.setpriority(os.PRIO_PROCESS, parent, os.getpriority(os.PRIO_PROCESS, parent))",
+    "call('shmget', 0, 4096, 0o1600)",
+    "open('/dev/shm/trueline-attack', 'w')",
+    # reading
+    "open(secret)",
+    "os.listdir(folder)",
+    "os.symlink(secret, 'mine')\nopen('mine')",
+    "os.link(secret, 'mine')",
+    "open('/etc/passwd')",
+    "os.execv('/bin/cat', ['cat', secret])",
+    # writing
+    "open(folder + '/new', 'w')",
+    "open(secret, 'a')",
+    "os.truncate(secret, 0)",
+    "os.open(secret, os.O_RDONLY | os.O_TRUNC)",
+    "os.remove(secret)",
+    "os.rename(secret, 'mine')",
+    "os.rename('program.py', folder + '/new')",
+    "os.mkdir(folder + '/new')",
+    "os.chmod(secret, 0)",
+    "os.chown(secret, os.getuid(), os.getgid())",
+    "os.utime(secret)",
+    "os.setxattr(secret, 'user.mine', b'')",
+    "open(os.__file__, 'a')",
+    "os.chmod(os.open(os.__file__, os.O_RDONLY), os.stat(os.__file__).st_mode & 0o777)",
+    # rights
+    "os.setuid(os.getuid() + 1)",
+    "os.chroot('.')",
+    "call('unshare', 0x10000000)",  # CLONE_NEWUSER
+]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    """A file that anybody on the machine may read and write, but no program of the model's."""
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    file = tmp_path / "secret"
+    file.write_text("hidden")
+    file.chmod(0o666)
+    before = file.stat()
+    yield file
+    after = file.stat()
+    assert (file.read_text(), os.listdir(tmp_path)) == ("hidden", ["secret"])
+    assert (after.st_mode, after.st_uid, after.st_mtime_ns) == (before.st_mode, before.st_uid, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_programs_reach_nothing_outside(attack: str, secret: Path) -> None:
+    ended = run(ATTACK.format(secret=str(secret), folder=str(secret.parent)) + attack)
+    assert (ended.status, ended.output) == (1, "")
+    assert re.match("PermissionError: |OSError: .*cross-device", ended.error.splitlines()[-1])
+
+
+def test_the_network_does_not_open_files(secret: Path) -> None:
+    ended = run(f"open({str(secret)!r})", network=True)
+    assert "PermissionError" in ended.error
+
+
+def test_files_can_be_allowed(secret: Path) -> None:
+    show = f"import os\nopen('mine', 'w').close()\nos.chmod('mine', 0o600)\nprint(open({str(secret)!r}).read())"
+    assert code(show, label=[{"input": "", "output": "hidden"}], files=True) == 1.0
+    assert code(show, label=[{"input": "", "output": "hidden"}]) == 0.0
+
+
+def test_without_landlock_code_is_not_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "version", lambda: 0)  # as on older systems
+    with pytest.raises(RuntimeError, match=r"reward\.options\.files=true"):
+        code(ADD, tests=TESTS)
+    assert code(ADD, tests=TESTS, files=True) == 1.0
+
+
+@pytest.mark.parametrize("version", range(1, landlock.version() + 1))
+def test_older_versions_of_landlock_keep_files_too(version: int, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "version", lambda: version)
+    assert "PermissionError" in run(f"open({str(secret)!r})").error
+    assert run("open('mine', 'w').write('x')\nprint(open('mine').read())").output == "x\n"
+
+
+def test_programs_have_no_capabilities() -> None:
+    """Not even those of the super-user, and Python has not brought them back."""
+    show = "import ctypes, struct\nheld = ctypes.create_string_buffer(24)\n"
+    show += "ctypes.CDLL(None).capget(struct.pack('Ii', 0x20080522, 0), held)\nprint(held.raw == bytes(24))"
+    assert run(show).output == "True\n"
+
+
+def test_who_runs_programs_cannot_be_traced() -> None:
+    run("")
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user can become another")
+def test_the_super_users_programs_run_as_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = Path("/usr/bin/python3").resolve()
+    if not python.exists():
+        pytest.skip("needs a Python that everybody may use")
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sandbox, "INTERPRETER", [*sandbox.LIBRARIES, str(python)])
+    monkeypatch.setattr(sandbox, "other_user", sandbox.other_user.__wrapped__)
+    show = "import os\nprint(os.getresuid(), os.getresgid(), os.getgroups())\nopen('mine', 'w').write(input())"
+    show += "\nprint(open('/dev/stdin').read(), open('mine').read())"
+    assert run(show, stdin="x").output == f"{(65534,) * 3} {(65534,) * 3} []\nx x\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the super-user can become another")
+def test_a_python_that_nobody_can_reach_runs_as_the_super_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(sandbox, "INTERPRETER", [*sandbox.INTERPRETER, str(tmp_path)])
+    monkeypatch.setattr(sandbox, "other_user", sandbox.other_user.__wrapped__)
+    assert run("import os\nprint(os.getuid())").output == "0\n"
+
+
+def test_a_sandbox_in_which_nothing_runs_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [f"{prefix}/lib" for prefix in sandbox.PREFIXES]
+    monkeypatch.setattr(sandbox, "INTERPRETER", [path for path in sandbox.INTERPRETER if path not in own])
+    with pytest.raises(
+        RuntimeError, match=r"Python does not start in the sandbox \(status \d+\): .*Fatal Python error"
+    ):
+        code(
+            ADD, tests=TESTS, memory_gib=0.75
+        )  # limits that no other test has, for what has run once is not tried again
+
+
+# What honest programs need
+
+HONEST = [
+    "import asyncio, bisect, collections, datetime, decimal, functools, hashlib, heapq, itertools, json, math, numpy",
+    "import os, random, re, sqlite3, ssl, string, sys, tempfile, threading, typing, zlib\nos.urandom(1)",
+    "import hashlib\nhashlib.md5(b'').hexdigest()",
+    "import zoneinfo\nassert 'UTC' in zoneinfo.available_timezones()",
+    "import numpy\nassert numpy.linalg.inv(numpy.eye(2)).sum() == 2",
+    "import tempfile\ntempfile.NamedTemporaryFile().write(b'x')",
+    "import pathlib, shutil\npathlib.Path('a').touch()\nshutil.copyfile('a', 'b')\nshutil.move('b', 'c')",
+    "import os\nos.makedirs('a/b')\nos.replace('program.py', 'a/b/c')\nos.remove('a/b/c')\nos.removedirs('a/b')",
+    "assert open('/dev/stdin').read() == 'given'\nopen('/dev/null', 'w').write('x')",
+    "from concurrent.futures import ThreadPoolExecutor\nassert list(ThreadPoolExecutor(2).map(abs, [-1])) == [1]",
+    "import resource\nresource.getrlimit(resource.RLIMIT_STACK)",
+]
+
+
+@pytest.mark.parametrize("program", HONEST)
+def test_honest_programs_run(program: str) -> None:
+    assert code(program + "\nprint('done')", label=[{"input": "given", "output": "done"}]) == 1.0

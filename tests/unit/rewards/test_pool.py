@@ -500,6 +500,25 @@ def test_code_must_end_before_its_reward_does() -> None:
     accepted(RewardConfig(**code, options={"seconds": 9}), [], labelled=True)
 
 
+def test_code_does_not_reach_the_process_of_its_reward(tmp_path: Path) -> None:
+    """The files of its parent in /proc, which belong to root, are opened for writing and for reading."""
+    program = """
+import os
+for name, mode in {"mem": "r+b", "environ": "rb", "maps": "rb"}.items():
+    try:
+        open(f"/proc/{os.getppid()}/{name}", mode)
+    except PermissionError:
+        print(name)
+"""
+    call = {"reply": program, "label": [{"input": "", "output": "mem\nenviron\nmaps"}]}
+    assert with_pool(RewardConfig(function="code"), tmp_path / "log", lambda pool: pool.score(call)) == 1.0
+
+
+def test_code_is_tried_before_the_start() -> None:
+    no_memory = RewardConfig(function="code", options={"memory_gib": 0.001})
+    assert refused(no_memory, []).startswith("reward.function=code: RuntimeError: Python does not start in the sandbox")
+
+
 def test_an_option_that_nobody_asks_for_is_refused(functions: Path) -> None:
     message = refused(RewardConfig(function="length", options={"maximum": 9, "minimun": 1}), [])
     assert "'minimun'" in message

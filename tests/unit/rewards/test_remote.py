@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.config.reward import JudgeConfig, RemoteConfig, RewardPartConfig
+from trueline.config.reward import JudgeConfig, RemoteConfig, RewardConfig, RewardPartConfig
 from trueline.rewards.base import Reward, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.remote import (
     LONGEST_WAIT,
@@ -267,12 +267,37 @@ def test_token_is_sent_and_never_shown(
     assert SECRET not in caplog.text
 
 
-def test_secrets_in_the_address_are_not_shown(serve: Callable[[Answer], Scripted]) -> None:
-    server = serve(lambda body, number: (403, {}, "no"))
-    host = server.url.removeprefix("http://")
-    reward = ScorerReward(f"http://me:{SECRET}@{host}/score?key={SECRET}", RewardPartConfig(), 5, batch=1)
-    assert failure(reward, RewardFailure) == f"{server.url}/score: status 403: no"
-    assert server.asked[0]["path"] == f"/score?key={SECRET}"
+@pytest.mark.parametrize("query", [f"key={SECRET}%2F&v=1", f"?key={SECRET}%2F&v=1\n"])
+def test_the_query_is_sent_and_never_shown(
+    serve: Callable[[Answer], Scripted], query: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("SCORER_QUERY", query)
+    echo = f"1 bad /score?key={SECRET}%2F&v=1, {SECRET}%2F, {SECRET}/"
+    server = serve(lambda body, number: (403, {}, echo))
+    told = failure(scorer(server.url, query_variable="SCORER_QUERY"), RewardFailure)
+    assert told == f"{server.url}/score: status 403: 1 bad /score?***, ***, ***"
+    assert server.asked[0]["path"] == f"/score?key={SECRET}%2F&v=1"
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"http://me:{SECRET}@host/",
+        f"http://me:{SECRET}@host:port/",
+        f"https://{SECRET}@host",
+        f"http://host/score?key={SECRET}",
+        f"http://host?{SECRET}",
+        f"HTTP://host/#{SECRET}",
+    ],
+)
+@pytest.mark.parametrize("tree", ["function", "judge.url", "parts.a.function"])
+def test_an_address_with_a_secret_is_in_no_configuration(address: str, tree: str) -> None:
+    with pytest.raises(ConfigError, match=r"remote\.token_variable.* or remote\.query_variable") as refused:
+        RewardConfig.load([], [f"{tree}={address}"])
+    assert str(refused.value).startswith(f"{tree}: ")
+    assert SECRET not in str(refused.value)
 
 
 def test_checks_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,10 +314,9 @@ def test_checks_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("http://", "127.0.0.1:80", "ftp://host/", "http://host:port"):
         with pytest.raises(ConfigError, match="not an address"):
             check_scorer(RewardPartConfig(function=address))
-    for address in (f"http://me:{SECRET}@host/", f"http://me:{SECRET}@host:port/"):
-        with pytest.raises(ConfigError, match=r"remote\.token_variable") as refused:
-            check_scorer(RewardPartConfig(function=address))
-        assert SECRET not in str(refused.value)
+    missing = RewardPartConfig(function="http://127.0.0.1/score", remote=RemoteConfig(query_variable="NO_SUCH_QUERY"))
+    with pytest.raises(ConfigError, match=r"remote\.query_variable=NO_SUCH_QUERY: .* export it before the start"):
+        check_scorer(missing)
 
 
 def test_stopping_answers_those_who_wait(serve: Callable[[Answer], Scripted]) -> None:
@@ -347,6 +371,15 @@ def test_a_judges_number_times_the_scale(serve: Callable[[Answer], Scripted]) ->
     [message] = asked["messages"]
     assert message["role"] == "user"
     assert "[Request]\np\n" in message["content"] and "[Reply]\nit {depends}\n" in message["content"]
+
+
+def test_a_judge_is_asked_with_its_query(serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_QUERY", "version=1")
+    server = serve(said("5"))
+    config = JudgeConfig(url=f"{server.url}/v1", model="wise")
+    part = RewardPartConfig(function="judge", remote=remote(query_variable="JUDGE_QUERY"), judge=config)
+    assert results(JudgeReward(part, 20), ["a"]) == [0.5]
+    assert server.asked[0]["path"] == "/v1/chat/completions?version=1"
 
 
 def test_a_judges_own_pattern(serve: Callable[[Answer], Scripted]) -> None:

@@ -14,10 +14,11 @@ from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.failures import RolloutFailure
 from trueline.trainers.samples import SampleFile, answer_of, described, kept_of, pair_of, row_of, write_selection
-from trueline.trainers.sampling import check_answered, check_unchanged, evaluation_table
-from trueline.trainers.sampling_plan import chosen_prompts, describe, plan_eval, plan_generate
+from trueline.trainers.sampling import check_answered, check_unchanged, evaluation_table, launch_generate
+from trueline.trainers.sampling_plan import chosen_prompts, plan_eval, plan_generate
 
 JUDGED = {"reward": {"function": "exact"}}
 
@@ -337,10 +338,19 @@ def test_the_reward_is_checked_against_every_set(tree: dict[str, Any], tmp_path:
         plan_eval(EvalConfig.parse({**tree, "data": {}, "evaluation": {"sets": sets}}))
 
 
-def test_the_query_of_a_scorer_is_not_shown(tree: dict[str, Any]) -> None:
-    scorer = {"function": "http://127.0.0.1:1/score?key=secret"}
-    told = describe(plan_generate(GenerateConfig.parse({**tree, "reward": scorer})), "work")
-    assert "reward     http://127.0.0.1:1/score\n" in told
+def test_the_query_of_a_scorer_is_neither_shown_nor_saved(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SCORER_QUERY", "key=s3cret")
+    scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}}
+    config = GenerateConfig.parse({**tree, "reward": scorer})
+    launch_generate(config, "generate", dry_run=True)
+    shown = capsys.readouterr().out
+    assert "reward     http://127.0.0.1:1/score\n" in shown
+    folder = RunFolder.create(config)
+    saved = GenerateConfig.load([folder.config], [])  # as --resume reads it
+    assert saved.reward == config.reward and saved.reward.remote.query_variable == "SCORER_QUERY"
+    assert "s3cret" not in shown + folder.config.read_text()
 
 
 def test_the_table_has_a_row_for_each_set() -> None:
