@@ -1,6 +1,7 @@
 """What a person sees of a run: a live panel in a terminal, plain lines elsewhere."""
 
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -63,7 +64,8 @@ class Progress:
             self.live.stop()
 
     def note(self, message: str) -> None:
-        self.console.print(message, markup=False, soft_wrap=True)
+        with suppress(OSError):  # the screen may be a file on a full disk
+            self.console.print(message, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         if self.first_step is None:  # what came before the first step, starting processes above all, is no guide
