@@ -15,7 +15,7 @@ from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rollout.failures import RolloutFailure
+from trueline.rollout.failures import NothingToLearn, RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group, Rollouts
 from trueline.sync.weights import WeightSync
@@ -114,6 +114,10 @@ class RLTrainer:
         try:
             with self.timer.phase("rollout"):
                 return self.rollouts.take(self.config.groups_per_step)
+        except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
+            self.state.groups += self.rollouts.dropped.group_count()
+            self.save({})
+            raise
         except RolloutFailure:
             if self.state.step > 0:
                 self.save({})
