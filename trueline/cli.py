@@ -1,6 +1,7 @@
 """The command line: one verb per algorithm and task. Heavy libraries are imported only once a run starts."""
 
 import argparse
+import errno
 import os
 import pkgutil
 import sys
@@ -38,6 +39,7 @@ COMMANDS: dict[str, JobVerb] = {  # that make a run
     **SAMPLING_VERBS,
     **ROUND_VERBS,
 }
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 
 
@@ -53,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         say(f"error: {error}")
         return 2
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        say(f"error: {error}: make room on the disk or see to its permissions, then go on with --resume")
+        return 1
     except KeyboardInterrupt:
         say("stopped")
         return 130
@@ -68,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, command in COMMANDS.items():
         verb = verbs.add_parser(name, help=command.meaning)
-        add_run_options(verb, command.flags)
+        add_run_options(verb, command)
         verb.set_defaults(run=run_command, verb=name)
     serve = verbs.add_parser("serve-reward", help="serve a reward model over HTTP, with a token")
     add_config_options(serve, SERVE_FLAGS)
@@ -106,10 +113,20 @@ def add_export(verbs: Any) -> None:
     export.set_defaults(run=run_export)
 
 
-def add_run_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
-    add_config_options(verb, flags)
+def add_run_options(verb: argparse.ArgumentParser, command: JobVerb) -> None:
+    add_config_options(verb, command.flags)
     verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
-    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or with the newest one")
+    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or that touched last")
+    if trains(command):
+        about = "with --resume: start a run over that has no checkpoint yet"
+        verb.add_argument("--restart", action="store_true", help=about)
+    else:
+        verb.set_defaults(restart=False)
+
+
+def trains(command: JobVerb) -> bool:
+    """Whether it goes on from checkpoints; other jobs do from what they have written."""
+    return issubclass(command.kind, RLConfig | SupervisedConfig)
 
 
 def add_config_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
@@ -133,6 +150,9 @@ def load(command: JobVerb, options: argparse.Namespace) -> RunConfig:
 
         asked = kind.load(options.config, overrides, base)
         folder = RunFolder.find(asked.folder, asked.name, options.verb)
+        say(f"resume     {folder.path}" + ("" if asked.name else f", the {options.verb} run that was touched last"))
+        if trains(command):
+            check_start(folder.path, folder.has_checkpoint(), options.restart)
         saved = read_tree(folder.config)
         try:
             kind.parse(saved)
@@ -142,8 +162,20 @@ def load(command: JobVerb, options: argparse.Namespace) -> RunConfig:
     return kind.load(options.config, overrides, base)
 
 
+def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
+    if has_checkpoint and restart:
+        raise ConfigError(f"{run} has a checkpoint to go on from: leave --restart out, or choose another --name")
+    if not has_checkpoint and not restart:
+        raise ConfigError(
+            f"{run} has no checkpoint yet and would start over at step 0: add --restart if it should, or choose "
+            "another --name"
+        )
+
+
 def run_command(options: argparse.Namespace) -> int:
     command = COMMANDS[options.verb]
+    if options.restart and not options.resume:
+        raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
     config = load(command, options)
     quiet_libraries()
     launch = pkgutil.resolve_name(command.launch)

@@ -1,10 +1,14 @@
 """The order in which rows are drawn: shuffled anew in every epoch, and resumable from one number."""
 
+import hashlib
+import json
+from collections.abc import Iterable
+
 import numpy as np
 
-from trueline.config.base import ConfigError
+from trueline.config.base import ConfigError, Tree
 from trueline.data.readers import value_of
-from trueline.data.sources import Located
+from trueline.data.sources import Located, Row
 
 MIXTURE_BLOCK = 4096  # positions whose sources are drawn at once
 
@@ -79,6 +83,39 @@ def make_order(
 def source_seed(seed: int, number: int) -> int:
     """Sources of one size must not walk through their rows in step."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def digest_rows(rows: Iterable[Row]) -> str:
+    """Of rows as they were read, in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str], seed: int, shuffle: bool) -> Tree:
+    """All that decides which row stands where in `make_order`, as JSON keeps it; `weights` are those of the sources."""
+    sources = [
+        {"path": path, "rows": rows, "share": weight / sum(weights.values()), "digest": digest}
+        for (path, weight), rows, digest in zip(weights.items(), sizes, digests, strict=True)
+    ]
+    return {"seed": seed if shuffle or len(sources) > 1 else None, "shuffle": shuffle, "sources": sources}
+
+
+def changes(before: Tree, now: Tree) -> list[str]:
+    """What differs between two fingerprints, in words."""
+    keys = {"seed": "seed", "shuffle": "data.shuffle"}
+    found = [f"{name} was {before[key]} and is {now[key]}" for key, name in keys.items() if before[key] != now[key]]
+    if len(before["sources"]) != len(now["sources"]):
+        return [*found, f"{len(before['sources'])} datasets were mixed, {len(now['sources'])} are now"]
+    for old, new in zip(before["sources"], now["sources"], strict=True):
+        if old["rows"] != new["rows"]:
+            found.append(f"{new['path']} had {old['rows']} rows and has {new['rows']} now")
+        elif old["digest"] != new["digest"]:
+            found.append(f"{new['path']} has {new['rows']} rows as before, but not the same ones in the same order")
+        if old["share"] != new["share"]:
+            found.append(f"{new['path']} was drawn with probability {old['share']:g}, now with {new['share']:g}")
+    return found
 
 
 def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:

@@ -1,9 +1,7 @@
 """What a person sees of a run: a live panel in a terminal, plain lines elsewhere."""
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -59,24 +57,15 @@ class Progress:
             self.live.start()
         return self
 
-    @contextmanager
-    def _terminal(self) -> Iterator[None]:
-        """A terminal can go away while the run goes on: what is said then is lost, and nothing else."""
-        try:
-            yield
-        except OSError:
-            self.live = None
-            self.console.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._terminal():
+        with suppress(OSError):
             if self.live is not None:
                 self.live.stop()
 
     def note(self, message: str) -> None:
-        with self._terminal():
+        with suppress(OSError):  # the screen may be gone, or a file on a full disk
             self.console.print(message, markup=False, soft_wrap=True)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -86,7 +75,7 @@ class Progress:
         if self.live is None:
             self.note(self.line(step, metrics))
         else:
-            with self._terminal():
+            with suppress(OSError):
                 self.live.update(self.panel(step, metrics))
 
     def line(self, step: int, metrics: dict[str, float]) -> str:

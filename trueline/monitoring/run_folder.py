@@ -7,6 +7,10 @@ from pathlib import Path
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
 
+UNFINISHED = ".unfinished"
+HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
+PRIVATE = 0o700  # transcripts, rows and logs are for who made them
+
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
@@ -15,33 +19,76 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.transcripts = path / "transcripts.jsonl"
         self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
 
     @classmethod
-    def create(cls, config: RunConfig) -> "RunFolder":
+    def open(cls, config: RunConfig, verb: str, *, resume: bool) -> "RunFolder":
+        """A new one, or the one to go on with; it is written to before anything starts."""
         assert config.name is not None
         folder = cls(Path(config.folder).resolve() / config.name)
-        if folder.path.exists():
-            raise ConfigError(f"{folder.path} exists: add --resume to go on with that run, or choose another --name")
-        # Made aside: a folder with the run's name can always be resumed.
-        aside = cls(folder.path.with_name(f"{config.name}.unfinished"))
-        shutil.rmtree(aside.path, ignore_errors=True)
-        aside.logs.mkdir(parents=True)
-        aside.config.write_text(config.dump())
-        aside.path.rename(folder.path)
+        try:
+            if resume:
+                folder._touch()
+            else:
+                folder._make(config, verb)
+        except OSError as error:
+            raise ConfigError(
+                f"folder={config.folder}: {folder.path} cannot be written ({error.strerror}): choose another place "
+                "with folder=..., or see to its permissions and to room on the disk"
+            ) from error
         return folder
+
+    def _make(self, config: RunConfig, verb: str) -> None:
+        if self.path.exists():
+            raise ConfigError(f"{self.path} exists: add --resume to go on with that run, or choose another --name")
+        # Made aside: a folder with the run's name can always be resumed.
+        aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
+        shutil.rmtree(aside.path, ignore_errors=True)
+        aside.path.mkdir(PRIVATE, parents=True)
+        aside.logs.mkdir()
+        aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
+        aside.path.rename(self.path)
+
+    def _touch(self) -> None:
+        trial = self.path / f"trial{UNFINISHED}"
+        trial.write_text("a full disk takes no byte\n")
+        trial.unlink()
 
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
-        """The run to resume: the named one, or the newest of this verb."""
+        """The run to resume: the named one, or that of this verb which was touched last."""
         base = Path(folder).resolve()
         if name is not None:
-            if not (base / name / "config.yaml").is_file():
-                raise ConfigError(f"{base / name} is not a run that can be resumed: it has no config.yaml")
-            return cls(base / name)
-        runs = sorted(base.glob(f"{verb}-*/config.yaml"), key=lambda file: file.stat().st_mtime)
+            return cls(base / name)._checked(verb)
+        found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
+        runs = [run for run in found if run.verb() == verb]
         if not runs:
-            raise ConfigError(f"no {verb} run to resume in {base}; name one with --name")
-        return cls(runs[-1].parent)
+            raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
+        return max(runs, key=RunFolder.touched)
+
+    def _checked(self, verb: str) -> "RunFolder":
+        if not self.config.is_file():
+            raise ConfigError(f"{self.path} is not a run that can be resumed: it has no config.yaml")
+        if self.verb() != verb:
+            raise ConfigError(
+                f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that began it "
+                f"(got {verb})"
+            )
+        return self
+
+    def verb(self) -> str:
+        """The one that began this run."""
+        with self.config.open() as lines:
+            head = lines.readline()
+        return head.removeprefix(HEAD).strip() if head.startswith(HEAD) else ""
+
+    def touched(self) -> float:
+        """When its files, or those of the stages inside it, last changed."""
+        files = [self.path, *self.path.glob("*"), *self.path.glob("round_*/*/*")]
+        return max(file.lstat().st_mtime for file in files)
+
+    def has_checkpoint(self) -> bool:
+        return any(path.suffix != UNFINISHED for path in self.checkpoints.glob("step_*"))
 
 
 def default_name(verb: str) -> str:

@@ -17,6 +17,10 @@ class RolloutFailure(RuntimeError):
     """Sampling cannot go on; the message says why."""
 
 
+class NothingToLearn(RolloutFailure):
+    """Every group that was sampled for a step has one reward only."""
+
+
 def no_report(failed: list[Trajectory]) -> list[Path]:
     return []
 

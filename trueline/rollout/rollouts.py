@@ -16,7 +16,7 @@ from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
-from trueline.rollout.failures import FailureBudget, RolloutFailure
+from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
 
 STOP_SECONDS = 10
 SAME_REWARD = 1e-6
@@ -134,7 +134,7 @@ class Rollouts:
             elif left > len(self.running) or not self.plan.dynamic.enabled:
                 await self._admit(1)
         if not ready:
-            raise RolloutFailure(
+            raise NothingToLearn(
                 f"none of {count * self.plan.dynamic.max_batches} groups has answers with different rewards: choose "
                 "prompts of another difficulty, or set algorithm.dynamic_sampling.enabled=false"
             )

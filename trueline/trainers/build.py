@@ -32,7 +32,7 @@ from trueline.trainers.plan import RLPlan
 from trueline.trainers.rewards import failure_files, open_rewards
 from trueline.trainers.rl import RLTrainer, Turns
 from trueline.trainers.roles import RoleModel
-from trueline.trainers.state import RLState, restore
+from trueline.trainers.state import RLState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
 from trueline.training.worker import WorkerSpec
@@ -64,6 +64,9 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     """Starts every process, hands out the trainer, and ends every process."""
     config = plan.config
     local = config.runtime == "local"
+    checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
+    data = plan.fingerprint()
+    check_data(checkpoints, data)
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(plan.machine))
@@ -85,11 +88,10 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
         sync = make_sync(plan, models.policy, pool, talk)
         progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
-        checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
         state = restore(RLState, checkpoints, models.load, progress)
-        tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
-        state.tracker = tracker.run_id
+        state.tracker, state.data = tracker.run_id, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
         yield RLTrainer(

@@ -9,7 +9,7 @@ from trueline.config.supervised import SupervisedConfig
 from trueline.data.batching import Budget, pass_tokens
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings
-from trueline.data.loader import Mixture, Order, make_order, split_rows
+from trueline.data.loader import Mixture, Order, digest_rows, make_order, split_rows
 from trueline.data.sources import Located, open_source
 from trueline.data.types import Sample
 from trueline.trainers.tasks import TASKS, Records, Task
@@ -23,6 +23,7 @@ class Dataset:
     samples: list[Sample]
     mismatched: list[Sample]  # KTO's: one for each sample
     sizes: list[int]  # rows of each source
+    digests: list[str]  # of each source
     probabilities: list[float]
     counts: dict[str, int]
     formats: list[str]
@@ -91,6 +92,7 @@ def encode_sources(
         samples=[sample for one in encodings for sample in one.samples],
         mismatched=[sample for one in encodings for sample in one.mismatched],
         sizes=[len(one.samples) // task.together for one in encodings],
+        digests=[digest_rows(located.row for located in rows) for rows in sources],
         probabilities=probabilities,
         counts=counts,
         formats=formats,

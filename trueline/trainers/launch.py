@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trueline.config.rl import RLConfig
@@ -24,19 +24,26 @@ from trueline.training.checkpoints import Checkpoints
 Kind = TypeVar("Kind", bound=RunConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a run was asked for."""
+
+    verb: str
+    dry_run: bool
+    resume: bool
+
+
 def launch_rl(config: RLConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
     plan = plan_rl(named(config, verb))
     estimates.check_memory(plan)
-    about = estimates.describe_plan(plan)
-    return launch(plan.config, about, plan.config.steps, dry_run, resume, lambda *parts: rl_trainer(plan, *parts))
+    start, about = Start(verb, dry_run, resume), estimates.describe_plan(plan)
+    return launch(plan.config, start, about, plan.config.steps, lambda *parts: rl_trainer(plan, *parts))
 
 
 def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
     plan = supervised.plan_supervised(named(config, verb))
-    about = supervised.describe_plan(plan)
-    return launch(
-        plan.config, about, plan.steps, dry_run, resume, lambda *parts: supervised.supervised_trainer(plan, *parts)
-    )
+    start, about = Start(verb, dry_run, resume), supervised.describe_plan(plan)
+    return launch(plan.config, start, about, plan.steps, lambda *parts: supervised.supervised_trainer(plan, *parts))
 
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:
@@ -57,21 +64,23 @@ def named(config: Kind, verb: str) -> Kind:
     return config if config.name is not None else config.replaced({"name": default_name(verb)})
 
 
-def begin(config: RunConfig, about: str, total: int, resume: bool) -> tuple[RunFolder, Progress]:
+def begin(config: RunConfig, start: Start, about: str, total: int) -> tuple[RunFolder, Progress]:
     """The run's folder, new or to go on with, and its plan on the screen."""
     assert config.name is not None
-    folder = RunFolder(Path(config.folder).resolve() / config.name) if resume else RunFolder.create(config)
+    folder = RunFolder.open(config, start.verb, resume=start.resume)
     progress = Progress(config.name, total)
     progress.note(about)
     progress.note(f"run        {folder.path}")
     return folder, progress
 
 
-def launch(config: RunConfig, about: str, steps: int, dry_run: bool, resume: bool, trainer: Callable[..., Any]) -> int:
-    if dry_run:
+def launch(config: RunConfig, start: Start, about: str, steps: int, trainer: Callable[..., Any]) -> int:
+    if start.dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0
-    folder, progress = begin(config, about, steps, resume)
+    folder, progress = begin(config, start, about, steps)
+    if start.resume and not folder.has_checkpoint():
+        progress.note("resume     no checkpoint yet: starts over at step 0")
     try:
         with trainer(folder, progress) as running:
             state = running.fit()

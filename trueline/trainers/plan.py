@@ -9,6 +9,7 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.model import RanksConfig
 from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
+from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_tokenizer
 from trueline.rewards.combined import kind_of
@@ -46,6 +47,11 @@ class RLPlan:
     @property
     def longest_prompt(self) -> int:
         return max(source.longest for source in self.sources)
+
+    def fingerprint(self) -> Tree:
+        data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
+        digests, sizes = [digest_rows(part) for part in rows], [len(part) for part in rows]
+        return fingerprint(data.sources(), sizes, digests, self.config.seed, data.shuffle)
 
     def model_facts(self) -> dict[str, ModelFacts]:
         return {"policy": self.facts} | {role.name: role.facts for role in self.roles}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
@@ -36,8 +37,11 @@ class ReferenceCache:
 
     def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
         aside = self.file.with_suffix(".unfinished")
-        save_tensors(aside, {"logprobs": logprobs}, {"key": self.key(samples)})
-        aside.rename(self.file)
+        try:
+            save_tensors(aside, {"logprobs": logprobs}, {"key": self.key(samples)})
+            aside.rename(self.file)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:
@@ -51,6 +55,9 @@ def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCac
             for part in model.score(samples[start : start + SAMPLES_AT_ONCE])
         ]
         flat = torch.cat(parts)
-        cache.write(samples, flat)
+        try:
+            cache.write(samples, flat)
+        except (OSError, SafetensorError) as error:
+            progress.note(f"warning: {cache.file} cannot be written ({error}); --resume will score them again")
     for sample, logprobs in zip(samples, flat.split([sample.length() for sample in samples]), strict=True):
         sample.ref_logprobs = logprobs

@@ -1,5 +1,6 @@
 """The rewards of a run: checked before the start, opened with the models they need, and files about failed ones."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from trueline.config.base import ConfigError
@@ -81,9 +82,11 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
         files = []
         for number, trajectory in enumerate(failed, 1):
             part = failed_part(config, trajectory.error)
+            file = folder / "failures" / f"{number}.json"
             if part is not None:
-                files.append(folder / "failures" / f"{number}.json")
-                write_failure(files[-1], part, reward_call(trajectory.prompt, trajectory.reply), trajectory.error)
+                with suppress(OSError):  # a full disk must not hide why the run stops
+                    write_failure(file, part, reward_call(trajectory.prompt, trajectory.reply), trajectory.error)
+                    files.append(file)
         return files
 
     return write

@@ -15,6 +15,7 @@ from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rollout.failures import NothingToLearn
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group, Rollouts
 from trueline.sync.weights import WeightSync
@@ -113,8 +114,13 @@ class RLTrainer:
         self.tracker.log(self.state.step, known)
 
     def sample(self) -> list[Group]:
-        with self.timer.phase("rollout"):
-            return self.rollouts.take(self.config.groups_per_step)
+        try:
+            with self.timer.phase("rollout"):
+                return self.rollouts.take(self.config.groups_per_step)
+        except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
+            self.state.groups += self.rollouts.dropped.group_count()
+            self.save({})
+            raise
 
     def guards(self) -> list[Guard]:
         return [guard for guard in (self.guard, self.critic_guard) if guard is not None]

@@ -111,8 +111,7 @@ def launch_rounds(config: RoundsConfig, verb: str, *, dry_run: bool = False, res
     if dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0
-    if not resume:
-        RunFolder.create(config)
+    RunFolder.open(config, verb, resume=resume)
     console = Console(highlight=False)
     console.print(f"{about}\nrun        {folder.path}", markup=False, soft_wrap=True)
     status = run_stages(recipe, verb, console)

@@ -115,9 +115,12 @@ def line_of(row: Row) -> str:
 def written_aside(path: Path) -> Iterator[TextIO]:
     """A file that has its name once it is whole."""
     aside = path.with_name(path.name + ".unfinished")
-    with aside.open("w", encoding="utf-8") as stream:
-        yield stream
-    aside.rename(path)
+    try:
+        with aside.open("w", encoding="utf-8") as stream:
+            yield stream
+        aside.rename(path)
+    except OSError as error:  # which names no file where a disk is full
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -36,7 +36,7 @@ from trueline.trainers.build import (
 )
 from trueline.trainers.evaluation import Evaluator, prefix_of
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.launch import begin, named
+from trueline.trainers.launch import Start, begin, named
 from trueline.trainers.rewards import failure_files, open_rewards
 from trueline.trainers.samples import (
     Row,
@@ -115,12 +115,12 @@ class Unjudged(Environment):
 Job = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
 
 
-def launch_job(plan: SamplingPlan[Kind], work: str, total: int, job: Job[Kind], *, dry_run: bool, resume: bool) -> int:
+def launch_job(plan: SamplingPlan[Kind], start: Start, work: str, total: int, job: Job[Kind]) -> int:
     config, about = plan.config, describe(plan, work)
-    if dry_run:
+    if start.dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0
-    folder, progress = begin(config, about, total, resume)
+    folder, progress = begin(config, start, about, total)
     try:
         return job(plan, folder, progress)
     except (ActorFailure, RolloutFailure) as error:
@@ -141,7 +141,7 @@ def launch_generate(config: GenerateConfig, verb: str, *, dry_run: bool = False,
     share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
     work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
     work += ", pairs of best and worst" if config.pairs else ""
-    return launch_job(plan, work, len(prompts), generate, dry_run=dry_run, resume=resume)
+    return launch_job(plan, Start(verb, dry_run, resume), work, len(prompts), generate)
 
 
 def check_unchanged(config: GenerateConfig) -> None:
@@ -259,7 +259,7 @@ def launch_eval(config: EvalConfig, verb: str, *, dry_run: bool = False, resume:
     plan = plan_eval(named(config, verb))
     evaluation = plan.config.evaluation
     work = f"{plan.prompts()} prompts, answers to each: {evaluation.samples}, temperature {evaluation.temperature:g}"
-    return launch_job(plan, work, plan.prompts(), evaluate, dry_run=dry_run, resume=resume)
+    return launch_job(plan, Start(verb, dry_run, resume), work, plan.prompts(), evaluate)
 
 
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:

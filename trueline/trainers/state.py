@@ -1,10 +1,12 @@
 """Where a run stands, and how it takes that up again."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from trueline.config.base import ConfigError, Tree
+from trueline.data.loader import changes
 from trueline.monitoring.progress import Progress
 from trueline.training.checkpoints import Checkpoints
 
@@ -19,6 +21,7 @@ class RLState:
     skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
     tracker: str = ""  # id of the run at Weights & Biases
+    data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
     def advance(self, groups: int) -> None:
         self.step += 1
@@ -34,6 +37,7 @@ class SupervisedState:
     rows: int = 0
     skipped_steps: int = 0
     tracker: str = ""  # id of the run at Weights & Biases
+    data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
 
 State = TypeVar("State", RLState, SupervisedState)
@@ -48,3 +52,14 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
     load(newest)
     progress.note(f"resumed from {newest} at step {state.step}")
     return state
+
+
+def check_data(checkpoints: Checkpoints, now: Tree) -> None:
+    """A place in the data's order means the same rows only as long as the data and its order stay what they were."""
+    newest = checkpoints.newest()
+    changed = changes(checkpoints.peek(newest)[0]["data"], now) if newest is not None else []
+    if changed:
+        raise ConfigError(
+            f"{newest}: the data is not what this run has learnt from: {'; '.join(changed)}. Going on would repeat "
+            f"some rows and skip others: bring it back as it was, or start a new run with --model {newest}/model"
+        )

@@ -9,11 +9,12 @@ from statistics import fmean, pstdev
 
 from torch import Tensor
 
-from trueline.config.base import ConfigError
+from trueline.config.base import ConfigError, Tree
 from trueline.config.model import ModelConfig
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
+from trueline.data.loader import fingerprint
 from trueline.data.types import Sample
 from trueline.models.loading import ModelFacts, check_model, load_tokenizer, stop_tokens
 from trueline.monitoring.progress import Progress
@@ -30,7 +31,7 @@ from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.reference import ReferenceCache, fill_reference
 from trueline.trainers.rescue import Rescue
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
-from trueline.trainers.state import SupervisedState, restore
+from trueline.trainers.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import LossSettings, ModelGroup, write_model
 from trueline.training.worker import WorkerSpec
@@ -45,6 +46,10 @@ class SupervisedPlan:
     material: Material
     steps: int
     longest: int
+
+    def fingerprint(self) -> Tree:
+        data, train = self.config.data, self.material.train
+        return fingerprint(data.sources(), train.sizes, train.digests, self.config.seed, data.shuffle)
 
 
 def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
@@ -226,6 +231,9 @@ def shown(metrics: dict[str, float]) -> str:
 def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progress) -> Iterator[SupervisedTrainer]:
     config, task = plan.config, plan.material.train.task
     local = config.runtime == "local"
+    checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
+    data = plan.fingerprint()
+    check_data(checkpoints, data)
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(plan.machine))
@@ -237,11 +245,10 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         if task.reference(config):
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
             fill_reference(model, used_samples(plan), cache, progress)
-        checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
         state = restore(SupervisedState, checkpoints, lambda newest: model.call("load", str(newest)), progress)
-        tracker = Tracker(folder, config.monitoring, state.step, state.tracker)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
-        state.tracker = tracker.run_id
+        state.tracker, state.data = tracker.run_id, data
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps
         yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())

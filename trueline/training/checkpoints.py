@@ -21,8 +21,8 @@ from trueline.config.model import ModelConfig
 from trueline.config.run import CheckpointConfig
 from trueline.models.loading import load_tokenizer
 from trueline.models.lora import SETTINGS, save_adapter
+from trueline.monitoring.run_folder import UNFINISHED, RunFolder
 
-UNFINISHED = ".unfinished"
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
 
 
@@ -89,7 +89,7 @@ class Checkpoints:
     def __init__(
         self, run_folder: Path, config: CheckpointConfig, note: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.folder, self.config, self.note = run_folder / "checkpoints", config, note
+        self.folder, self.config, self.note = RunFolder(run_folder).checkpoints, config, note
         self.failures = 0  # saves that the disk refused
         self.sought = False  # in vain, the metric that keep_best looks at
 
@@ -99,12 +99,14 @@ class Checkpoints:
     def save(
         self, step: int, state: dict[str, Any], write: Callable[[Path], None], metrics: dict[str, float] | None = None
     ) -> Path | None:
-        """`write` fills a folder; only when all of it is on disk does it get its real name.
+        """`write` fills a folder; only when all of it is on disk does it get its real name. Of a step that is saved
+        already only the counters are written, where they have changed.
 
         A disk that is full or broken costs this checkpoint, not the run: None, and a line that says so.
         """
         target = self.folder / f"step_{step:06d}"
         if target.exists():
+            self._renew(target, state)
             return target
         aside = target.with_suffix(UNFINISHED)
         try:
@@ -129,11 +131,28 @@ class Checkpoints:
         """Add what became known of a step after it was saved, such as its evaluation, and choose the best anew."""
         target = self.folder / f"step_{step:06d}"
         if target.is_dir():
-            aside = target / f"{METRICS}{UNFINISHED}"
-            aside.write_text(json.dumps(read_metrics(target) | metrics, indent=2))
-            aside.rename(target / METRICS)
-            self.rotate()
+            with self._bearing(f"what became known of {target.name}"):
+                replace_file(target / METRICS, read_metrics(target) | metrics)
+                self.rotate()
             self._look_for_metric(metrics)
+
+    def _renew(self, target: Path, state: dict[str, Any]) -> None:
+        """The manifest decides: a kill before it is replaced leaves the old counters, one after it the new ones."""
+        with self._bearing(f"the counters of {target.name}"):
+            if json.loads((target / STATE).read_text()) == state:
+                return
+            pending = target / f"{STATE}{UNFINISHED}"
+            write_flushed(pending, state)
+            replace_file(target / MANIFEST, json.loads((target / MANIFEST).read_text()) | {STATE: digest(pending)})
+            finish_renewal(target)
+
+    @contextmanager
+    def _bearing(self, what: str) -> Iterator[None]:
+        """Lets the disk refuse something small, and says so."""
+        try:
+            yield
+        except OSError as error:
+            self.note(f"warning: {what} could not be written ({error}); the run goes on")
 
     def _look_for_metric(self, metrics: dict[str, float]) -> None:
         """Say once that keep_best looks at a metric that the run does not have."""
@@ -190,11 +209,7 @@ class Checkpoints:
 
     def read_state(self, checkpoint: Path) -> dict[str, Any]:
         """The counters of a checkpoint whose every file is what was written."""
-        try:
-            written = json.loads((checkpoint / MANIFEST).read_text())
-            state = json.loads((checkpoint / STATE).read_text())
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{checkpoint}: not a checkpoint of this run ({error}); remove it to resume") from error
+        state, written = self.peek(checkpoint)
         found = hashes(checkpoint)
         wrong = [name for name, digest in written.items() if found.get(name) != digest]
         if wrong:
@@ -202,8 +217,37 @@ class Checkpoints:
                 f"{checkpoint}: {wrong[0]} is missing or not what was saved; remove the folder to resume from the "
                 "checkpoint before it"
             )
-        assert isinstance(state, dict)
         return state
+
+    def peek(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
+        """Its counters and hashes, not yet compared with what is on the disk."""
+        try:
+            finish_renewal(checkpoint)
+            state, written = (json.loads((checkpoint / name).read_text()) for name in (STATE, MANIFEST))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{checkpoint}: not a checkpoint of this run ({error}); remove it to resume") from error
+        return dict(state), dict(written)
+
+
+def finish_renewal(checkpoint: Path) -> None:
+    """Counters that the manifest knows already get their name."""
+    pending = checkpoint / f"{STATE}{UNFINISHED}"
+    if pending.exists() and json.loads((checkpoint / MANIFEST).read_text())[STATE] == digest(pending):
+        pending.rename(checkpoint / STATE)
+        flush(checkpoint)
+
+
+def replace_file(file: Path, value: Any) -> None:
+    """At every moment it has its old content or its new one."""
+    aside = file.with_name(f"{file.name}{UNFINISHED}")
+    write_flushed(aside, value)
+    aside.rename(file)
+    flush(file.parent)
+
+
+def write_flushed(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2))
+    flush(file)
 
 
 def saved_metric(checkpoint: Path, name: str) -> float | None:

@@ -1,11 +1,13 @@
+import json
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 
-from trueline.config.base import ConfigError
+from trueline.config.base import ConfigError, Tree
 from trueline.config.data import DataConfig
-from trueline.data.loader import Mixture, Order, split_rows
+from trueline.data.loader import Mixture, Order, changes, digest_rows, fingerprint, split_rows
 from trueline.data.sources import Located
 
 
@@ -150,3 +152,61 @@ def test_a_split_that_cannot_be_is_refused(rows: list[Located], share: float, by
     with pytest.raises(ConfigError) as caught:
         split_rows(rows, share, by, seed=1)
     assert said in str(caught.value)
+
+
+# Fingerprints
+
+
+def marked(rows: dict[str, list[dict[str, Any]]], weights: list[float], seed: int = 0, shuffle: bool = True) -> Tree:
+    """As a checkpoint keeps it."""
+    shares = dict(zip(rows, weights, strict=True))
+    digests, sizes = [digest_rows(part) for part in rows.values()], [len(part) for part in rows.values()]
+    return dict(json.loads(json.dumps(fingerprint(shares, sizes, digests, seed, shuffle))))
+
+
+ONE = {"a.jsonl": [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 2}]}
+TWO = ONE | {"b.jsonl": [{"prompt": "3", "label": None}]}
+SWAPPED = {"a.jsonl": ONE["a.jsonl"][::-1]}
+RELABELLED = {"a.jsonl": [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 3}]}
+CHANGES = {
+    "a row more": (
+        marked({"a.jsonl": [*ONE["a.jsonl"], {"prompt": "9"}]}, [1.0]),
+        ["a.jsonl had 2 rows and has 3 now"],
+    ),
+    "another order": (
+        marked(SWAPPED, [1.0]),
+        ["a.jsonl has 2 rows as before, but not the same ones in the same order"],
+    ),
+    "another label": (
+        marked(RELABELLED, [1.0]),
+        ["a.jsonl has 2 rows as before, but not the same ones in the same order"],
+    ),
+    "another seed": (marked(ONE, [1.0], seed=1), ["seed was 0 and is 1"]),
+    "no shuffling": (
+        marked(ONE, [1.0], shuffle=False),
+        ["seed was 0 and is None", "data.shuffle was True and is False"],
+    ),
+    "another source": (marked(TWO, [1.0, 1.0]), ["1 datasets were mixed, 2 are now"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_shift_the_order_is_named(change: str) -> None:
+    now, said = CHANGES[change]
+    assert changes(marked(ONE, [1.0]), now) == said
+
+
+def test_a_mixtures_probabilities_count_as_shares() -> None:
+    before = marked(TWO, [1.0, 1.0])
+    assert changes(before, marked(TWO, [0.5, 0.5])) == []
+    assert changes(before, marked(TWO, [3.0, 1.0])) == [
+        "a.jsonl was drawn with probability 0.5, now with 0.75",
+        "b.jsonl was drawn with probability 0.5, now with 0.25",
+    ]
+
+
+def test_what_leaves_the_order_as_it_is_is_no_change() -> None:
+    """A file that was moved, columns in another order, the seed of a dataset that nothing draws from."""
+    reordered = [{"label": row["label"], "prompt": row["prompt"]} for row in ONE["a.jsonl"]]
+    assert changes(marked(ONE, [1.0]), marked({"elsewhere.jsonl": reordered}, [2.0])) == []
+    assert changes(marked(ONE, [1.0], 0, shuffle=False), marked(ONE, [1.0], 1, shuffle=False)) == []

@@ -47,6 +47,18 @@ def test_a_note_is_printed_as_it_is() -> None:
     assert screen.getvalue() == ("path [/tmp/a] and [bold]brackets[/bold], a line longer than the console is wide\n")
 
 
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_screen_that_is_a_file_on_a_full_disk_ends_nothing() -> None:
+    progress = Progress("my-run", 10, Console(file=FullDisk()))
+    with progress:
+        progress.note("lost")
+        progress.step(3, METRICS)
+
+
 def test_in_a_terminal_there_is_a_panel() -> None:
     screen = io.StringIO()
     progress = Progress("my-run", 10, Console(file=screen, width=120, force_terminal=True, highlight=False))

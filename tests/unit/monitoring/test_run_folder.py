@@ -1,4 +1,5 @@
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,31 @@ def config(folder: Path, name: str = "first") -> RunConfig:
     return RunConfig(folder=str(folder), name=name, seed=5)
 
 
-def test_a_run_folder_keeps_its_configuration(tmp_path: Path) -> None:
-    made = RunFolder.create(config(tmp_path / "runs"))
+def create(folder: Path, name: str = "first", verb: str = "grpo") -> RunFolder:
+    return RunFolder.open(config(folder, name), verb, resume=False)
+
+
+def test_a_run_folder_keeps_its_configuration_and_its_verb(tmp_path: Path) -> None:
+    made = create(tmp_path / "runs")
     assert made.path == tmp_path / "runs" / "first"
     assert made.logs.is_dir()
     assert RunConfig.load([made.config], []) == config(tmp_path / "runs")
+    assert made.verb() == "grpo"
+
+
+def test_a_run_is_for_the_eyes_of_who_made_it(tmp_path: Path) -> None:
+    assert stat.S_IMODE(create(tmp_path).path.stat().st_mode) == 0o700
 
 
 def refused(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        RunFolder.create(config(folder))
+        create(folder)
     for part in (str(folder / "first"), "--resume", "--name"):
         assert part in str(caught.value)
 
 
 def test_an_existing_name_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    made = RunFolder.create(config(tmp_path))
+    made = create(tmp_path)
     before = made.config.read_text()
     refused(tmp_path)
     assert made.config.read_text() == before
@@ -41,20 +51,67 @@ def test_any_folder_of_that_name_is_in_the_way(tmp_path: Path) -> None:
     assert (tmp_path / "first" / "config.yaml").read_text() == "seed: 1\n"
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("place", ["a file", "below a file", "/proc/nowhere"])
+def test_a_place_that_cannot_be_written_is_refused_by_its_name(tmp_path: Path, place: str, resume: bool) -> None:
+    """Permissions do not bind root, a file in the way does."""
+    (tmp_path / "taken").write_text("")
+    folder = {"a file": tmp_path / "taken", "below a file": tmp_path / "taken" / "runs"}.get(place, Path(place))
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.open(config(folder), "grpo", resume=resume)
+    for part in (f"folder={folder}", f"{folder / 'first'} cannot be written", "choose another place", "permissions"):
+        assert part in str(caught.value)
+
+
+def test_a_run_to_go_on_with_is_left_as_it_is(tmp_path: Path) -> None:
+    made = create(tmp_path)
+    before = made.config.read_text()
+    assert RunFolder.open(config(tmp_path), "grpo", resume=True).path == made.path
+    assert made.config.read_text() == before
+    assert {path.name for path in made.path.iterdir()} == {"config.yaml", "logs"}
+
+
 def test_a_named_run_is_found_or_missed(tmp_path: Path) -> None:
-    RunFolder.create(config(tmp_path))
+    create(tmp_path)
     assert RunFolder.find(str(tmp_path), "first", "grpo").path == tmp_path / "first"
     with pytest.raises(ConfigError, match="second is not a run that can be resumed"):
         RunFolder.find(str(tmp_path), "second", "grpo")
 
 
-def test_without_a_name_the_newest_run_of_the_verb_is_found(tmp_path: Path) -> None:
-    for age, name in enumerate(["grpo-c", "grpo-b", "grpo-a", "sft-z", "dr_grpo-z"]):
-        file = RunFolder.create(config(tmp_path, name)).config
-        os.utime(file, (1000 - age, 1000 - age))
-    assert RunFolder.find(str(tmp_path), None, "grpo").path.name == "grpo-c"
-    assert RunFolder.find(str(tmp_path), None, "sft").path.name == "sft-z"
-    with pytest.raises(ConfigError, match=r"no rloo run to resume.*--name"):
+def test_a_run_of_another_verb_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Both are reinforcement learning, so the keys of one would do for the other."""
+    create(tmp_path, verb="rloo")
+    with pytest.raises(
+        ConfigError, match=r"first is a run of rloo: resume it with the verb that began it \(got grpo\)"
+    ):
+        RunFolder.find(str(tmp_path), "first", "grpo")
+
+
+def age(run: RunFolder, seconds: int) -> None:
+    for path in (*run.path.rglob("*"), run.path):
+        os.utime(path, (10_000 - seconds, 10_000 - seconds))
+
+
+@pytest.mark.parametrize("touched", ["config.yaml", "metrics.jsonl", "checkpoints/step_000003", "round_1/sft/x.jsonl"])
+def test_without_a_name_the_run_of_the_verb_that_was_touched_last_is_found(tmp_path: Path, touched: str) -> None:
+    """Whatever it is called, and whichever began last."""
+    older, newer = create(tmp_path, "mine"), create(tmp_path, "grpo-20250101-000000")
+    others = [create(tmp_path, "grpo-like", "sft"), create(tmp_path, "other", "dr_grpo")]
+    unfinished = create(tmp_path, "killed").path.rename(tmp_path / "killed.unfinished")
+    for run, seconds in ((older, 50), (newer, 40), *((other, 10) for other in others), (RunFolder(unfinished), 5)):
+        age(run, seconds)
+    assert RunFolder.find(str(tmp_path), None, "grpo").path == newer.path
+    file = older.path / touched
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    age(newer, 40)
+    assert RunFolder.find(str(tmp_path), None, "grpo").path == older.path
+    assert RunFolder.find(str(tmp_path), None, "sft").path.name == "grpo-like"
+
+
+def test_where_no_run_of_the_verb_is_that_is_said(tmp_path: Path) -> None:
+    create(tmp_path, verb="sft")
+    with pytest.raises(ConfigError, match=rf"no rloo run to resume in {tmp_path}: name its place with folder="):
         RunFolder.find(str(tmp_path), None, "rloo")
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.disk import files_up_to
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.trackers import Tracker
+from trueline.monitoring.trackers import Appended, Tracker, keep_until
 
 QUIET = MonitoringConfig(tensorboard=False)
 
@@ -49,6 +50,91 @@ def test_steps_after_the_checkpoint_are_dropped_on_resuming(folder: RunFolder) -
     assert [line["step"] for line in lines(folder.transcripts)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
+def test_rows_behind_the_checkpoint_are_set_aside_and_not_lost(folder: RunFolder) -> None:
+    """Twice from the same step: what the first resumption set aside stays."""
+    write_run(folder, range(1, 6))
+    notes: list[str] = []
+    Tracker(folder, QUIET, 3, note=notes.append)
+    assert notes[0] == "metrics.jsonl: 2 rows behind step 3 are set aside in metrics.after_step_000003.jsonl"
+    assert notes[1] == "transcripts.jsonl: 4 rows behind step 3 are set aside in transcripts.after_step_000003.jsonl"
+    write_run(folder, range(4, 5), "again", resume=3)
+    write_run(folder, range(4, 7), resume=3)
+    first, second = ("metrics.after_step_000003.jsonl", "metrics.after_step_000003.2.jsonl")
+    assert lines(folder.path / first) == [{"step": 4, "loss": 0.4}, {"step": 5, "loss": 0.5}]
+    assert lines(folder.path / second) == [{"step": 4, "loss": 0.4}]
+    kept = lines(folder.path / "transcripts.after_step_000003.2.jsonl")
+    assert [line["reply"] for line in kept] == ["again"] * 2
+
+
+def test_a_run_that_starts_over_sets_everything_aside(folder: RunFolder) -> None:
+    write_run(folder, range(3))
+    write_run(folder, range(2))
+    assert [line["step"] for line in lines(folder.metrics)] == [0, 1]
+    assert [line["step"] for line in lines(folder.path / "metrics.after_step_000000.jsonl")] == [0, 1, 2]
+
+
+def test_where_nothing_is_behind_nothing_is_set_aside(folder: RunFolder) -> None:
+    write_run(folder, range(1, 4))
+    write_run(folder, range(4, 5), resume=3)
+    assert {path.name for path in folder.path.iterdir()} == {"metrics.jsonl", "transcripts.jsonl"}
+
+
+def test_half_a_line_among_whole_ones_is_left_out_on_resuming(folder: RunFolder) -> None:
+    folder.metrics.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    assert keep_until(folder.metrics, 3) == 3
+    assert lines(folder.metrics) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:
+    """One warning for each file, no half line, and what comes once there is room again is written."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    notes: list[str] = []
+    tracker = Tracker(folder, MonitoringConfig(), note=notes.append)
+    (events,) = (folder.path / "tensorboard").iterdir()
+    tracker.log(1, {"loss": 0.5})
+    tracker.show(1, [{"reply": "x"}])
+    files = (folder.metrics, folder.transcripts, events)
+    sizes = [file.stat().st_size for file in files]
+    with files_up_to(min(sizes) + 5):
+        for step in (2, 3):
+            tracker.log(step, {"loss": 0.5})
+            tracker.show(step, [{"reply": "x"}] * 2)
+    assert [file.stat().st_size for file in files] == sizes
+    assert len(notes) == 3
+    for name, note in zip(("metrics.jsonl", "tensorboard", "transcripts.jsonl"), notes, strict=True):
+        assert note.startswith(f"warning: {name} cannot be written (") and "File too large" in note
+    tracker.log(4, {"loss": 0.25})
+    tracker.show(4, [{"reply": "y"}])
+    tracker.close()
+    assert [line["step"] for line in lines(folder.metrics)] == [1, 4]
+    assert [line["step"] for line in lines(folder.transcripts)] == [1, 4]
+    read = EventAccumulator(str(folder.path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (4, 0.25)]
+    assert notes[3:] == [
+        "warning: 2 rows of metrics.jsonl could not be written and are lost",
+        "warning: 4 rows of transcripts.jsonl could not be written and are lost",
+        "warning: 2 rows of tensorboard could not be written and are lost",
+    ]
+
+
+def test_where_half_a_line_cannot_be_cut_off_the_next_one_begins_below_it(tmp_path: Path) -> None:
+    full, real = Appended(Path("/dev/full")), tmp_path / "rows.jsonl"
+    with pytest.raises(OSError, match="No space left"):
+        full.add_line('{"step": 1}')
+    real.write_text('{"step": 1, "lo')
+    full.stream = real.open("ab", buffering=0)
+    for step in (2, 3):
+        full.add_line(json.dumps({"step": step}))
+    assert real.read_text() == '{"step": 1, "lo\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_half_a_character_is_written_as_jsons_escape(folder: RunFolder) -> None:
+    write_run(folder, range(1, 2), "ha\ud83d")
+    assert [line["reply"] for line in lines(folder.transcripts)] == ["ha\ud83d"] * 2
+
+
 def test_a_line_that_a_kill_tore_off_is_dropped_on_resuming(folder: RunFolder) -> None:
     write_run(folder, range(1, 4))
     with folder.metrics.open("a") as file:
@@ -76,6 +162,19 @@ def test_tensorboard_gets_every_number(folder: RunFolder) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.25), (2, 0.5)]
     assert [event.value for event in events.Scalars("speed/mfu")] == [0.5, 0.5]
+
+
+def test_tensorboard_forgets_the_steps_that_come_again(folder: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume, steps in ((0, range(1, 5)), (2, range(3, 4))):
+        tracker = Tracker(folder, MonitoringConfig(), resume)
+        for step in steps:
+            tracker.log(step, {"loss": float(resume)})
+        tracker.close()
+    events = EventAccumulator(str(folder.path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0), (2, 0), (3, 2)]
 
 
 def test_nothing_else_is_written_where_nothing_is_wanted(folder: RunFolder) -> None:

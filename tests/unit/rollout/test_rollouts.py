@@ -19,7 +19,7 @@ from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, Rew
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.failures import FailureBudget, RolloutFailure
+from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, GroupSampler, RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
@@ -298,7 +298,7 @@ def test_dynamic_sampling_ends_and_leaves_nothing_stale_behind(build: Any) -> No
 def test_dynamic_sampling_without_any_group_says_so(build: Any) -> None:
     rollouts, _ = build(reward=MixedReward(set()), dynamic=DynamicSamplingConfig(enabled=True, max_batches=2))
     rollouts.start()
-    with pytest.raises(RolloutFailure, match="none of 4 groups has answers with different rewards"):
+    with pytest.raises(NothingToLearn, match="none of 4 groups has answers with different rewards"):
         rollouts.take(2)
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.support.disk import files_up_to
 from tests.support.tiny import make_samples
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.data.types import Sample
@@ -65,3 +66,12 @@ def test_tokens_and_masks_tell_samples_apart() -> None:
     other_mask[1].mask = ~other_mask[1].mask
     assert cache.key(plain) == cache.key(make_samples(2))
     assert len({cache.key(plain), cache.key(other_mask), cache.key(make_samples(2, seed=3))}) == 3
+
+
+def test_a_full_disk_costs_the_file_and_not_the_run(group: ModelGroup, tmp_path: Path) -> None:
+    samples = make_samples(5)
+    with files_up_to(100):
+        said = fill(group, samples, tmp_path / "reference.safetensors")
+    assert "reference.safetensors cannot be written" in said and "--resume will score them again" in said
+    assert torch.equal(samples[0].ref_logprobs, group.score(samples)[0])
+    assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.disk import files_up_to
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
@@ -16,7 +17,16 @@ from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.failures import RolloutFailure
-from trueline.trainers.samples import SampleFile, answer_of, described, kept_of, pair_of, row_of, write_selection
+from trueline.trainers.samples import (
+    SampleFile,
+    answer_of,
+    described,
+    kept_of,
+    pair_of,
+    row_of,
+    write_json,
+    write_selection,
+)
 from trueline.trainers.sampling import check_answered, check_unchanged, evaluation_table, launch_generate
 from trueline.trainers.sampling_plan import chosen_prompts, plan_eval, plan_generate
 
@@ -107,6 +117,13 @@ def test_a_full_disk_is_the_error_that_is_told(tmp_path: Path) -> None:
         file.stream.close()
         file.stream = Path("/dev/full").open("ab")  # noqa: SIM115  (closing writes again, and fails again)
         file.add(row(0, ("a", 1.0)))
+
+
+def test_a_file_that_a_full_disk_refuses_is_named_and_the_one_before_stays(tmp_path: Path) -> None:
+    write_json(tmp_path / "summary.json", {"prompts": 1})
+    with files_up_to(30), pytest.raises(OSError, match=r"summary\.json cannot be written: File too large"):
+        write_json(tmp_path / "summary.json", {"prompts": "x" * 100})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"prompts": 1}
 
 
 def test_what_a_row_says_of_an_answer() -> None:

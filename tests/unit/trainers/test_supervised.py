@@ -114,7 +114,7 @@ def test_a_mixture_has_rows_of_every_source(load: Any, tmp_path: Path) -> None:
 def make_dataset(lengths: list[int], together: int) -> Dataset:
     task = TASKS["preference" if together == 2 else "sft"]
     samples = [Sample(torch.arange(length), torch.arange(length) > 0) for length in lengths]
-    return Dataset(task, samples, [], [len(lengths) // together], [1.0], {}, [])
+    return Dataset(task, samples, [], [len(lengths) // together], [""], [1.0], {}, [])
 
 
 def test_taken_samples_weigh_one_minibatch() -> None:

@@ -1,12 +1,15 @@
 import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.disk import files_up_to
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
-from trueline.training.checkpoints import Checkpoints, load_tensors, save_tensors
+from trueline.training.checkpoints import Checkpoints, flush, load_tensors, save_tensors
 
 
 def write_nothing(folder: Path) -> None:
@@ -184,16 +187,74 @@ def test_newest_is_by_number_and_not_by_spelling(tmp_path: Path) -> None:
     assert names(checkpoints) == ["step_1000000"]
 
 
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
+def never(folder: Path) -> None:
+    raise AssertionError("written twice")
+
+
+def test_a_step_is_saved_once_and_its_counters_are_renewed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(4, {"step": 4}, write_nothing)
-
-    def never(folder: Path) -> None:
-        raise AssertionError("written twice")
-
-    again = checkpoints.save(4, {"step": 5}, never)
+    checkpoints.save(4, {"step": 4, "groups": 8}, write_nothing)
+    again = checkpoints.save(4, {"step": 4, "groups": 20}, never)
     assert again is not None
-    assert checkpoints.read_state(again) == {"step": 4}
+    assert Checkpoints(tmp_path, CheckpointConfig()).read_state(again) == {"step": 4, "groups": 20}
+    assert sorted(path.name for path in again.iterdir()) == ["manifest.json", "metrics.json", "model", "state.json"]
+
+
+OLD, NEW = {"step": 4, "groups": 8}, {"step": 4, "groups": 20}
+
+
+@pytest.mark.parametrize("operation", range(1, 9))
+def test_a_kill_at_any_moment_of_a_renewal_leaves_one_of_the_two(
+    tmp_path: Path, operation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the nth thing that is done to the disk; the files are whole and agree with each other."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    saved = checkpoints.save(4, OLD, write_nothing)
+    assert saved is not None
+    done = 0
+
+    def counted(act: Any) -> Any:
+        def acting(*args: Any, **keys: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == operation:
+                raise KeyboardInterrupt
+            return act(*args, **keys)
+
+        return acting
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", counted(Path.write_text))
+        patch.setattr(Path, "rename", counted(Path.rename))
+        patch.setattr("trueline.training.checkpoints.flush", counted(flush))
+        checkpoints.save(4, NEW, never)
+    renamed = 5  # the counters are written and flushed, the manifest is written, flushed and gets its name
+    assert checkpoints.read_state(saved) == (NEW if operation > renamed else OLD)
+    assert checkpoints.save(4, NEW, never) == saved
+    assert checkpoints.read_state(saved) == NEW
+
+
+def test_counters_that_the_disk_refuses_stay_what_they_were(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
+    saved = checkpoints.save(4, OLD, write_nothing)
+    assert saved is not None
+    with files_up_to(5):
+        assert checkpoints.save(4, NEW, never) == saved
+    assert checkpoints.read_state(saved) == OLD
+    assert len(notes) == 1 and "the counters of step_000004 could not be written" in notes[0]
+
+
+def test_what_is_told_to_a_full_disk_costs_only_that(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
+    saved = checkpoints.save(4, OLD, write_nothing, {"loss": 1.0})
+    assert saved is not None
+    with files_up_to(5):
+        checkpoints.tell(4, {"evaluation/reward": 0.5})
+    assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0}
+    assert checkpoints.read_state(saved) == OLD
+    assert len(notes) == 1 and "what became known of step_000004 could not be written" in notes[0]
 
 
 def test_due_every_so_many_steps_or_never(tmp_path: Path) -> None:
