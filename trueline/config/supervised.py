@@ -65,12 +65,6 @@ class SupervisedConfig(RunConfig):
                 f"evaluation.data={self.evaluation.data} and evaluation.share={self.evaluation.share} both name "
                 "held-out rows: set one of them"
             )
-        limit = self.training.micro_batch_tokens * self.model.ring
-        if (self.max_tokens or 0) > limit:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} does not fit into training.micro_batch_tokens="
-                f"{self.training.micro_batch_tokens}: raise the latter or lower the former"
-            )
         return self
 
 

@@ -26,7 +26,6 @@ Kind = TypeVar("Kind", bound=RunConfig)
 
 def launch_rl(config: RLConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
     plan = plan_rl(named(config, verb))
-    estimates.check_memory(plan)
     about = estimates.describe_plan(plan)
     return launch(plan.config, about, plan.config.steps, dry_run, resume, lambda *parts: rl_trainer(plan, *parts))
 
