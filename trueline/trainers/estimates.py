@@ -1,5 +1,8 @@
 """What a run will need: memory, time, and the plan in words."""
 
+from trueline.runtime.placement import crowding
+from trueline.trainers.idle_keys import idle_keys
+from trueline.trainers.learning_rate import rate_warnings
 from trueline.trainers.memory import GIB, describe_passes, engine_bytes, tenant_bytes
 from trueline.trainers.plan import RLPlan, tenants_of
 from trueline.trainers.recipe import describe_recipe
@@ -46,8 +49,24 @@ def describe_plan(plan: RLPlan) -> str:
             f"engines    {engine}, about {each['engine']} each",
             describe_recipe(config),
             *describe_batches(plan),
+            *(f"warning: {text}" for text in plan_warnings(plan)),
         ]
     )
+
+
+def plan_warnings(plan: RLPlan) -> list[str]:
+    """What will run, but hardly as it was meant."""
+    config, critics = plan.config, [role for role in plan.roles if role.head == "value"]
+    return [
+        *crowding(plan.layout, plan.machine),
+        *rate_warnings(plan.facts.parameters, "policy", config.model, config.training),
+        *(
+            warning
+            for role in critics
+            for warning in rate_warnings(role.facts.parameters, "critic", role.model, config.critic, "critic")
+        ),
+        *idle_keys(config),
+    ]
 
 
 def describe_roles(plan: RLPlan, each: dict[str, str]) -> list[str]:

@@ -24,10 +24,12 @@ from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.runtime.actors import Target
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
-from trueline.runtime.placement import Layout, Processes, check_devices
+from trueline.runtime.placement import Layout, Processes, check_devices, crowding
 from trueline.trainers.dataset import Dataset, Material, check_longest, load_material
 from trueline.trainers.guard import Guard
+from trueline.trainers.idle_keys import idle_keys
 from trueline.trainers.interrupts import Interrupts
+from trueline.trainers.learning_rate import rate_warnings
 from trueline.trainers.memory import Room, Tenant, describe_passes, settled
 from trueline.trainers.reference import ReferenceCache, fill_reference
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
@@ -145,8 +147,16 @@ def describe_plan(plan: SupervisedPlan) -> str:
             f"ZeRO {config.training.zero_stage}{shape}, {describe_passes(config.training, mesh)}",
             *data,
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
+            *(f"warning: {text}" for text in plan_warnings(plan)),
         ]
     )
+
+
+def plan_warnings(plan: SupervisedPlan) -> list[str]:
+    """What will run, but hardly as it was meant."""
+    config = plan.config
+    rates = rate_warnings(plan.facts.parameters, config.task, config.model, config.training)
+    return [*crowding(plan.layout, plan.machine), *rates, *idle_keys(config)]
 
 
 @dataclass(slots=True)
