@@ -145,3 +145,11 @@ def test_a_mixture_of_formats_trains(tmp_path: Path) -> None:
     words = ["--model", f"{tmp_path}/model", "--name", "mixed", "runtime=local", f"folder={tmp_path}", "steps=2"]
     mixture = "data.mixture={" + f"{tmp_path}/sft.jsonl: 1, {other}: 3" + "}"
     assert main(["sft", *words, mixture, "samples_per_step=8"]) == 0
+
+
+def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, warned in (("1e-6", True), ("1e-3", False)):
+        train(tmp_path / rate, "sft", "steps=20", f"training.learning_rate={rate}")
+        assert ("in 20 steps loss has not moved beyond its noise" in capsys.readouterr().out) is warned

@@ -29,7 +29,7 @@ from trueline.trainers.dataset import Dataset, Material, check_longest, load_mat
 from trueline.trainers.guard import Guard
 from trueline.trainers.idle_keys import idle_keys
 from trueline.trainers.interrupts import Interrupts
-from trueline.trainers.learning_rate import rate_warnings
+from trueline.trainers.learning_rate import rate_warnings, suited_rate
 from trueline.trainers.memory import Room, Tenant, describe_passes, settled
 from trueline.trainers.reference import ReferenceCache, fill_reference
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
@@ -190,6 +190,7 @@ class SupervisedTrainer:
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
                 self.tracker.log(state.step, metrics)
                 self.progress.step(state.step, metrics)
+                self.guard.follow("loss", metrics["loss"])
                 # After its numbers are written: a kill in between costs the step again, not its row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)
@@ -281,6 +282,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         state.tracker = tracker.run_id
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps
+        guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)
         yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())
 
 
