@@ -40,7 +40,7 @@ def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = Fa
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:
     """The first rows as the model will see them, learnt stretches marked."""
-    plan = supervised.plan_supervised(config)
+    plan = supervised.plan_supervised(config, here=False)
     train = plan.material.train
     tokenizer = load_tokenizer(plan.config.model)
     color = sys.stdout.isatty()

@@ -188,4 +188,5 @@ def named(passes: Passes, section: str) -> str:
 
 def describe_passes(ranks: RanksConfig, model: ModelConfig) -> str:
     again = ", activations computed again" if model.gradient_checkpointing and isinstance(ranks, TrainingConfig) else ""
-    return f"passes of up to {ranks.tokens_per_pass()} tokens{again}"
+    size = ranks.micro_batch_tokens
+    return (f"passes of up to {size} tokens" if size else "passes as memory allows") + again

@@ -50,15 +50,15 @@ class SupervisedPlan:
     longest: int
 
 
-def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
-    """Read, check and tokenize before any model is loaded."""
+def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
+    """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
     material = load_material(config, chat_format(config))
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
-    config = settle_memory(config, facts, machine, longest)
+    config = settle_memory(config, facts, machine, longest) if here else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     assert config.training.ranks
     layout = Layout(config.training.ranks)

@@ -208,4 +208,5 @@ def test_the_plan_says_what_was_chosen() -> None:
     assert describe_passes(TrainingConfig(micro_batch_tokens=512), model) == (
         "passes of up to 512 tokens, activations computed again"
     )
-    assert describe_passes(FrozenConfig(), model) == "passes of up to 16384 tokens"
+    assert describe_passes(FrozenConfig(micro_batch_tokens=7), model) == "passes of up to 7 tokens"
+    assert describe_passes(FrozenConfig(), model) == "passes as memory allows"

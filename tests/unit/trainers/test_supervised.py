@@ -18,6 +18,7 @@ from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
 from trueline.trainers import supervised
 from trueline.trainers.dataset import Dataset, check_longest, encode_sources, load_material
+from trueline.trainers.launch import show_preview
 from trueline.trainers.supervised import describe_plan, kl_estimate, plan_supervised, shown
 from trueline.trainers.tasks import TASKS
 
@@ -255,6 +256,15 @@ def test_every_rank_takes_memory(elsewhere: Any) -> None:
         elsewhere("sft", 60, "runtime=ray", "training.engine=deepspeed", f"training.ranks={n}") for n in (1, 3)
     )
     assert three.config.training.micro_batch_tokens < one.config.training.micro_batch_tokens
+
+
+def test_rows_can_be_looked_at_where_the_model_cannot_be_trained(
+    elsewhere: Any, load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="needs about"):
+        elsewhere("sft", 2)
+    assert show_preview(load("sft"), 1) == 0
+    assert "passes as memory allows" in capsys.readouterr().out
 
 
 def test_a_teacher_takes_memory_too(elsewhere: Any) -> None:
