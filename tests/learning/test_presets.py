@@ -141,3 +141,14 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> Non
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[-1]["loss"], rows[-1]["evaluation/reward"]) == (0.5, whole)
+
+
+def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, warned in (("1e-6", True), ("1e-3", False)):
+        train(tmp_path / rate, "dr_grpo", "steps=20", f"training.learning_rate={rate}")
+        said = capsys.readouterr().out
+        assert ("far from the 1e-03 or so" in said) is warned
+        assert ("in 20 steps reward/mean has not moved beyond its noise" in said) is warned
+        assert ("about 1e-03 suits a model of this size: raise it" in said) is warned

@@ -166,3 +166,11 @@ def test_a_mixture_of_formats_trains(
     assert 40 <= len(documents) <= 56
     losses = [row["loss"] for row in read(tmp_path / "mixed") if row["step"]]
     assert fmean(losses[-3:]) < fmean(losses[:3])
+
+
+def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, warned in (("1e-6", True), ("1e-3", False)):
+        train(tmp_path / rate, "sft", "steps=20", f"training.learning_rate={rate}")
+        assert ("in 20 steps loss has not moved beyond its noise" in capsys.readouterr().out) is warned

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from trueline.config.base import Config
 
+LARGEST_PASS = 16384  # tokens; more in one pass gains no speed
+
 
 class LoraConfig(Config):
     """Train small matrices beside frozen weights."""
@@ -36,8 +38,8 @@ class ModelConfig(Config):
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation of Transformers; auto is sdpa."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: about a quarter slower, far less memory."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: about a quarter slower, far less memory. null: if memory asks it."""
 
     head_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens per slice of the LM head; bounds the logits in memory to this many rows. null: 1024, on CPUs 128."""
@@ -69,8 +71,8 @@ class RanksConfig(Config):
     zero_stage: Literal[0, 1, 2, 3] = 2
     """DeepSpeed ZeRO stage: what is sharded over ranks (1 optimizer, 2 and gradients, 3 and weights)."""
 
-    micro_batch_tokens: int = Field(16384, ge=1)
-    """Hard limit of tokens, padding included, in one forward pass of one rank."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Hard limit of tokens, padding included, in one forward pass of one rank; null: up to 16384, as memory allows."""
 
     micro_batch_samples: int | None = Field(None, ge=1)
     """Optional limit of sequences in one forward pass of one rank."""
@@ -80,6 +82,9 @@ class RanksConfig(Config):
 
     offload: Literal["none", "optimizer", "all"] = "none"
     """Keep in the machine's memory instead of the GPU's: the optimizer (ZeRO 1-3), or weights too (ZeRO 3)."""
+
+    def tokens_per_pass(self) -> int:
+        return self.micro_batch_tokens or LARGEST_PASS
 
 
 class TrainingConfig(RanksConfig):

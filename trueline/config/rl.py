@@ -33,7 +33,7 @@ class RolloutConfig(Config):
     """Longest answer; null takes 1024 or half of the model's context, whichever is less."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; longer ones are refused before the start. null takes what the context leaves, up to 4096."""
+    """Longest prompt; longer ones are refused before the start. null: the data's longest, rounded up."""
 
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a trained answer may lag behind; 0 is synchronous training."""

@@ -60,7 +60,7 @@ class RoundsConfig(SelectionConfig):
         return self.model_dump(include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "model"})
 
     def generate_keys(self) -> Tree:
-        return self.model_dump(include={*SelectionConfig.model_fields} - {"name", "folder"})
+        return self.model_dump(include={*SelectionConfig.model_fields} - {"name", "folder", "checkpoint", "monitoring"})
 
     def training_keys(self) -> Tree:
         training = self.training.model_dump()

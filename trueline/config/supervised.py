@@ -67,12 +67,6 @@ class SupervisedConfig(RunConfig):
             )
         held_out = bool(self.evaluation.data or self.evaluation.share)
         self.checkpoint.check_best(held_out, self.evaluation.every)
-        limit = self.training.micro_batch_tokens * self.model.ring
-        if (self.max_tokens or 0) > limit:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} does not fit into training.micro_batch_tokens="
-                f"{self.training.micro_batch_tokens}: raise the latter or lower the former"
-            )
         return self
 
 

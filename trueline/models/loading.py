@@ -43,6 +43,7 @@ class ModelFacts:
     vocabulary: int
     hidden_size: int
     layers: int
+    intermediate_size: int  # of the MLP; of all experts that see one token
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
@@ -74,7 +75,13 @@ def check_model(config: ModelConfig) -> ModelFacts:
         vocabulary=settings["vocab_size"],
         hidden_size=hidden,
         layers=settings["num_hidden_layers"],
+        intermediate_size=intermediate_size(settings),
     )
+
+
+def intermediate_size(settings: dict[str, Any]) -> int:
+    size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * settings["hidden_size"]
+    return int(size * (settings.get("num_experts_per_tok") or 1))
 
 
 def check_folder(folder: Path) -> None:

@@ -61,6 +61,20 @@ def check_devices(layout: Layout, machine: Machine) -> None:
     )
 
 
+def crowding(layout: Layout, machine: Machine) -> list[str]:
+    """On CPUs processes of one kind work at the same time; more of them than cores wait for each other."""
+    kinds = {f"{one.name.partition('-')[0]}.ranks={one.ranks}": one.ranks for one in layout.beside}
+    kinds |= {
+        f"training.ranks={layout.policy_ranks}": layout.policy_ranks,
+        f"rollout.engines={layout.engines} x rollout.tensor_parallel={layout.tensor_parallel}": layout.engine_gpus(),
+    }
+    return [
+        f"{said}: {count} processes on {machine.cpus} CPU cores slow each other down; take {machine.cpus} or fewer"
+        for said, count in kinds.items()
+        if not machine.gpus and count > machine.cpus
+    ]
+
+
 @dataclass(slots=True)
 class Processes:
     """Starts the processes of a run and remembers where the policy's ranks live, for those that share with them."""

@@ -27,6 +27,7 @@ from trueline.runtime.placement import Layout, Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
+from trueline.trainers.learning_rate import suited_rate
 from trueline.trainers.models import Models
 from trueline.trainers.plan import RLPlan
 from trueline.trainers.rewards import failure_files, open_rewards
@@ -94,6 +95,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state.tracker, state.data = tracker.run_id, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
+        guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
         yield RLTrainer(
             config=config,
             models=models,

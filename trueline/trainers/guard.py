@@ -1,11 +1,18 @@
 """What must hold after every step: finite numbers, and weights that move."""
 
+import math
 from collections.abc import Callable
+from statistics import fmean, pvariance
+
+import numpy as np
 
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Sample
 from trueline.training.group import LossSettings, ModelGroup
 
+WINDOW = 20  # steps after which a run is asked whether it gets anywhere; again after twice as many
+SAMPLED = 256  # weights of each tensor
+STILL = 0.01  # of the weights' norm: a change below is small
 FIRST_STEPS = 2  # some tensors get their first gradient only in the second step, such as a LoRA's first matrix
 
 
@@ -27,6 +34,9 @@ class Guard:
         self.patience = FIRST_STEPS + (config.warmup_steps + FIRST_STEPS if section == "critic" else 0)
         self.at_start: dict[str, int] = {}
         self.whole = True  # the weights are those of a whole step of the run, not of some of its minibatches
+        self.suited = 0.0  # learning rate that suits the model's size; 0 asks for no `follow`
+        self.sampled = np.zeros(0)
+        self.history: list[float] = []
 
     def update(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
@@ -40,6 +50,27 @@ class Guard:
     def watch(self) -> None:
         """Remember the weights that training starts from."""
         self.at_start = self.model.call("fingerprints")[0]
+        if self.suited:
+            self.sampled = self.model.call("weight_sample", SAMPLED)[0]
+
+    def follow(self, name: str, value: float) -> None:
+        """After a step: a number that training should move. Where it does not, and weights hardly do, that is said."""
+        if not self.made or not math.isfinite(value):
+            return  # nothing is trained yet, or the step was skipped
+        self.history.append(value)
+        windows, rest = divmod(len(self.history), WINDOW)
+        if rest or windows & (windows - 1) or moved(self.history):
+            return
+        change = relative_change(self.sampled, self.model.call("weight_sample", SAMPLED)[0])
+        if change < STILL:
+            low = self.config.learning_rate < self.suited
+            advice = "raise it" if low else "it is not too small, so look at data and rewards, or give it more steps"
+            self.note(
+                f"warning: in {len(self.history)} steps {name} has not moved beyond its noise "
+                f"({fmean(self.history[-WINDOW // 2 :]):.4g}) and the weights only by {change:.1e} of their norm; "
+                f"{self.section}.learning_rate={self.config.learning_rate:g}, about {self.suited:.0e} suits a model of "
+                f"this size: {advice}"
+            )
 
     def check(self, metrics: dict[str, float]) -> dict[str, float]:
         """After a step: its numbers, with the count of skipped steps in place of the flag."""
@@ -78,3 +109,14 @@ class Guard:
                 f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, "
                 "or the loss does not reach them"
             )
+
+
+def moved(history: list[float]) -> bool:
+    """Whether the means of the first and the last steps differ by more than twice their standard error."""
+    first, last = history[: WINDOW // 2], history[-WINDOW // 2 :]
+    noise = 2 * ((pvariance(first) + pvariance(last)) / len(last)) ** 0.5
+    return abs(fmean(last) - fmean(first)) > noise
+
+
+def relative_change(before: np.ndarray, now: np.ndarray) -> float:
+    return float(np.linalg.norm(now - before) / np.linalg.norm(before))

@@ -35,7 +35,6 @@ class Start:
 
 def launch_rl(config: RLConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
     plan = plan_rl(named(config, verb))
-    estimates.check_memory(plan)
     start, about = Start(verb, dry_run, resume), estimates.describe_plan(plan)
     return launch(plan.config, start, about, plan.config.steps, lambda *parts: rl_trainer(plan, *parts))
 
@@ -48,7 +47,7 @@ def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = Fa
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:
     """The first rows as the model will see them, learnt stretches marked."""
-    plan = supervised.plan_supervised(config)
+    plan = supervised.plan_supervised(config, here=False)
     train = plan.material.train
     tokenizer = load_tokenizer(plan.config.model)
     color = sys.stdout.isatty()

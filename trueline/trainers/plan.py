@@ -1,6 +1,6 @@
 """Before anything starts: fill in what the machine and the model decide, refuse what cannot work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.lookup import lookup
@@ -15,13 +15,16 @@ from trueline.models.loading import ModelFacts, check_model, load_tokenizer
 from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
+from trueline.trainers.memory import Room, Tenant, engine_bytes, settled
 from trueline.trainers.resolve import (
+    Measured,
     PromptSet,
     check_installed,
     check_parallel,
     check_rollout,
     fitting_prompts,
     load_prompts,
+    measured,
     resolve_dtype,
     resolve_path,
     resolved_rollout,
@@ -69,21 +72,19 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_installed("rollout.engine", config.rollout.engine, "hf")
     facts = check_model(config.model)
     machine = this_machine()
-    config, roles = resolve(config, facts, machine)
+    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+    trained = [measured(source, chat) for source in sources]
+    tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
+    config, roles = resolve(config, facts, machine, [*trained, *tested.values()])
     layout = layout_of(config, roles)
     if config.runtime != "local":
         check_devices(layout, machine)
     check_lengths(config, roles, check_rollout(config.rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
-    limit = config.rollout.max_prompt_tokens
-    assert limit
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
-    fitted = [fitting_prompts(source, chat, limit, config.data.too_long) for source in sources]
-    sets = {
-        name: fitting_prompts(prompts[: config.evaluation.limit], chat, limit, config.data.too_long).prompts
-        for name, prompts in held_out.items()
-    }
-    return RLPlan(config, machine, facts, layout, roles, fitted, sets)
+    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    fitted = [fitting_prompts(source, limit, too_long) for source in trained]
+    sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
+    return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets))
 
 
 def check_names(config: RLConfig) -> None:
@@ -97,15 +98,17 @@ def check_names(config: RLConfig) -> None:
         )
 
 
-def resolve(config: RLConfig, facts: ModelFacts, machine: Machine) -> tuple[RLConfig, list[RoleModel]]:
-    """Fill in every key that was left to the machine or the model."""
+def resolve(
+    config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
+) -> tuple[RLConfig, list[RoleModel]]:
+    """Fill in every key that was left to the machine, the model or the data, but for those of memory."""
     dtype = resolve_dtype(config.model.dtype, config.training, machine)
     ranks, engines, colocated = share_devices(config, machine)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
         "model": {"dtype": dtype, "path": resolve_path(config.model.path)},
         "training": {"ranks": ranks},
-        "rollout": resolved_rollout(config.rollout, facts, engines, dtype),
+        "rollout": resolved_rollout(config.rollout, facts, prompts, engines, dtype),
         "teacher": {"path": resolve_path(config.teacher.path)},
     }
     config = config.replaced(values)
@@ -169,8 +172,50 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
                 "lower rollout.max_prompt_tokens or rollout.max_new_tokens, or choose another model"
             )
     for section, (ranks, ring) in readers.items():
-        if longest > ranks.micro_batch_tokens * ring:
+        if ranks.micro_batch_tokens is not None and longest > ranks.micro_batch_tokens * ring:
             raise ConfigError(
                 f"one sequence may have {longest} tokens (rollout.max_prompt_tokens + rollout.max_new_tokens), more "
                 f"than {section}.micro_batch_tokens={ranks.micro_batch_tokens}: raise it, or lower one of the two"
             )
+
+
+def settle_memory(plan: RLPlan) -> RLPlan:
+    """Fill in what memory decides, for the policy and the models beside it."""
+    rollout = plan.config.rollout
+    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+    longest = rollout.max_new_tokens + rollout.max_prompt_tokens
+    passes = settled(rooms_of(plan), longest, "rollout.max_prompt_tokens or rollout.max_new_tokens")
+    config = plan.config.replaced(passes.keys())
+    sections = config.roles()
+    again = {"gradient_checkpointing": passes.checkpointing}
+    roles = [replace(one, model=one.model.replaced(again), ranks=sections[one.section]) for one in plan.roles]
+    return replace(plan, config=config, roles=roles)
+
+
+def tenants_of(plan: RLPlan) -> list[Tenant]:
+    config, ranks = plan.config, plan.layout.policy_ranks
+    assert config.rollout.max_new_tokens
+    answers = config.groups_per_step * config.algorithm.group_size / config.minibatches / ranks
+    tokens = answers * (plan.longest_prompt + config.rollout.max_new_tokens)
+    policy = Tenant("policy", "training", plan.facts, config.model, config.training, ranks, tokens)
+    roles = plan.roles
+    return [
+        policy,
+        *(Tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world(), tokens) for one in roles),
+    ]
+
+
+def rooms_of(plan: RLPlan) -> list[Room]:
+    """On a CPU one for all processes; on GPUs the policy's, and one for each model with GPUs of its own."""
+    machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
+    engine = engine_bytes(plan.config.rollout, plan.facts, layout, machine)
+    if not machine.gpus:
+        local = plan.config.runtime == "local"
+        counted = [(one, 1 if local else one.world) for one in tenants]
+        return [Room(machine.memory_bytes, "cpu", counted, layout.engines, engine)]
+    own = {one.name for one in layout.beside if not one.shared}
+    shared = [(one, 1) for one in tenants if one.name not in own]
+    return [
+        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine),
+        *(Room(machine.gpu_bytes, "cuda", [(one, 1)]) for one in tenants if one.name in own),
+    ]

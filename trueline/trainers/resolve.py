@@ -1,6 +1,7 @@
 """What every kind of run asks of machine and model before it starts: keys left to them, and what cannot work."""
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
 
+PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -36,14 +38,18 @@ def resolve_path(path: str) -> str:
     return str(folder.resolve()) if path and folder.is_dir() else path
 
 
-def resolved_rollout(rollout: RolloutConfig, facts: ModelFacts, engines: int, dtype: str) -> Tree:
-    """The keys of `rollout` that were left to machine and model."""
+def resolved_rollout(
+    rollout: RolloutConfig, facts: ModelFacts, prompts: list["Measured"], engines: int, dtype: str
+) -> Tree:
+    """The keys of `rollout` that were left to machine, model and data."""
     tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
+    room = max(facts.context - tokens, 1)
+    longest = max((length for one in prompts for length in one.lengths if length <= room), default=room)
     return {
         "engines": engines,
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,
-        "max_prompt_tokens": rollout.max_prompt_tokens or min(4096, max(facts.context - tokens, 1)),
+        "max_prompt_tokens": rollout.max_prompt_tokens or min(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, room),
     }
 
 
@@ -78,6 +84,14 @@ def check_rollout(rollout: RolloutConfig, model: ModelConfig, facts: ModelFacts,
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The prompts of a dataset, and each one's tokens."""
+
+    prompts: list[Prompt]
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSet:
     """Prompts that fit, how many did not, and the longest one's tokens."""
 
@@ -90,12 +104,17 @@ def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:
     return read_prompts(open_source(path, key), data, path)
 
 
-def fitting_prompts(prompts: list[Prompt], chat: ChatFormat, limit: int, too_long: str) -> PromptSet:
+def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
+    return Measured(prompts, [len(chat.prompt_tokens(prompt.messages)) for prompt in prompts])
+
+
+def fitting_prompts(source: Measured, limit: int | None, too_long: str) -> PromptSet:
     """A prompt above the limit is refused by its place, or left out and counted."""
+    assert limit
+    prompts = source.prompts
     kept: list[Prompt] = []
     longest = 0
-    for prompt in prompts:
-        length = len(chat.prompt_tokens(prompt.messages))
+    for prompt, length in zip(prompts, source.lengths, strict=True):
         if 0 < length <= limit:
             kept.append(prompt)
             longest = max(longest, length)

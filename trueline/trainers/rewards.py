@@ -71,7 +71,7 @@ def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, 
     """The reward model reads messages through its own tokenizer and template."""
     tokenizer = load_tokenizer(role.model)
     chat = ChatFormat(tokenizer, part.chat_template == "auto", stop_tokens(role.model, tokenizer))
-    longest = min(role.facts.context, role.ranks.micro_batch_tokens * role.model.ring)
+    longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.ring)
     return ModelReward(group.score, chat, part, max_tokens=longest, batch=config.batch)
 
 

@@ -211,6 +211,8 @@ class RLTrainer:
                 f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.groups_per_step} "
                 f"groups with different rewards in {self.config.algorithm.dynamic_sampling.max_batches} batches"
             )
+        aim = "reward/mean" if self.config.reward.named_parts() else "distill/kl_per_token"
+        self.guard.follow(aim, metrics[aim])
         if self.state.step == 1:
             for warning in first_step_warnings(metrics, self.config):
                 self.progress.note(f"warning: {warning}")

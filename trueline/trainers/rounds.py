@@ -63,7 +63,9 @@ class Recipe:
         return self.config.trained.parse(tree)
 
     def evaluation(self, number: int) -> EvalConfig:
-        tree = self.config.model_dump(include={*SamplingConfig.model_fields, "evaluation"})
+        tree = self.config.model_dump(
+            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring"}
+        )
         tree["data"] |= {"path": "", "mixture": {}}
         return EvalConfig.parse(tree | self.keys(number, "eval", number))
 

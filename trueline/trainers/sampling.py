@@ -23,7 +23,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import ray_cluster
-from trueline.runtime.placement import Processes
+from trueline.runtime.placement import Processes, crowding
 from trueline.trainers.answers import Answers, Numbered
 from trueline.trainers.build import (
     WORKER,
@@ -35,6 +35,7 @@ from trueline.trainers.build import (
     start_engines,
 )
 from trueline.trainers.evaluation import Evaluator, prefix_of
+from trueline.trainers.idle_keys import idle_keys
 from trueline.trainers.interrupts import Interrupts
 from trueline.trainers.launch import Start, begin, named
 from trueline.trainers.rewards import failure_files, open_rewards
@@ -116,7 +117,9 @@ Job = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
 
 
 def launch_job(plan: SamplingPlan[Kind], start: Start, work: str, total: int, job: Job[Kind]) -> int:
-    config, about = plan.config, describe(plan, work)
+    config = plan.config
+    warnings = [*crowding(plan.layout, plan.machine), *idle_keys(config)]
+    about = "\n".join([describe(plan, work), *(f"warning: {text}" for text in warnings)])
     if start.dry_run:
         sys.stdout.write(f"{config.dump()}\n{about}\n")
         return 0

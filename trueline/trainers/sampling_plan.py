@@ -18,6 +18,7 @@ from trueline.trainers.resolve import (
     check_rollout,
     fitting_prompts,
     load_prompts,
+    measured,
     resolve_dtype,
     resolve_path,
     resolved_rollout,
@@ -70,14 +71,14 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) 
     config = config.replaced(values)
     judges = reward_models(config.reward, config.reward_model, config.model, 1)
     engines = engine_count(config, judges, machine)
-    config = config.replaced({"rollout": resolved_rollout(config.rollout, facts, engines, dtype)})
+    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+    sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
+    config = config.replaced({"rollout": resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)})
     layout = Layout(0, engines, config.rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
     check_place(config, layout, judges, machine)
     check_rollout(config.rollout, config.model, facts, machine)
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
-    limit = config.rollout.max_prompt_tokens
-    assert limit
-    fitted = {name: fitting_prompts(prompts, chat, limit, config.data.too_long) for name, prompts in sets.items()}
+    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
     return SamplingPlan(config, machine, facts, layout, judges, fitted)
 
 

@@ -77,11 +77,11 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     )
     check_reward_model(part)
     ranks = config.ranks.replaced({"ranks": config.ranks.ranks or fitting_ranks(config, machine)})
-    limit = min(facts.context, ranks.micro_batch_tokens * model.ring)
+    limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
-            f"ranks.micro_batch_tokens={ranks.micro_batch_tokens} allow: lower it"
+            f"ranks.micro_batch_tokens={ranks.tokens_per_pass()} allow: lower it"
         )
     if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")

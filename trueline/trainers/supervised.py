@@ -1,6 +1,7 @@
 """Offline training: the same worker, the same update, no sampling."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from statistics import fmean, pstdev
 from torch import Tensor
 
 from trueline.config.base import ConfigError, Tree
-from trueline.config.model import ModelConfig
+from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
@@ -24,10 +25,13 @@ from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.runtime.actors import Target
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
-from trueline.runtime.placement import Layout, Processes, check_devices
+from trueline.runtime.placement import Layout, Processes, check_devices, crowding
 from trueline.trainers.dataset import Dataset, Material, check_longest, load_material
 from trueline.trainers.guard import Guard
+from trueline.trainers.idle_keys import idle_keys
 from trueline.trainers.interrupts import Interrupts
+from trueline.trainers.learning_rate import rate_warnings, suited_rate
+from trueline.trainers.memory import Room, Tenant, describe_passes, settled
 from trueline.trainers.reference import ReferenceCache, fill_reference
 from trueline.trainers.rescue import Rescue
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
@@ -52,15 +56,15 @@ class SupervisedPlan:
         return fingerprint(data.sources(), train.sizes, train.digests, self.config.seed, data.shuffle)
 
 
-def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
-    """Read, check and tokenize before any model is loaded."""
+def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
+    """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
     material = load_material(config, chat_format(config))
-    training = config.training
-    budget = Budget(training.micro_batch_tokens * config.model.ring, training.micro_batch_samples, training.packing)
-    longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
+    parts = [part for part in (material.train, material.held_out) if part is not None]
+    longest = max(check_longest(part, budget_of(config)) for part in parts)
+    config = settle_memory(config, facts, machine, longest) if here else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     assert config.training.ranks
     layout = Layout(config.training.ranks)
@@ -72,7 +76,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
     """Fill in every key that was left to the machine or the model."""
     width = config.model.tensor_parallel * config.model.ring
     ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
-    limit = config.training.micro_batch_tokens * config.model.ring
+    limit = config.training.micro_batch_tokens
     resolved = config.replaced(
         {
             "model": {
@@ -80,7 +84,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
                 "path": resolve_path(config.model.path),
             },
             "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
-            "max_tokens": config.max_tokens or min(facts.context, limit),
+            "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
         }
     )
     check_parallel(resolved.model, facts)
@@ -90,10 +94,38 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
     return resolved
 
 
+def budget_of(config: SupervisedConfig) -> Budget:
+    """What was asked for; passes that follow memory hold whatever the data has."""
+    training = config.training
+    limit = sys.maxsize if training.micro_batch_tokens is None else training.micro_batch_tokens * config.model.ring
+    return Budget(limit, training.micro_batch_samples, training.packing)
+
+
+def settle_memory(config: SupervisedConfig, facts: ModelFacts, machine: Machine, longest: int) -> SupervisedConfig:
+    """Fill in what memory decides; a teacher lives beside its student."""
+    world = config.training.ranks
+    assert world
+    tokens = config.samples_per_step * longest / world
+    tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
+    if isinstance(config, DistillRunConfig):
+        teacher, ranks = teacher_model(config), RanksConfig(micro_batch_tokens=config.training.micro_batch_tokens)
+        tenants.append(Tenant("teacher", "training", check_model(teacher), teacher, ranks, world, tokens))
+    if machine.gpus:
+        room = Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants])
+    else:
+        room = Room(machine.memory_bytes, "cpu", [(one, world) for one in tenants])
+    return config.replaced(settled([room], longest, "max_tokens").keys())
+
+
+def teacher_model(config: DistillRunConfig) -> ModelConfig:
+    path, trusted = config.distill.teacher, config.model.trust_remote_code
+    return ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=trusted)
+
+
 def check_teacher(config: DistillRunConfig) -> None:
     if not config.distill.teacher:
         raise ConfigError("distill.teacher is empty: name the model to learn from, e.g. distill.teacher=path/to/folder")
-    check_model(ModelConfig(path=config.distill.teacher, trust_remote_code=config.model.trust_remote_code))
+    check_model(teacher_model(config))
 
 
 def chat_format(config: SupervisedConfig) -> ChatFormat:
@@ -118,11 +150,19 @@ def describe_plan(plan: SupervisedPlan) -> str:
             f"model      {mesh.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {mesh.dtype}"
             + (f", LoRA of rank {mesh.lora.rank}" if mesh.lora.rank else ""),
             f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, "
-            f"ZeRO {config.training.zero_stage}{shape}",
+            f"ZeRO {config.training.zero_stage}{shape}, {describe_passes(config.training, mesh)}",
             *data,
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
+            *(f"warning: {text}" for text in plan_warnings(plan)),
         ]
     )
+
+
+def plan_warnings(plan: SupervisedPlan) -> list[str]:
+    """What will run, but hardly as it was meant."""
+    config = plan.config
+    rates = rate_warnings(plan.facts.parameters, config.task, config.model, config.training)
+    return [*crowding(plan.layout, plan.machine), *rates, *idle_keys(config)]
 
 
 @dataclass(slots=True)
@@ -158,6 +198,7 @@ class SupervisedTrainer:
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
                 self.tracker.log(state.step, metrics)
                 self.progress.step(state.step, metrics)
+                self.guard.follow("loss", metrics["loss"])
                 # After its numbers are written: a kill in between costs the step again, not its row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)
@@ -251,6 +292,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         state.tracker, state.data = tracker.run_id, data
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps
+        guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)
         yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())
 
 

@@ -33,7 +33,7 @@ class ModelGroup:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
-        tokens = config.micro_batch_tokens * self.mesh.ring
+        tokens = config.tokens_per_pass() * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
 
     def start(self) -> None:

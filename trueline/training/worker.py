@@ -297,6 +297,11 @@ class Worker:
         """A checksum of each trained tensor, to tell whether training changes it."""
         return {name: bits_sum(tensor) for name, tensor in self.engine.masters()}
 
+    def weight_sample(self, most: int) -> np.ndarray:
+        """Up to so many numbers of each trained tensor, evenly spread, to tell how far training moves them."""
+        flats = (tensor.detach().flatten() for _, tensor in self.engine.masters())
+        return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
+
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
 

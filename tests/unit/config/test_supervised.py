@@ -41,14 +41,6 @@ def test_the_torch_engine_has_no_master_weights_for_bfloat16() -> None:
     assert "model.dtype=float32" in str(caught.value)
 
 
-def test_the_longest_row_must_fit_into_a_pass() -> None:
-    with pytest.raises(ConfigError) as caught:
-        SupervisedConfig.load([], ["max_tokens=101", "training.micro_batch_tokens=100"])
-    assert "max_tokens=101" in str(caught.value)
-    assert "training.micro_batch_tokens=100" in str(caught.value)
-    assert SupervisedConfig.load([], ["max_tokens=100", "training.micro_batch_tokens=100"]).max_tokens == 100
-
-
 @pytest.mark.parametrize("verb", sorted(TASK_VERBS))
 def test_the_defaults_of_every_verb_can_be_read_and_written(verb: str, tmp_path: Path) -> None:
     chosen = TASK_VERBS[verb]
@@ -76,11 +68,6 @@ def test_what_is_given_wins_over_a_verbs_defaults() -> None:
     config = chosen.kind.load([], ["preference.beta=5", "training.learning_rate=1e-3"], chosen.defaults)
     assert isinstance(config, PreferenceRunConfig)
     assert (config.preference.beta, config.preference.gamma, config.training.learning_rate) == (5.0, 1.0, 1e-3)
-
-
-def test_a_ring_has_room_for_longer_rows() -> None:
-    given = ["max_tokens=200", "training.micro_batch_tokens=100", "model.ring=2"]
-    assert SftConfig.load([], given).max_tokens == 200
 
 
 def test_held_out_rows_have_one_source() -> None:

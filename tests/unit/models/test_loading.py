@@ -13,6 +13,7 @@ from trueline.config.model import ModelConfig
 from trueline.models.loading import (
     TOKENIZER_FILES,
     check_model,
+    intermediate_size,
     load_model,
     load_tokenizer,
     padding_token,
@@ -41,6 +42,15 @@ def test_facts_are_told_without_loading(model_folder: Path) -> None:
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (facts.context, facts.heads, facts.head_size, facts.hidden_size, facts.layers) == (64, 2, 16, 32, 2)
     assert facts.vocabulary == model.get_input_embeddings().num_embeddings
+    assert facts.intermediate_size == model.model.layers[0].mlp.up_proj.out_features
+
+
+def test_the_mlps_width_counts_every_expert_that_sees_a_token() -> None:
+    assert intermediate_size({"hidden_size": 8}) == 32
+    assert intermediate_size({"hidden_size": 8, "intermediate_size": 20}) == 20
+    experts = {"hidden_size": 8, "intermediate_size": 20, "num_experts_per_tok": 2}
+    assert intermediate_size(experts) == 40
+    assert intermediate_size(experts | {"moe_intermediate_size": 5}) == 10
 
 
 def test_no_path_and_no_folder_are_refused(tmp_path: Path) -> None:

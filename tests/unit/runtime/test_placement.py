@@ -2,7 +2,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Beside, Layout, check_devices
+from trueline.runtime.placement import Beside, Layout, check_devices, crowding
 
 
 def machine(gpus: int) -> Machine:
@@ -44,3 +44,16 @@ def test_gpus_are_added_up_or_shared(wanted: Layout, gpus: int, fits: bool) -> N
 def test_a_model_that_shares_the_policys_gpus_has_no_more_ranks_than_the_policy() -> None:
     with pytest.raises(ConfigError, match=r"critic\.ranks=3.*training\.ranks=2.*critic\.placement=separate"):
         check_devices(layout(2, 1, 1, False, critic(3, shared=True)), machine(4))
+
+
+def test_more_processes_of_a_kind_than_cores_are_told_on_cpus_alone() -> None:
+    crowded = layout(9, 3, 3, False, critic(10, shared=True), Beside("reference", 8, True))
+    found = crowding(crowded, machine(0))
+    assert [line.partition(":")[0] for line in found] == [
+        "critic.ranks=10",
+        "training.ranks=9",
+        "rollout.engines=3 x rollout.tensor_parallel=3",
+    ]
+    assert all("8 CPU cores" in line for line in found)
+    assert crowding(crowded, machine(16)) == []
+    assert crowding(layout(8, 8, 1, False, critic(8, shared=True)), machine(0)) == []

@@ -1,9 +1,10 @@
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trueline.config.model import TrainingConfig
-from trueline.trainers.guard import Guard, TrainingFailure
+from trueline.trainers.guard import STILL, WINDOW, Guard, TrainingFailure, moved, relative_change
 
 
 class Weights:
@@ -11,10 +12,10 @@ class Weights:
 
     def __init__(self, *names: str) -> None:
         self.marks = dict.fromkeys(names, 0)
+        self.drift = 0.0
 
-    def call(self, method: str, *args: Any) -> list[dict[str, int]]:
-        assert method == "fingerprints"
-        return [dict(self.marks)]
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return {"fingerprints": [dict(self.marks)], "weight_sample": [np.array([3.0, 4.0]) * (1 + self.drift)]}[method]
 
     def change(self, *names: str) -> None:
         self.marks |= {name: self.marks[name] + 1 for name in names}
@@ -124,3 +125,60 @@ def test_steps_without_a_gradient_are_not_held_against_the_weights() -> None:
     guard, _ = make_guard(Weights("a"))
     for _ in range(3):
         guard.check(report() | {"grad_norm": 0.0})
+
+
+NOISE = [0.1, 0.3] * WINDOW
+STEPS = np.arange(len(NOISE))
+
+
+def test_a_number_moves_when_its_means_differ_beyond_their_error() -> None:
+    assert not moved([0.5] * WINDOW)
+    assert not moved(NOISE[:WINDOW])
+    assert moved((np.array(NOISE) + 0.02 * STEPS)[:WINDOW].tolist())
+    assert moved([0.5] * (WINDOW - 1) + [0.6]) is False  # one step of ten is no trend
+
+
+def test_change_is_relative_to_the_norm() -> None:
+    assert relative_change(np.array([3.0, 4.0]), np.array([3.0, 4.5])) == pytest.approx(0.1)
+
+
+def followed(history: list[float], drift: float, rate: float = 1e-6, suited: float = 1e-3) -> list[str]:
+    weights = Weights("a")
+    notes: list[str] = []
+    guard = Guard(weights, TrainingConfig(learning_rate=rate), notes.append)  # type: ignore[arg-type]
+    guard.suited = suited
+    guard.watch()
+    guard.made = 1
+    weights.drift = drift
+    for value in history:
+        guard.follow("reward/mean", value)
+    return notes
+
+
+def test_a_run_that_gets_nowhere_is_told_after_a_window_and_after_twice_as_many() -> None:
+    notes = followed(NOISE[:WINDOW] * 4, drift=STILL / 2)
+    assert [note.partition("warning: in ")[2].split()[0] for note in notes] == ["20", "40", "80"]
+    for part in ("reward/mean", "(0.2)", "5.0e-03", "training.learning_rate=1e-06", "1e-03", "raise it"):
+        assert part in notes[0]
+
+
+def test_a_run_whose_rewards_or_weights_move_is_left_alone() -> None:
+    assert followed(NOISE[:WINDOW], drift=2 * STILL) == []
+    assert followed((np.array(NOISE) + 0.02 * STEPS)[:WINDOW].tolist(), drift=0.0) == []
+
+
+def test_steps_that_were_not_finite_do_not_count() -> None:
+    assert followed([float("nan")] * WINDOW, drift=0.0) == []
+    assert len(followed([float("nan")] * WINDOW + NOISE[:WINDOW], drift=0.0)) == 1
+
+
+def test_a_rate_that_suits_is_not_blamed() -> None:
+    (note,) = followed(NOISE[:WINDOW], drift=0.0, rate=1e-3)
+    assert "look at data and rewards" in note and "raise it" not in note
+
+
+def test_steps_before_the_first_update_do_not_count() -> None:
+    guard, notes = make_guard(Weights("a"))
+    for _ in range(WINDOW):
+        guard.follow("reward/mean", 0.0)
+    assert notes == guard.history == []

@@ -11,19 +11,32 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
+from trueline.trainers import plan as planning
+from trueline.trainers import roles as role_planning
+from trueline.trainers.estimates import describe_plan, memory_bytes
 from trueline.trainers.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
 from trueline.trainers.recipe import describe_recipe
-from trueline.trainers.resolve import check_rollout, resolve_dtype, resolved_rollout
+from trueline.trainers.resolve import Measured, check_rollout, resolve_dtype, resolved_rollout
 
 GIB = 2**30
-FACTS = ModelFacts(10**9, context=4096, heads=8, key_heads=4, head_size=64, vocabulary=1000, hidden_size=512, layers=4)
+FACTS = ModelFacts(
+    10**9,
+    context=4096,
+    heads=8,
+    key_heads=4,
+    head_size=64,
+    vocabulary=1000,
+    hidden_size=512,
+    layers=4,
+    intermediate_size=2048,
+)
 
 
 def machine(gpus: int) -> Machine:
     return Machine(cpus=8, memory_bytes=64 * GIB, gpus=gpus, gpu_bytes=80 * GIB)
 
 
-def resolved(gpus: int, *overrides: str) -> RLConfig:
+def resolved(gpus: int, *overrides: str, lengths: list[int] | None = None) -> RLConfig:
     """What machine and policy decide; the models beside it are looked at in whole plans."""
     config = RLConfig.load([], list(overrides))
     ranks, engines, colocated = share_devices(config, machine(gpus))
@@ -33,7 +46,7 @@ def resolved(gpus: int, *overrides: str) -> RLConfig:
             "placement": "colocated" if colocated else "separate",
             "model": {"dtype": dtype},
             "training": {"ranks": ranks},
-            "rollout": resolved_rollout(config.rollout, FACTS, engines, dtype),
+            "rollout": resolved_rollout(config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype),
         }
     )
 
@@ -76,11 +89,14 @@ def test_a_local_run_has_one_rank_and_one_engine_on_any_machine(gpus: int) -> No
     assert (config.training.ranks, config.rollout.engines) == (1, 1)
 
 
-def test_lengths_follow_the_context() -> None:
-    config = resolved(0)
-    assert (config.rollout.max_new_tokens, config.rollout.max_prompt_tokens) == (1024, 4096 - 1024)
-    config = resolved(0, "rollout.max_new_tokens=96")
-    assert config.rollout.max_prompt_tokens == 4000
+def test_the_prompts_limit_follows_the_data() -> None:
+    """Rounded up to a multiple of 64, up to what the context of 4096 leaves; a longer prompt counts for nothing."""
+    config = resolved(0, lengths=[7, 253])
+    assert (config.rollout.max_new_tokens, config.rollout.max_prompt_tokens) == (1024, 256)
+    assert resolved(0, lengths=[257, 3073]).rollout.max_prompt_tokens == 320
+    assert resolved(0, lengths=[3073]).rollout.max_prompt_tokens == 3072
+    assert resolved(0, "rollout.max_new_tokens=97", lengths=[3999]).rollout.max_prompt_tokens == 3999
+    assert resolved(0, "rollout.max_prompt_tokens=500", lengths=[253]).rollout.max_prompt_tokens == 500
 
 
 @pytest.mark.parametrize(
@@ -90,7 +106,10 @@ def test_lengths_follow_the_context() -> None:
             ["rollout.max_prompt_tokens=4000", "rollout.max_new_tokens=97"],
             ["rollout.max_prompt_tokens=4000", "rollout.max_new_tokens=97", "4096"],
         ),
-        (["training.micro_batch_tokens=4095"], ["training.micro_batch_tokens=4095", "rollout.max_new_tokens"]),
+        (
+            ["rollout.max_prompt_tokens=3072", "training.micro_batch_tokens=4095"],
+            ["training.micro_batch_tokens=4095", "rollout.max_new_tokens"],
+        ),
         (["rollout.tensor_parallel=3"], ["rollout.tensor_parallel=3", "8 heads"]),
     ],
 )
@@ -193,3 +212,104 @@ def test_the_recipe_tells_what_was_changed() -> None:
     said = describe_recipe(RLConfig.parse({"algorithm": {"preset": "ppo", "clip_low": 0.125, "gae_lambda": 0.95}}))
     for part in ("gae", "lambda 0.95", "whitened", "1 - 0.125", "token_mean", "k1", "0.01", "truncate"):
         assert part in said
+
+
+SMOLLM2 = ModelFacts(
+    134_515_008,
+    context=8192,
+    heads=9,
+    key_heads=3,
+    head_size=64,
+    vocabulary=49_152,
+    hidden_size=576,
+    layers=30,
+    intermediate_size=1536,
+)
+
+
+@pytest.fixture
+def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan for SmolLM2-135M on a machine with so much memory and so many GPUs."""
+
+    def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
+        there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
+        monkeypatch.setattr(planning, "this_machine", lambda: there)
+        for module in (planning, role_planning):
+            monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
+        return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
+
+    return make
+
+
+def test_three_flags_fit(elsewhere: Any) -> None:
+    """Model, data and reward: lengths follow the prompts, and passes follow the memory."""
+    plan = elsewhere(23)
+    config = plan.config
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_new_tokens) == (256, 1024)
+    assert (config.training.micro_batch_tokens, config.model.gradient_checkpointing) == (8192, False)
+    assert [role.ranks.micro_batch_tokens for role in plan.roles] == [config.reference.micro_batch_tokens] == [8192]
+    assert sum(memory_bytes(plan).values()) < 0.9 * 23 * GIB
+    said = describe_plan(plan)
+    assert "policy     1 x deepspeed rank, ZeRO 2, passes of up to 8192 tokens, about" in said
+    assert "reference  1 x deepspeed rank, passes of up to 8192 tokens, about" in said
+
+
+def test_little_memory_computes_activations_again_in_every_trained_model(elsewhere: Any) -> None:
+    plan = elsewhere(14, "algorithm.preset=ppo")
+    assert plan.config.model.gradient_checkpointing
+    assert {role.name: role.model.gradient_checkpointing for role in plan.roles} == {"reference": True, "critic": True}
+    sizes = {role.section: role.ranks.micro_batch_tokens for role in plan.roles}
+    assert sizes == dict.fromkeys(("reference", "critic"), plan.config.training.micro_batch_tokens)
+    assert describe_plan(plan).count("activations computed again") == 2
+
+
+def test_a_run_that_goes_on_keeps_what_memory_decided(elsewhere: Any) -> None:
+    before = elsewhere(20).config
+    again = elsewhere(200, *(f"{key}={value}" for key, value in resolved_keys(before).items())).config
+    assert resolved_keys(again) == resolved_keys(before)
+    assert resolved_keys(elsewhere(200).config) != resolved_keys(before)
+
+
+def resolved_keys(config: RLConfig) -> dict[str, Any]:
+    names = ("micro_batch_tokens", "gradient_checkpointing", "max_prompt_tokens")
+    return {key.path: key.default for key in config.leaves() if key.path.endswith(names) and key.default is not None}
+
+
+def test_held_out_prompts_count_too(elsewhere: Any, tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "1" * 300, "answer": "2"}))
+    assert elsewhere(23, f"evaluation.data={tmp_path}/held_out.jsonl").config.rollout.max_prompt_tokens == 320
+
+
+def test_every_rank_takes_memory(elsewhere: Any) -> None:
+    one, three = elsewhere(23), elsewhere(23, "training.ranks=3")
+    assert three.config.training.micro_batch_tokens < one.config.training.micro_batch_tokens
+
+
+def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
+    words = ["algorithm.preset=ppo", "critic.micro_batch_tokens=300000", "groups_per_step=1000"]
+    with pytest.raises(ConfigError, match=r"needs about .*1 x critic .*: set critic\.micro_batch_tokens=\d+$"):
+        elsewhere(30, *words)
+
+
+def test_engines_on_the_same_gpu_leave_less_to_the_passes(elsewhere: Any) -> None:
+    alone = elsewhere(24, gpus=2).config
+    together = elsewhere(24, "rollout.gpu_memory_share=0.7", gpus=1).config
+    assert (alone.placement, alone.model.gradient_checkpointing) == ("separate", False)
+    assert (together.placement, together.model.gradient_checkpointing) == ("colocated", True)
+
+
+def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> None:
+    words = ["rollout.engines=8", "rollout.cpu_cache_gib=0.5", "algorithm.preset=ppo", "critic.learning_rate=10"]
+    warnings = [
+        line for line in describe_plan(elsewhere(64, *words, "teacher.ranks=1")).splitlines() if "warning" in line
+    ]
+    starts = [
+        "rollout.engines=8 x",
+        "training.learning_rate=1e-06 is far",
+        "critic.learning_rate=10 is far",
+        "teacher.ranks=1 has",
+    ]
+    assert len(warnings) == len(starts)
+    assert all(line.startswith(f"warning: {start}") for line, start in zip(warnings, starts, strict=True))
+    calm = ["rollout.engines=2", "training.learning_rate=1e-5"]
+    assert "warning" not in describe_plan(elsewhere(64, *calm))

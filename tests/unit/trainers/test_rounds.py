@@ -10,6 +10,7 @@ from rich.console import Console
 
 from trueline.config.base import ConfigError
 from trueline.config.rounds import ROUND_VERBS, IterativeDPOConfig, RaftConfig
+from trueline.config.run import CheckpointConfig
 from trueline.config.supervised import PreferenceRunConfig, SftConfig
 from trueline.trainers.rounds import Recipe, Stage, rounds_table, run_stages
 from trueline.trainers.samples import write_json
@@ -25,6 +26,7 @@ TREE: dict[str, Any] = {
     "reward": {"function": "exact"},
     "evaluation": {"data": "held_out.jsonl", "samples": 4, "temperature": 0.5},
     "rollout": {"max_new_tokens": 9},
+    "checkpoint": {"every": 9},
     "training": {"learning_rate": 0.5, "epochs": 3, "samples_per_step": 5, "warmup_steps": 2},
 }
 
@@ -82,6 +84,11 @@ def test_keys_reach_the_stages_that_they_are_for(raft: Recipe, tmp_path: Path) -
     assert evaluation.evaluation == raft.config.evaluation
     assert (evaluation.data.path, evaluation.data.label_column) == ("", "gold")
     assert {stage.config.timeout_seconds for stage in raft.stages()} == {77.0}
+    assert (generation.checkpoint, training.checkpoint.every, evaluation.checkpoint) == (
+        CheckpointConfig(),
+        9,
+        CheckpointConfig(),
+    )
     assert {stage.config.runtime for stage in raft.stages()} == {"local"}
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.disk import files_up_to
@@ -310,11 +312,28 @@ def test_the_order_goes_on_after_its_end(tree: dict[str, Any]) -> None:
     assert sorted(prompt for _, prompt in again) == list(range(10))
 
 
-def test_a_plan_is_resolved(tree: dict[str, Any]) -> None:
+def test_a_plan_is_resolved(tree: dict[str, Any], tmp_path: Path) -> None:
     plan = plan_generate(GenerateConfig.parse(tree))
     assert (plan.config.rollout.engines, plan.config.rollout.dtype) == (1, "float32")
     assert plan.config.rollout.max_new_tokens == 32  # half of the model's context
     assert (plan.layout.policy_ranks, plan.layout.engines) == (0, 1)
+    settings = Path(shutil.copytree(tree["model"]["path"], tmp_path / "wide")) / "config.json"
+    settings.write_text(settings.read_text().replace('"max_position_embeddings": 64', '"max_position_embeddings": 512'))
+    wide = plan_generate(GenerateConfig.parse({**tree, "model": {"path": str(tmp_path / "wide")}}))
+    assert wide.config.rollout.max_prompt_tokens == 64  # prompts have one token
+
+
+def test_a_plan_warns_of_idle_keys_and_crowded_cores(tree: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    cores = psutil.cpu_count()
+    assert cores
+    wanted = {"engine": "hf", "engines": cores + 1}
+    asked = {**tree, "runtime": "ray", "checkpoint": {"every": 3}, "rollout": wanted}
+    assert launch_generate(GenerateConfig.parse(asked), "generate", dry_run=True) == 0
+    crowded, idle = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert f"rollout.engines={cores + 1}" in crowded
+    assert "checkpoint.every=3 has no effect: nothing is trained" in idle
+    assert launch_generate(GenerateConfig.parse(tree), "generate", dry_run=True) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:

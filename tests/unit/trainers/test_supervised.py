@@ -14,8 +14,12 @@ from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
+from trueline.models.loading import ModelFacts
+from trueline.runtime.cluster import Machine
+from trueline.trainers import supervised
 from trueline.trainers.dataset import Dataset, check_longest, encode_sources, load_material
-from trueline.trainers.supervised import kl_estimate, plan_supervised, shown
+from trueline.trainers.launch import show_preview
+from trueline.trainers.supervised import describe_plan, kl_estimate, plan_supervised, shown
 from trueline.trainers.tasks import TASKS
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0" * (1 + n % 3)} for n in range(6)]
@@ -194,3 +198,84 @@ def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokeniz
     assert len(records) == 8
     assert dataset.counts["rows"] == dataset.counts["truncated"] == 8
     assert len(dataset.formats) == 2
+
+
+def test_rows_may_have_what_a_pass_of_all_ring_ranks_holds(load: Any) -> None:
+    asked = load("sft", "max_tokens=200", "training.micro_batch_tokens=100")
+    assert supervised.budget_of(asked).tokens == 100
+    assert (
+        supervised.budget_of(
+            asked.replaced({"runtime": "ray", "training": {"engine": "deepspeed"}, "model": {"ring": 2}})
+        ).tokens
+        == 200
+    )
+    assert plan_supervised(load("sft", "max_tokens=60", "training.micro_batch_tokens=6")).longest == 6
+    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .*= 5: raise it, or lower max_tokens"):
+        plan_supervised(load("sft", "max_tokens=60", "training.micro_batch_tokens=5"))
+
+
+BIG = ModelFacts(
+    10**9,
+    context=4096,
+    heads=8,
+    key_heads=8,
+    head_size=64,
+    vocabulary=1000,
+    hidden_size=2048,
+    layers=16,
+    intermediate_size=8192,
+)
+
+
+@pytest.fixture
+def elsewhere(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan for a model of a billion parameters on a machine with so much memory."""
+
+    def make(verb: str, memory_gib: float, *overrides: str) -> supervised.SupervisedPlan:
+        there = Machine(cpus=2, memory_bytes=int(memory_gib * 2**30), gpus=0, gpu_bytes=0)
+        monkeypatch.setattr(supervised, "this_machine", lambda: there)
+        monkeypatch.setattr(supervised, "check_model", lambda config: BIG)
+        return plan_supervised(load(verb, "samples_per_step=10000", *overrides))
+
+    return make
+
+
+def test_passes_follow_memory_and_are_said(elsewhere: Any) -> None:
+    plans = {gib: elsewhere("sft", gib) for gib in (200, 32, 20)}
+    sizes = {gib: plan.config.training.micro_batch_tokens for gib, plan in plans.items()}
+    assert sizes[200] == 16384 > sizes[32] >= sizes[20]
+    assert [plan.config.model.gradient_checkpointing for plan in plans.values()] == [False, False, True]
+    assert f"ZeRO 2, passes of up to {sizes[20]} tokens, activations computed again" in describe_plan(plans[20])
+    words = [f"training.micro_batch_tokens={sizes[20]}", "model.gradient_checkpointing=true", "max_tokens=4096"]
+    resumed = elsewhere("sft", 200, *words).config
+    assert (resumed.training.micro_batch_tokens, resumed.model.gradient_checkpointing) == (sizes[20], True)
+
+
+def test_every_rank_takes_memory(elsewhere: Any) -> None:
+    one, three = (
+        elsewhere("sft", 60, "runtime=ray", "training.engine=deepspeed", f"training.ranks={n}") for n in (1, 3)
+    )
+    assert three.config.training.micro_batch_tokens < one.config.training.micro_batch_tokens
+
+
+def test_rows_can_be_looked_at_where_the_model_cannot_be_trained(
+    elsewhere: Any, load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="needs about"):
+        elsewhere("sft", 2)
+    assert show_preview(load("sft"), 1) == 0
+    assert "passes as memory allows" in capsys.readouterr().out
+
+
+def test_a_teacher_takes_memory_too(elsewhere: Any) -> None:
+    elsewhere("sft", 18)
+    with pytest.raises(ConfigError, match=r"1 x model [\d.]+, 1 x teacher [\d.]+\), 18.0 GiB are free here"):
+        elsewhere("distill", 18)
+
+
+def test_an_offline_plan_warns_of_rates_idle_keys_and_crowded_cores(elsewhere: Any) -> None:
+    words = ["training.learning_rate=1e-9", "training.decay_share=0.5"]
+    warnings = [line for line in describe_plan(elsewhere("dpo", 200, *words)).splitlines() if "warning" in line]
+    assert ["training.learning_rate=1e-09" in warnings[0], "training.decay_share=0.5" in warnings[1]] == [True, True]
+    crowded = elsewhere("dpo", 900, "runtime=ray", "training.ranks=3", "training.learning_rate=5e-6")
+    assert describe_plan(crowded).splitlines()[-1].startswith("warning: training.ranks=3: 3 processes on 2 CPU cores")

@@ -1,6 +1,7 @@
 import importlib.util
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,28 @@ def test_a_folder_that_cannot_be_written_is_told_and_not_raised(model_folder: Pa
     assert problem.startswith("rank 0: ")
     with pytest.raises(OSError, match="rank 0: "):
         write_model(make_group(worker), tmp_path / "missing")
+
+
+def test_a_sample_of_the_weights_is_spread_over_every_tensor(model_folder: Path) -> None:
+    worker = make_worker(model_folder, learning_rate=1e-2)
+    before = worker.weight_sample(16)
+    flats = [tensor.flatten() for tensor in weights(worker).values()]
+    assert before.tolist() == torch.cat([flat[:: -(-len(flat) // 16)] for flat in flats]).tolist()
+    make_group(worker).update(make_samples(3, seed=8), "policy", SETTINGS)
+    after = worker.weight_sample(16)
+    assert 0 < abs(after - before).max() < 0.02  # `before` is a copy
+
+
+def test_sampled_weights_outlive_the_tensor_that_an_engine_lends(model_folder: Path) -> None:
+    class Lending:
+        def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+            lent = torch.zeros(3)
+            for number in (1, 2):
+                yield f"tensor{number}", lent.fill_(number)
+
+    worker = make_worker(model_folder)
+    worker.engine = Lending()  # type: ignore[assignment]
+    assert worker.weight_sample(3).tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_fingerprints_change_where_weights_change(model_folder: Path) -> None:

@@ -1,0 +1,155 @@
+"""Keys that were set and change nothing in this run: each is named, with the reason."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trueline.config.base import Config
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.config.sampling import SamplingConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.rewards.combined import kind_of
+
+Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
+
+
+def idle_keys(config: RunConfig) -> list[str]:
+    """A line for each key with another value than its default that nothing will read."""
+    usual = {key.path: key.default for key in type(config).parse(defaults(config)).leaves()}
+    changed = [key for key in config.leaves() if key.default != usual[key.path]]
+    found: dict[str, str] = {}
+    for names, reason in rules_of(config):
+        why = reason(config)
+        idle = [key for key in changed if why and key.path.startswith(tuple(names.split()))]
+        found |= {key.path: f"{key.path}={key.default} has no effect: {why}" for key in idle}
+    return list(found.values())
+
+
+def defaults(config: RunConfig) -> dict[str, Any]:
+    """What the choice of a preset or of the runtime sets by itself."""
+    tree: dict[str, Any] = {"runtime": config.runtime}
+    return tree | ({"algorithm": {"preset": config.algorithm.preset}} if isinstance(config, RLConfig) else {})
+
+
+def rules_of(config: RunConfig) -> Iterator[Rule]:
+    for kind, rules in RULES.items():
+        if isinstance(config, kind):
+            yield from rules
+
+
+def unless(used: bool, why: str) -> str:
+    return "" if used else why
+
+
+def advantage_reads(*names: str) -> Callable[[RLConfig], str]:
+    return lambda run: by_name(run.algorithm.advantage, names, "algorithm.advantage")
+
+
+def loss_reads(*names: str) -> Callable[[RLConfig], str]:
+    return lambda run: by_name(run.algorithm.loss, names, "algorithm.loss")
+
+
+def by_name(chosen: str, names: tuple[str, ...], key: str) -> str:
+    """A function of the user's may read whatever it likes."""
+    return unless(chosen in names or ":" in chosen, f"{key}={chosen} does not read it")
+
+
+def correction_reads(*kinds: str) -> Callable[[RLConfig], str]:
+    return lambda run: by_name(run.algorithm.correction.kind, kinds, "algorithm.correction.kind")
+
+
+def pair_loss_reads(loss: str) -> Callable[[Any], str]:
+    def reason(run: Any) -> str:
+        return unless(run.task != "preference" or run.preference.loss == loss, f"it is for preference.loss={loss}")
+
+    return reason
+
+
+def no_reference(run: RLConfig) -> str:
+    if run.algorithm.kl.coefficient == 0:
+        return "algorithm.kl.coefficient=0, so no reference is loaded"
+    return unless(not run.model.lora.rank, "a policy with adapters is its own reference")
+
+
+def no_reward_model(run: RLConfig | SamplingConfig) -> str:
+    local = any(kind_of(part) == "model" for part in run.reward.named_parts().values())
+    return unless(local, "no reward is a model on this machine")
+
+
+def no_pull(run: RLConfig) -> str:
+    return unless(run.algorithm.kl.coefficient > 0, "algorithm.kl.coefficient=0")
+
+
+def no_shards(section: str) -> Callable[[Any], str]:
+    return lambda run: unless(part_of(run, section).engine != "torch", f"{section}.engine=torch shards nothing")
+
+
+def part_of(run: RunConfig, section: str) -> Any:
+    return dict(run)[section]
+
+
+def never(why: str) -> Callable[[Config], str]:
+    return lambda run: why
+
+
+TRAINING: list[Rule] = [
+    ("model.lora.", lambda run: unless(run.model.lora.rank > 0, "model.lora.rank=0 trains all weights")),
+    ("training.zero_stage", no_shards("training")),
+    ("training.decay_share", lambda run: unless(run.training.schedule == "wsd", "it is for training.schedule=wsd")),
+]
+
+RULES: dict[type[RunConfig], list[Rule]] = {
+    RLConfig: [
+        *TRAINING,
+        *(
+            (f"{section}.zero_stage", no_shards(section))
+            for section in ("critic", "reference", "teacher", "reward_model")
+        ),
+        ("critic.", lambda run: unless(run.algorithm.needs_critic(), f"{run.algorithm.advantage} has no critic")),
+        ("algorithm.value_clip algorithm.critic_only_steps", advantage_reads("gae")),
+        ("algorithm.gae_lambda algorithm.length_adaptive", advantage_reads("gae")),
+        ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),
+        ("algorithm.gamma", advantage_reads("gae", "reinforce")),
+        ("reference.", no_reference),
+        ("teacher.", lambda run: unless(run.algorithm.needs_teacher(), f"{run.algorithm.advantage} has no teacher")),
+        ("reward_model.", no_reward_model),
+        ("algorithm.kl.place algorithm.kl.estimator algorithm.kl.unbiased", no_pull),
+        ("algorithm.kl.estimator", lambda run: unless(run.algorithm.kl.place == "loss", "algorithm.kl.place=reward")),
+        ("algorithm.kl.horizon", lambda run: unless(bool(run.algorithm.kl.target), "algorithm.kl.target=null")),
+        ("algorithm.clip_", loss_reads("ppo_clip", "gspo")),
+        ("algorithm.dual_clip", loss_reads("ppo_clip")),
+        ("algorithm.ratio_cap", loss_reads("cispo", "reinforce")),
+        ("algorithm.correction.cap", correction_reads("truncate", "sequence_truncate", "sequence_mask")),
+        ("algorithm.correction.low algorithm.correction.high", correction_reads("mask")),
+        ("algorithm.correction.sequence_", correction_reads("sequence_mask")),
+        (
+            "algorithm.dynamic_sampling.",
+            lambda run: unless(run.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false"),
+        ),
+        (
+            "algorithm.shaping.overlong_share",
+            lambda run: unless(run.algorithm.shaping.overlong_factor > 0, "algorithm.shaping.overlong_factor=0"),
+        ),
+        (
+            "algorithm.shaping.truncated_value",
+            lambda run: unless(run.algorithm.shaping.truncated != "keep", "algorithm.shaping.truncated=keep"),
+        ),
+        ("evaluation.", lambda run: unless(bool(run.evaluation.named_sets()), "evaluation.data names no prompts")),
+        ("sync.tolerance", lambda run: unless(run.sync.check, "sync.check=false")),
+    ],
+    SupervisedConfig: [
+        *TRAINING,
+        (
+            "evaluation.",
+            lambda run: unless(bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
+        ),
+        ("monitoring.transcripts_per_step", never("nothing is sampled")),
+        ("preference.gamma", pair_loss_reads("simpo")),
+        ("preference.odds_coefficient", pair_loss_reads("orpo")),
+        ("preference.length_normalized", pair_loss_reads("ipo")),
+    ],
+    SamplingConfig: [
+        ("reward_model.", no_reward_model),
+        ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never("nothing is trained")),
+    ],
+}
