@@ -28,12 +28,19 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
+        self.joins = False  # whether it has joined messages by line breaks
 
     def prompt_tokens(self, messages: list[Message]) -> list[int]:
         if self.templated:
             return self.text_tokens(self._render(messages, open_turn=True))
+        self.joins = True
         text = "\n".join(message["content"] for message in messages)
         return list(self.tokenizer(text)["input_ids"])
+
+    def remarks(self) -> list[str]:
+        """Lines for the plan: what the user may not expect of the messages encoded so far."""
+        joined = "none: messages are joined by line breaks, without roles; data.chat_template=FILE takes a Jinja file"
+        return [f"template   {joined}"] if self.joins else []
 
     def completion_tokens(self, text: str) -> list[int]:
         """The tokens of an answer, its end included."""
@@ -108,8 +115,8 @@ class ChatFormat:
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages) or "no messages"
             raise ConfigError(
-                f"the tokenizer's chat template refuses {roles}: {error}; change the row, or set "
-                "data.chat_template=never"
+                f"the chat template refuses {roles}: {error}; change the row, or set data.chat_template to a Jinja "
+                "file or never"
             ) from error
 
     def _end(self) -> int:

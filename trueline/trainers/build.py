@@ -11,7 +11,6 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
 from trueline.environments.base import Environment
 from trueline.environments.single_turn import SingleTurn
-from trueline.models.loading import load_tokenizer, stop_tokens
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -89,7 +88,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state.tracker = tracker.run_id
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
-        talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
+        talk = converse(plan.chat, pool, lambda: SingleTurn(rewards), loop)
         yield RLTrainer(
             config=config,
             models=models,
@@ -114,8 +113,10 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     waits = config.algorithm.critic_only_steps if config.algorithm.needs_critic() else 0
     learns = max(config.steps - waits, 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
+    template = plan.chat.tokenizer.chat_template
     specs = [
-        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds) for rank in range(ranks)
+        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
+        for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
     engines = start_engines(
@@ -165,10 +166,9 @@ def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, see
 
 
 def converse(
-    model: ModelConfig, template: str, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
+    chat: ChatFormat, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
 ) -> Conversations:
-    chat = ChatFormat(load_tokenizer(model), template == "auto")
-    return Conversations(Episodes(pool, chat), environment, tuple(stop_tokens(model, chat.tokenizer)), loop)
+    return Conversations(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)
 
 
 def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:

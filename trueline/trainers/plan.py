@@ -10,7 +10,7 @@ from trueline.config.model import RanksConfig
 from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Prompt
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
@@ -38,6 +38,7 @@ class RLPlan:
     roles: list[RoleModel]
     sources: list[PromptSet]  # one for each dataset
     evaluation_sets: dict[str, list[Prompt]]
+    chat: ChatFormat
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -71,13 +72,13 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_parallel(config.model, facts)
     limit = config.rollout.max_prompt_tokens
     assert limit
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+    chat = load_chat(config.model, config.data.chat_template)
     fitted = [fitting_prompts(source, chat, limit, config.data.too_long) for source in sources]
     sets = {
         name: fitting_prompts(prompts[: config.evaluation.limit], chat, limit, config.data.too_long).prompts
         for name, prompts in held_out.items()
     }
-    return RLPlan(config, machine, facts, layout, roles, fitted, sets)
+    return RLPlan(config, machine, facts, layout, roles, fitted, sets, chat)
 
 
 def check_names(config: RLConfig) -> None:

@@ -88,7 +88,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
             rewards = open_rewards(config.reward, plan.judges, judges, folder.logs)
             stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
             environment = lambda: SingleTurn(rewards)  # noqa: E731
-        yield converse(config.model, config.data.chat_template, pool, environment, loop)
+        yield converse(plan.chat, pool, environment, loop)
 
 
 def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:

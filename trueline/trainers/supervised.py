@@ -15,7 +15,7 @@ from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer, stop_tokens
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.speed import flops_per_token, speed_metrics
@@ -44,6 +44,7 @@ class SupervisedPlan:
     material: Material
     steps: int
     longest: int
+    chat: ChatFormat
 
 
 def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
@@ -51,7 +52,8 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
-    material = load_material(config, chat_format(config))
+    chat = load_chat(config.model, config.data.chat_template)
+    material = load_material(config, chat)
     training = config.training
     budget = Budget(training.micro_batch_tokens * config.model.ring, training.micro_batch_samples, training.packing)
     longest = max(check_longest(part, budget) for part in (material.train, material.held_out) if part is not None)
@@ -59,7 +61,7 @@ def plan_supervised(config: SupervisedConfig) -> SupervisedPlan:
     assert config.training.ranks
     layout = Layout(config.training.ranks)
     check_devices(layout, machine)
-    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest)
+    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
 
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
@@ -90,11 +92,6 @@ def check_teacher(config: DistillRunConfig) -> None:
     check_model(ModelConfig(path=config.distill.teacher, trust_remote_code=config.model.trust_remote_code))
 
 
-def chat_format(config: SupervisedConfig) -> ChatFormat:
-    tokenizer = load_tokenizer(config.model)
-    return ChatFormat(tokenizer, config.data.chat_template == "auto", stop_tokens(config.model, tokenizer))
-
-
 def describe_plan(plan: SupervisedPlan) -> str:
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
     devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
@@ -105,6 +102,7 @@ def describe_plan(plan: SupervisedPlan) -> str:
         f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
         *(f"format     {described}" for described in train.formats),
         *([f"held out   {held_out.rows()} rows"] if held_out else []),
+        *plan.chat.remarks(),
     ]
     return "\n".join(
         [
@@ -265,6 +263,7 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
             config.timeout_seconds,
             head=plan.material.train.task.head,
             distill=config.distill if isinstance(config, DistillRunConfig) else None,
+            chat_template=plan.chat.tokenizer.chat_template,
         )
         for rank in range(world)
     ]

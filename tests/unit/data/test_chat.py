@@ -238,7 +238,7 @@ def test_the_first_token_is_never_learnt(tokenizer: PreTrainedTokenizerFast) -> 
 def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, REFUSES_SYSTEM)
     assert chat.encode(TALK[1:], "all")
-    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template=never"):
+    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template"):
         chat.encode(TALK, "all")
 
 
