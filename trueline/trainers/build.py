@@ -202,7 +202,7 @@ def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversa
     tolerance = config.sync.tolerance or (1e-3 if exact else 0.1)
     assert config.rollout.max_prompt_tokens
     length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
-    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages)
+    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     in_process = config.runtime == "local"
     return WeightSync(policy, pool, talk.loop, config.sync, Canary(tokens, tolerance), config.rollout.dtype, in_process)

@@ -9,6 +9,7 @@ from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.rl import RolloutConfig
 from trueline.data.chat import ChatFormat
+from trueline.data.encoding import naming
 from trueline.data.readers import read_prompts
 from trueline.data.sources import open_source
 from trueline.data.types import Prompt
@@ -95,7 +96,8 @@ def fitting_prompts(prompts: list[Prompt], chat: ChatFormat, limit: int, too_lon
     kept: list[Prompt] = []
     longest = 0
     for prompt in prompts:
-        length = len(chat.prompt_tokens(prompt.messages))
+        with naming(f"prompt {prompt.id} of {prompt.source}"):
+            length = len(chat.prompt_tokens(prompt.messages, prompt.tools))
         if 0 < length <= limit:
             kept.append(prompt)
             longest = max(longest, length)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.data.formats import read_conversations, read_pairs
+from trueline.data.formats import Conversation, read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.rollout.failures import RolloutFailure
@@ -206,6 +207,18 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     )
 
 
+def test_tools_go_with_what_is_selected(tmp_path: Path) -> None:
+    prompt = Prompt(4, TOOL_TALK[:3], source="data.jsonl", tools=TOOLS)
+    said = [("two", 1.0), ("three", 0.0)]
+    group = [Trajectory(prompt, 0, [1], [True], [], [], [], reward=reward, reply=reply) for reply, reward in said]
+    write_selection([row_of(0, group, judged=True)], tmp_path, config(keep="best", pairs=True))
+    (kept,), _ = read_conversations(open_source(str(tmp_path / "kept.jsonl"), "data.path"), DataConfig())
+    (pair,), _ = read_pairs(open_source(str(tmp_path / "pairs.jsonl"), "data.path"), DataConfig())
+    assert isinstance(kept, Conversation)
+    assert (kept.messages, kept.tools) == (TOOL_TALK, TOOLS)
+    assert (pair.prompt, pair.tools) == (TOOL_TALK[:3], TOOLS)
+
+
 def test_pairs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
     summary = write_selection([row(0, ("a", 1.0), ("b", 0.0))], tmp_path, config())
     assert [file.name for file in tmp_path.iterdir()] == ["kept.jsonl"]
@@ -359,3 +372,17 @@ def test_the_table_has_a_row_for_each_set() -> None:
         "maj@2": ["0.625", "-"],
         "failed": ["25.0%", "100.0%"],
     }
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_generate(GenerateConfig.parse(tree))
+    assert "template   none: messages are joined by line breaks" in describe(plan, "")
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    tree["data"]["chat_template"] = str(file)
+    plan = plan_generate(GenerateConfig.parse(tree))
+    assert "template" not in describe(plan, "").replace(str(tmp_path), "")
+    (prompts,) = plan.sets.values()
+    assert prompts.longest == len("<user>0\n<assistant>") + 1  # the end is one token
+    tree["data"]["chat_template"] = "never"
+    assert "template   none" in describe(plan_generate(GenerateConfig.parse(tree)), "")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.supervised import TASK_VERBS, SupervisedConfig
 from trueline.data.batching import Budget
@@ -15,7 +16,8 @@ from trueline.data.chat import ChatFormat
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.trainers.dataset import Dataset, check_longest, encode_sources, load_material
-from trueline.trainers.supervised import kl_estimate, plan_supervised, shown
+from trueline.trainers.launch import show_preview
+from trueline.trainers.supervised import describe_plan, kl_estimate, plan_supervised, shown, worker_specs
 from trueline.trainers.tasks import TASKS
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0" * (1 + n % 3)} for n in range(6)]
@@ -194,3 +196,23 @@ def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokeniz
     assert len(records) == 8
     assert dataset.counts["rows"] == dataset.counts["truncated"] == 8
     assert len(dataset.formats) == 2
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(load: Any, tmp_path: Path) -> None:
+    assert "template   none: messages are joined by line breaks" in describe_plan(plan_supervised(load("dpo")))
+    assert "template " not in describe_plan(plan_supervised(load("sft", rows=[{"text": "plain"}])))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    plan = plan_supervised(load("dpo", f"data.chat_template={file}"))
+    assert "template " not in describe_plan(plan)
+    assert plan.chat.tokenizer.decode(plan.material.train.samples[0].tokens) == "<user>0+1=</s>\n<assistant>1</s>"
+    assert [spec.chat_template for spec in worker_specs(plan)] == [TOOL_TEMPLATE]
+
+
+def test_a_preview_shows_calls_and_tools(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    rows = [{"messages": TOOL_TALK[:2], "tools": TOOLS}]
+    assert show_preview(load("sft", f"data.chat_template={file}", rows=rows), 1) == 0
+    shown = '<tools>add;</s>\n<user>1+1=</s>\n<assistant>⟦<call>add{"a": 1, "b": 1}</s>⟧'
+    assert shown in capsys.readouterr().out
