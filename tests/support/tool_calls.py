@@ -16,7 +16,7 @@ TOOLS: list[Tool] = [{"type": "function", "function": {"name": "add", "parameter
 def calling(name: str = "add", **arguments: Any) -> Message:
     """The assistant's turn, with nothing but a call in it."""
     function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 ASKED: Message = {"role": "user", "content": "1+1="}

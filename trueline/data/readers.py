@@ -109,12 +109,14 @@ def parse_message(entry: Any, where: str) -> Message:
     speaker = role or fields.pop("from", None)
     content = joined_text(fields.pop("content" if "content" in fields else "value", None), where)
     calls = parse_calls(fields.pop("tool_calls", None), where)
-    if not isinstance(speaker, str) or not isinstance(content, str | None) or (content is None and not calls):
+    if content is None and calls:
+        content = ""  # which most templates can add to text, unlike nothing
+    if not isinstance(speaker, str) or not isinstance(content, str):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
     if not role and speaker not in ROLES:
         raise ConfigError(f"{where}: from={speaker!r} is not known; use one of {', '.join(ROLES)}")
-    message = {"role": ROLES.get(speaker, speaker)} | ({} if content is None else {"content": content}) | fields
-    if not (calls or str(content).strip() or message["role"] == "tool"):
+    message = {"role": ROLES.get(speaker, speaker), "content": content, **fields}
+    if not (calls or content.strip() or message["role"] == "tool"):
         raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
     return message | ({"tool_calls": calls} if calls else {})
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]  # role, content (a turn that calls tools may have none), and all other fields of the data
+Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
 Tool = dict[str, Any]  # a schema, as chat templates read it
 
 
 def content_of(message: Message) -> str:
+    """Of an environment's messages too, which may have none."""
     return str(message.get("content") or "")
 
 

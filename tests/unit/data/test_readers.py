@@ -121,10 +121,12 @@ def test_roles_that_no_table_knows_are_kept() -> None:
 
 
 def test_a_call_needs_no_text() -> None:
-    for text in ({}, {"content": None}, {"content": ""}, {"content": "I add."}):
-        messages = [TOOL_TALK[0], {**TOOL_TALK[1], **text}, TOOL_TALK[2]]
-        kept = {name: value for name, value in messages[1].items() if value is not None}
-        assert prompts({"messages": messages})[0].messages == [messages[0], kept, messages[2]]
+    """It is empty then, for most templates add it to other text."""
+    without = {name: value for name, value in TOOL_TALK[1].items() if name != "content"}
+    for written in (without, {**without, "content": None}, {**without, "content": ""}):
+        assert prompts({"messages": [TOOL_TALK[0], written, TOOL_TALK[2]]})[0].messages == TOOL_TALK[:3]
+    spoken = {**without, "content": "I add."}
+    assert prompts({"messages": [TOOL_TALK[0], spoken, TOOL_TALK[2]]})[0].messages[1] == spoken
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -149,7 +151,8 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
         (calling() | {"tool_calls": [{"name": "add", "arguments": "[1]"}]}, "arguments must be an object"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": "a=1"}]}, "found 'a=1'"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": 3}]}, "arguments must be an object"),
-        (calling() | {"tool_calls": []}, "expected role and content"),
+        (calling() | {"tool_calls": []}, "its text is empty"),
+        ({"role": "assistant", "tool_calls": []}, "expected role and content"),
         ({"role": "assistant", "content": "", "tool_calls": None}, "its text is empty"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},

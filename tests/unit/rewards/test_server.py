@@ -286,6 +286,7 @@ def test_calls_and_tools_reach_the_reward() -> None:
         async def stop(self) -> None: ...
 
     with served(Recorder) as address:
-        sent = CALL | {"messages": TOOL_TALK[:3], "tools": json.dumps(TOOLS)}
+        written = {"role": "assistant", "tool_calls": json.dumps(TOOL_TALK[1]["tool_calls"])}
+        sent = CALL | {"messages": [TOOL_TALK[0], written, TOOL_TALK[2]], "tools": json.dumps(TOOLS)}
         assert post(address, {"calls": [sent]}).json() == {"rewards": [1.0]}
     assert Recorder.calls == [CALL | {"messages": TOOL_TALK[:3], "tools": TOOLS}]

@@ -338,7 +338,8 @@ def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Pat
     with SampleFile(tmp_path / "samples.jsonl") as file:
         file.add({"number": number, **described(prompt), "answers": []})
         check_answered(file, [(number, prompt)])
-        for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": [{"role": "user", "content": "other"}]}):
+        messages = [{"role": "user", "content": "other"}]
+        for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": messages}, {"tools": TOOLS}):
             with pytest.raises(ConfigError, match="the data has changed since this run began; choose another --name"):
                 check_answered(file, [(number, replace(prompt, **change))])
 
