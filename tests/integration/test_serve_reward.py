@@ -20,8 +20,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RemoteConfig, RewardPartConfig
 from trueline.config.serving import ServingConfig
-from trueline.data.chat import ChatFormat
-from trueline.models.loading import load_tokenizer
+from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
 from trueline.rewards.model import ModelReward
 from trueline.rewards.remote import ScorerReward
@@ -96,8 +95,8 @@ def over_http(address: str, token: str, monkeypatch: pytest.MonkeyPatch) -> list
     return rewards(ScorerReward(address, part, 30, batch=64))
 
 
-def in_process(folder: Path, head: str) -> list[float]:
-    chat = ChatFormat(load_tokenizer(ModelConfig(path=str(folder))), use_template=True)
+def in_process(folder: Path, head: str, template: str = "auto") -> list[float]:
+    chat = load_chat(ModelConfig(path=str(folder)), template)
     part = RewardPartConfig(function=str(folder), steps="mean")
     return rewards(ModelReward(local_group(folder, head).score, chat, part, max_tokens=64, batch=64))
 
@@ -119,13 +118,17 @@ def test_serves_the_same_rewards_until_it_is_told_to_stop(tmp_path: Path, monkey
     assert said.endswith("stopped\n") and "Traceback" not in said
 
 
-def test_a_process_reward_model_with_a_token_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_reward_model(tmp_path / "model", "steps")
-    with serving(folder, "steps=mean", token="my-own-token") as served:
+def test_a_process_reward_model_with_a_token_and_template_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, template = make_reward_model(tmp_path / "model", "steps"), tmp_path / "chat.jinja"
+    template.write_text("[{{ messages[0].content }}]")
+    with serving(folder, "steps=mean", f"chat_template={template}", token="my-own-token") as served:
         found = over_http(served.address, "my-own-token", monkeypatch)
         said = served.stop(signal.SIGINT)
         assert served.process.returncode == 0
-    assert found == pytest.approx(in_process(folder, "steps"), abs=1e-6)
+    assert found == pytest.approx(in_process(folder, "steps", str(template)), abs=1e-6)
+    assert found != pytest.approx(in_process(folder, "steps"), abs=1e-3)
     assert "my-own-token" not in said and f"environment variable {VARIABLE}" in said
 
 

@@ -6,8 +6,11 @@ from statistics import fmean
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from tests.support.letters import rows_of, run_letters
+from tests.support.tiny import make_tiny_model
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.cli import main
 from trueline.config.algorithm import PRESETS
 
@@ -152,3 +155,24 @@ def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
         assert ("far from the 1e-03 or so" in said) is warned
         assert ("in 20 steps reward/mean has not moved beyond its noise" in said) is warned
         assert ("about 1e-03 suits a model of this size: raise it" in said) is warned
+
+
+def test_prompts_with_tools_and_a_template_file(tmp_path: Path) -> None:
+    """A prompt that ends with a tool's message: the reward sees messages and tools, the model keeps the template."""
+    make_tiny_model(tmp_path / "model", tied=True)
+    row = {"messages": TOOL_TALK[:3], "tools": json.dumps(TOOLS), "answer": "two"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "chat.jinja").write_text(TOOL_TEMPLATE)
+    expected = ("2", TOOL_TALK[:3], TOOLS)
+    reward = f"def seen(prompt, messages, tools):\n    return float((prompt, messages, tools) == {expected!r})\n"
+    (tmp_path / "reward.py").write_text(reward)
+    named = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/prompts.jsonl", "--name", "run"]
+    words = ["runtime=local", f"folder={tmp_path}", "steps=1", "groups_per_step=1", "rollout.max_new_tokens=4"]
+    words += [f"data.chat_template={tmp_path}/chat.jinja", "monitoring.tensorboard=false"]
+    assert main(["grpo", *named, "--reward", f"{tmp_path}/reward.py:seen", *words]) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["reward/mean"] == 1.0
+    transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    assert {one["prompt"] for one in transcripts} == {"2"}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoints" / "step_000001" / "model")
+    assert tokenizer.chat_template == TOOL_TEMPLATE

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.tiny import make_tiny_model
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.cli import main
 from trueline.config.supervised import TASK_VERBS
 from trueline.data.types import Sample
@@ -174,3 +175,24 @@ def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
     for rate, warned in (("1e-6", True), ("1e-3", False)):
         train(tmp_path / rate, "sft", "steps=20", f"training.learning_rate={rate}")
         assert ("in 20 steps loss has not moved beyond its noise" in capsys.readouterr().out) is warned
+
+
+def test_a_template_file_goes_with_the_model_and_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From any folder; and the exported tokenizer renders what was learnt."""
+    make_tiny_model(tmp_path / "model", tied=True)
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TOOL_TALK, "tools": TOOLS}) + "\n")
+    (tmp_path / "chat.jinja").write_text(TOOL_TEMPLATE)
+    monkeypatch.chdir(tmp_path)
+    named = ["--model", "model", "--data", f"{tmp_path}/talk.jsonl", "--name", "run", "data.chat_template=chat.jinja"]
+    local = ["runtime=local", f"folder={tmp_path}", "samples_per_step=1", "monitoring.tensorboard=false"]
+    assert main(["sft", *named, *local, "steps=1"]) == 0
+    monkeypatch.chdir("/")
+    assert main(["sft", "--resume", "--name", "run", f"folder={tmp_path}", "steps=2"]) == 0
+    for step in (1, 2):
+        tokenizer = AutoTokenizer.from_pretrained(newest(tmp_path, step) / "model")
+        assert tokenizer.chat_template == TOOL_TEMPLATE
+    assert tokenizer.apply_chat_template(TOOL_TALK[:2], tools=TOOLS, tokenize=False) == (
+        '<tools>add;</s>\n<user>1+1=</s>\n<assistant><call>add{"a": 1, "b": 1}</s>\n'
+    )

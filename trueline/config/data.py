@@ -1,11 +1,27 @@
 """Where prompts and labels come from."""
 
 import math
-from typing import Literal, Self
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from trueline.config.base import Config
+
+
+def resolve_template(value: str) -> str:
+    """The absolute path of a template's file: a run that goes on may start in another folder."""
+    if value in ("auto", "never"):
+        return value
+    file = Path(value).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(
+            f"{value}: there is no such file (looked in {Path.cwd()}); name a Jinja file, or set auto or never"
+        )
+    return str(file)
+
+
+ChatTemplate = Annotated[str, AfterValidator(resolve_template)]
 
 
 class SourceConfig(Config):
@@ -23,8 +39,8 @@ class SourceConfig(Config):
     system_prompt: str | None = None
     """Put in front of every conversation as a system message."""
 
-    chat_template: Literal["auto", "never"] = "auto"
-    """auto: prompts go through the tokenizer's chat template where it has one; never: text as it is."""
+    chat_template: ChatTemplate = "auto"
+    """auto: the tokenizer's, where it has one; a Jinja file, saved with the model; never: texts, joined by lines."""
 
     shuffle: bool = True
     """Draw rows in a seeded random order, anew in every epoch."""

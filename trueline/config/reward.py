@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trueline.config.base import Config
+from trueline.config.data import ChatTemplate
 
 
 def without_secrets(value: str) -> str:
@@ -83,8 +84,8 @@ class RewardPartConfig(Config):
     options: dict[str, Any] = {}
     """Further values that the function's parameters are filled with by name."""
 
-    chat_template: Literal["auto", "never"] = "auto"
-    """Reward models: as data.chat_template was when the model was trained."""
+    chat_template: ChatTemplate = "auto"
+    """Reward models: auto (the template saved with the model), never or a Jinja file, as they were trained."""
 
     steps: Literal["min", "mean", "product", "last"] = "min"
     """Process reward models: how the probabilities that steps are good become one number."""

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trueline.config.base import Config, merge
+from trueline.config.data import ChatTemplate
 from trueline.config.model import ModelConfig
 from trueline.config.roles import FrozenConfig
 
@@ -34,8 +35,8 @@ class ServingConfig(Config):
     max_tokens: int | None = Field(None, ge=2)
     """Longest prompt and reply; a longer one gets an error. null: what model and ranks.micro_batch_tokens allow."""
 
-    chat_template: Literal["auto", "never"] = "auto"
-    """As data.chat_template was when the model was trained."""
+    chat_template: ChatTemplate = "auto"
+    """auto (the template saved with the model), never or a Jinja file, as the model was trained."""
 
     normalize: bool = False
     """Subtract the mean and divide by the deviation that were stored with the model."""

@@ -1,16 +1,18 @@
 """Messages -> tokens: the only file that touches chat templates."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
 from trueline.config.base import ConfigError
-from trueline.data.types import Message
+from trueline.data.types import Message, Tool, called_functions, content_of
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
+UNLIKE_ANY = "\0"  # text that no answer begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,24 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
+        self.joins = False  # whether it has joined messages by line breaks
+        self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
+        self.shows_tools: bool | None = None  # told by the first row that has some
 
-    def prompt_tokens(self, messages: list[Message]) -> list[int]:
+    def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self.templated:
-            return self.text_tokens(self._render(messages, open_turn=True))
-        text = "\n".join(message["content"] for message in messages)
+            return self.text_tokens(self._render(messages, tools, open_turn=True))
+        self.joins = True
+        self.left_out |= {"tools"} if tools else set()
+        text = "\n".join(self._plain_text(message) for message in messages)
         return list(self.tokenizer(text)["input_ids"])
+
+    def remarks(self) -> list[str]:
+        """Lines for the plan: what the user may not expect of the messages encoded so far."""
+        remedy = "data.chat_template=FILE takes a Jinja file"
+        joined = f"template   none: messages are joined by line breaks, without roles; {remedy}"
+        left_out = f"template   does not show, or not everywhere: {', '.join(sorted(self.left_out))}; {remedy}"
+        return [joined] * self.joins + [left_out] * bool(self.left_out)
 
     def completion_tokens(self, text: str) -> list[int]:
         """The tokens of an answer, its end included."""
@@ -46,7 +60,9 @@ class ChatFormat:
     def reply_text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def encode(self, messages: list[Message], learn: Learn, start: int = 0) -> list[Encoded]:
+    def encode(
+        self, messages: list[Message], learn: Learn, start: int = 0, tools: Sequence[Tool] = ()
+    ) -> list[Encoded]:
         """The assistant's turns from message `start` on, each after exactly what the model is shown at inference.
 
         Turns share a sequence as long as the template only appends; where it rewrites what came before
@@ -56,7 +72,7 @@ class ChatFormat:
         earliest = max(start, 1)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= earliest]
         encode_turns = self._encode_templated if self.templated else self._encode_plain
-        return encode_turns(messages, turns[-1:] if learn == "last" else turns)
+        return encode_turns(messages, turns[-1:] if learn == "last" else turns, tools)
 
     def encode_document(self, text: str) -> Encoded:
         """All of a text and its end, with what the tokenizer puts in front of texts."""
@@ -65,25 +81,32 @@ class ChatFormat:
             tokens.append(self._end())
         return joined([(tokens, len(tokens))])
 
-    def _encode_plain(self, messages: list[Message], turns: list[int]) -> list[Encoded]:
-        answers = [self.completion_tokens(messages[turn]["content"]) for turn in turns]
-        prompts = [self.prompt_tokens(messages[:turn]) for turn in turns]
+    def _plain_text(self, message: Message) -> str:
+        if called := called_functions(message):
+            raise ConfigError(
+                f"a message calls {', '.join(called)}, which only a chat template can show: name one with "
+                "data.chat_template=FILE"
+            )
+        self.left_out |= unseen_fields(message, "")
+        return content_of(message)
+
+    def _encode_plain(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
+        answers = [self.completion_tokens(self._plain_text(messages[turn])) for turn in turns]
+        prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
         return [joined([(prompt, 0), (answer, len(answer))]) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _encode_templated(self, messages: list[Message], turns: list[int]) -> list[Encoded]:
+    def _encode_templated(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
         sequences: list[list[Piece]] = []
         spelled: str | None = None  # the text of the open sequence, as long as it is the template's own
         for turn in turns:
-            prompt = self._render(messages[:turn], open_turn=True)
-            full = self._render(messages[: turn + 1], open_turn=False)
+            prompt = self._render(messages[:turn], tools, open_turn=True)
+            full = self._render(messages[: turn + 1], tools, open_turn=False)
             if spelled is None or not prompt.startswith(spelled):
                 sequences.append([])
                 spelled = ""
-            answer = learnt_text(prompt, full, messages[turn]["content"])
-            if not answer.strip():
-                raise ConfigError(
-                    f"the chat template leaves out the text of message {turn}: change the row or template"
-                )
+            other = [*messages[:turn], {"role": "assistant", "content": UNLIKE_ANY}]
+            answer = learnt_text(prompt, full, partial(self._apply, other, tools, open_turn=False))
+            check_answer(answer, messages[turn], turn)
             sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._answer_piece(answer)]
             spelled = full if full.startswith(prompt) else None
         return [self._closed(pieces) for pieces in sequences]
@@ -102,14 +125,26 @@ class ChatFormat:
             last.append(self._end())
         return joined([*pieces[:-1], (last, len(last))])
 
-    def _render(self, messages: list[Message], open_turn: bool) -> str:
+    def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
+        text = self._apply(messages, tools, open_turn)
+        if tools and self.shows_tools is None:
+            self.shows_tools = text != self._apply(messages, (), open_turn)
+            self.left_out |= set() if self.shows_tools else {"tools"}
+        self.left_out.update(*(unseen_fields(message, text) for message in messages))
+        return text
+
+    def _apply(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn))
-        except TemplateError as error:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
+                )
+            )
+        except (TemplateError, TypeError) as error:  # the latter where a template adds an object to text, say
             roles = ", ".join(message["role"] for message in messages) or "no messages"
             raise ConfigError(
-                f"the tokenizer's chat template refuses {roles}: {error}; change the row, or set "
-                "data.chat_template=never"
+                f"the chat template refuses {roles}: {error}; change the row, or set data.chat_template to a Jinja "
+                "file or never"
             ) from error
 
     def _end(self) -> int:
@@ -118,16 +153,41 @@ class ChatFormat:
         return int(self.tokenizer.eos_token_id)
 
 
-def learnt_text(prompt: str, full: str, content: str) -> str:
-    """What `full` says beyond `prompt`, the same conversation with the assistant's turn only opened."""
+def unseen_fields(message: Message, text: str) -> set[str]:
+    """Fields of a message, besides its content, that a rendering does not show; calls are told by their names."""
+    others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
+    others |= {"tool_calls": called_functions(message)}
+    return {name for name, values in others.items() if any(value not in text for value in values)}
+
+
+def check_answer(answer: str, message: Message, turn: int) -> None:
+    if not answer.strip():
+        raise ConfigError(f"the chat template leaves out the text of message {turn}: change the row or template")
+    besides = answer.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
+    missing = [name for name in called_functions(message) if name not in besides]
+    if missing:
+        raise ConfigError(
+            f"the chat template leaves out that message {turn} calls {', '.join(missing)}: name one that shows tool "
+            "calls with data.chat_template=FILE"
+        )
+
+
+def learnt_text(prompt: str, full: str, other: Callable[[], str]) -> str:
+    """What `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
+
+    `other` renders it with another answer.
+    """
     if full.startswith(prompt):
         return full[len(prompt) :]
-    pairs = enumerate(zip(prompt, full, strict=False))
-    shared = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(full)))
+    shared = shared_length(prompt, full)
     if prompt[shared:].strip():  # the opened turn's own text may by chance begin as the answer does
-        begin = full.rfind(content.strip())
-        shared = shared if begin < 0 else min(shared, begin)
+        shared = min(shared, shared_length(other(), full))
     return full[shared:]
+
+
+def shared_length(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def joined(pieces: list[Piece]) -> Encoded:

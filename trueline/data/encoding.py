@@ -1,6 +1,6 @@
 """Records -> training samples that fit: exact tokens, what is learnt of them, and what to do with long ones."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,7 @@ import torch
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
-from trueline.data.types import Message, Sample
+from trueline.data.types import Message, Sample, Tool
 
 Policy = Literal["error", "truncate", "drop"]
 
@@ -93,7 +93,8 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
     samples: list[Sample] = []
     for record in records:
         answers = [
-            encode_answer(chat, record.prompt, answer, record.place) for answer in (record.chosen, record.rejected)
+            encode_answer(chat, record.prompt, answer, record.place, record.tools)
+            for answer in (record.chosen, record.rejected)
         ]
         fitted = [kept for answer in answers if (kept := fitting.fit(answer, record.place))]
         if len(fitted) == 2 and fitted[0].tokens == fitted[1].tokens:
@@ -110,11 +111,11 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
     No row is at fault where a prompt and a foreign answer are too long together: that answer is cut.
     """
     fitting = Fitting(max_tokens, policy)
-    own = [fitting.fit(encode_answer(chat, row.prompt, row.answer, row.place), row.place) for row in records]
+    own = [fitting.fit(encode_answer(chat, row.prompt, row.answer, row.place, row.tools), row.place) for row in records]
     kept = [(row, encoded) for row, encoded in zip(records, own, strict=True) if encoded]
     partners = [kept[number][0] for number in mismatched_rows([row for row, _ in kept], block)]
     others = [
-        encode_answer(chat, row.prompt, partner.answer, f"{row.place} with the answer of {partner.place}")
+        encode_answer(chat, row.prompt, partner.answer, f"{row.place} with the answer of {partner.place}", row.tools)
         for (row, _), partner in zip(kept, partners, strict=True)
     ]
     fitting.tally["dropped"] = len(records) - len(kept)
@@ -160,15 +161,17 @@ def encode_text(record: Conversation | Document, chat: ChatFormat, learn: Learn)
     with naming(record.place):
         if isinstance(record, Document):
             return [chat.encode_document(record.text)]
-        sequences = chat.encode(record.messages, learn)
+        sequences = chat.encode(record.messages, learn, tools=record.tools)
         if not sequences:
             raise ConfigError("no message of the assistant answers another, so nothing can be learnt: add one")
     return sequences
 
 
-def encode_answer(chat: ChatFormat, prompt: list[Message], answer: list[Message], place: str) -> Encoded:
+def encode_answer(
+    chat: ChatFormat, prompt: list[Message], answer: list[Message], place: str, tools: Sequence[Tool] = ()
+) -> Encoded:
     with naming(place):
-        sequences = chat.encode([*prompt, *answer], "all", start=len(prompt))
+        sequences = chat.encode([*prompt, *answer], "all", start=len(prompt), tools=tools)
         if len(sequences) != 1:
             raise ConfigError(
                 f"an answer of {len(answer)} messages becomes {len(sequences)} sequences, for the chat template "
@@ -179,7 +182,7 @@ def encode_answer(chat: ChatFormat, prompt: list[Message], answer: list[Message]
 
 def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tuple[Encoded, list[float]]:
     with naming(record.place):
-        tokens = chat.prompt_tokens(record.prompt)
+        tokens = chat.prompt_tokens(record.prompt, record.tools)
     mask, labels = [False] * len(tokens), [0.0] * len(tokens)
     end = chat.text_tokens(separator)  # apart from the step, so that it is the same token after every one
     for step, label in zip(record.steps, record.labels, strict=True):

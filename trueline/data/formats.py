@@ -3,14 +3,14 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
-from trueline.data.readers import COMPLETION_COLUMNS, choose_column, parse_messages, read_messages, text_of, value_of
+from trueline.data.readers import choose_column, parse_messages, read_messages, read_tools, text_of, value_of
 from trueline.data.sources import Located
-from trueline.data.types import Message
+from trueline.data.types import Message, Tool, content_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Conversation:
 
     messages: list[Message]
     place: str
+    tools: list[Tool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Pair:
     rejected: list[Message]
     margin: float
     place: str
+    tools: list[Tool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Rated:
     answer: list[Message]
     desirable: bool
     place: str
+    tools: list[Tool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class StepRated:
     steps: list[str]
     labels: list[float]
     place: str
+    tools: list[Tool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ Record = TypeVar("Record")
 RowReader = Callable[[Located, Columns, DataConfig], list[Record]]
 
 PROMPT = Role("prompt", ("prompt", "question", "messages"))
-COMPLETION = Role("completion", COMPLETION_COLUMNS)
+COMPLETION = Role("completion", ("completion", "answer", "response"))
 FORMATS = {
     "messages": (Role("messages", ("messages",)),),
     "conversations": (Role("messages", ("conversations", "conversation")),),
@@ -106,7 +110,7 @@ def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | Non
     def read(located: Located, columns: Columns, config: DataConfig) -> list[Pair]:
         prompt, chosen, rejected = answers_of(located, columns, config)
         margin = number_of(located, margin_column) if margin_column is not None else 0.0
-        return [Pair(prompt, chosen, rejected, margin, located.place)]
+        return [Pair(prompt, chosen, rejected, margin, located.place, read_tools(located))]
 
     return read_rows(rows, config, {"preference": read})
 
@@ -230,7 +234,7 @@ def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Co
             f"{located.place}: column {column!r} has no message of the assistant that answers another, so nothing can "
             "be learnt: add it, or name the column with the answer by data.completion_column=..."
         )
-    return [Conversation(with_system(messages, config), located.place)]
+    return [Conversation(with_system(messages, config), located.place, read_tools(located))]
 
 
 def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
@@ -241,12 +245,13 @@ def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[
         raise ConfigError(f"{located.place}: column {columns['input']!r} must be text, found {added!r:.80}")
     content = f"{request}\n\n{added}" if added.strip() else request
     answer = {"role": "assistant", "content": text_of(located, columns["completion"])}
-    return [Conversation(with_system([{"role": "user", "content": content}, answer], config), located.place)]
+    messages = with_system([{"role": "user", "content": content}, answer], config)
+    return [Conversation(messages, located.place, read_tools(located))]
 
 
 def read_completion(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
     messages = prompt_of(located, columns, config) + answer_of(located, columns["completion"])
-    return [Conversation(messages, located.place)]
+    return [Conversation(messages, located.place, read_tools(located))]
 
 
 def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
@@ -263,13 +268,13 @@ def answers_of(
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
-        raise ConfigError(f"{located.place}: chosen and rejected are the same: {chosen[-1]['content']!r:.80}")
+        raise ConfigError(f"{located.place}: chosen and rejected are the same: {content_of(chosen[-1])!r:.80}")
     if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
         shared = shared_turns(chosen, rejected)
         if any(message not in chosen[:shared] for message in prompt):
             raise ConfigError(
                 f"{located.place}: chosen and rejected are whole conversations, but the prompt is not among the "
-                f"{shared} messages that they share: {prompt[-1]['content']!r:.80}"
+                f"{shared} messages that they share: {content_of(prompt[-1])!r:.80}"
             )
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
@@ -313,12 +318,13 @@ def number_of(located: Located, column: str) -> float:
 
 def rated_of(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
     prompt, answer = prompt_of(located, columns, config), answer_of(located, columns["completion"])
-    return [Rated(prompt, answer, truth_of(located, columns["rating"]), located.place)]
+    return [Rated(prompt, answer, truth_of(located, columns["rating"]), located.place, read_tools(located))]
 
 
 def rated_from_pair(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
     prompt, chosen, rejected = answers_of(located, columns, config)
-    return [Rated(prompt, chosen, True, located.place), Rated(prompt, rejected, False, located.place)]
+    answers = ((chosen, True), (rejected, False))
+    return [Rated(prompt, answer, desirable, located.place, read_tools(located)) for answer, desirable in answers]
 
 
 def truth_of(located: Located, column: str) -> bool:
@@ -340,7 +346,8 @@ def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[Ste
     for number, label in enumerate(labels):
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             raise ConfigError(f"{located.place}: label {number} must be true, false or 0 to 1, found {label!r:.80}")
-    return [StepRated(prompt_of(located, columns, config), steps, [float(label) for label in labels], located.place)]
+    prompt, numbers = prompt_of(located, columns, config), [float(label) for label in labels]
+    return [StepRated(prompt, steps, numbers, located.place, read_tools(located))]
 
 
 def list_of(located: Located, column: str) -> list[Any]:

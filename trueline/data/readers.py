@@ -1,15 +1,15 @@
 """Dataset row -> prompt to answer, and what every reader of rows shares: columns, texts, messages."""
 
+import json
 from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.sources import Located
-from trueline.data.types import Message, Prompt
+from trueline.data.types import Message, Prompt, Tool
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")
-COMPLETION_COLUMNS = ("completion", "answer", "response")
 ROLES = {  # a speaker's name, as datasets have it -> the role that chat templates know
     "human": "user",
     "user": "user",
@@ -19,6 +19,8 @@ ROLES = {  # a speaker's name, as datasets have it -> the role that chat templat
     "bot": "assistant",
     "model": "assistant",
     "system": "system",
+    "tool": "tool",
+    "observation": "tool",
 }
 
 
@@ -32,6 +34,7 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
             label=value_of(located, label_column) if label_column else None,
             source=source,
             columns=located.row,
+            tools=read_tools(located),
         )
         for number, located in enumerate(rows)
     ]
@@ -89,23 +92,95 @@ def checked_messages(value: list[Any], located: Located, column: str) -> list[Me
 
 
 def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
-    """Role and content, or ShareGPT's from and value, of every message; other keys of theirs are left out."""
+    """Every message with all of its fields."""
     where = f"{located.place}: column {column!r}"
     if not isinstance(value, list):
         raise ConfigError(f"{where} must be a list of messages, found {value!r:.80}")
     if not value:
         raise ConfigError(f"{where} holds no message")
-    return [parse_message(entry, f"{where}, message {number}") for number, entry in enumerate(value)]
+    entries = enumerate(given_fields(located, value))
+    return [parse_message(entry, f"{where}, message {number}") for number, entry in entries]
 
 
 def parse_message(entry: Any, where: str) -> Message:
-    fields = entry if isinstance(entry, dict) else {}
-    role, speaker = fields.get("role"), fields.get("role") or fields.get("from")
-    content = fields.get("value") if fields.get("content") is None else fields["content"]
-    if not isinstance(content, str) or not isinstance(speaker, str):
+    """Fields without a value are left out; ShareGPT's from and value get their usual names."""
+    fields = {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
+    role = fields.pop("role", None)
+    speaker = role or fields.pop("from", None)
+    content = joined_text(fields.pop("content" if "content" in fields else "value", None), where)
+    calls = parse_calls(fields.pop("tool_calls", None), where)
+    if content is None and calls:
+        content = ""  # which most templates can add to text, unlike nothing
+    if not isinstance(speaker, str) or not isinstance(content, str):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
-    if not content.strip():
-        raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
     if not role and speaker not in ROLES:
         raise ConfigError(f"{where}: from={speaker!r} is not known; use one of {', '.join(ROLES)}")
-    return {"role": ROLES.get(speaker, speaker), "content": content}
+    message = {"role": ROLES.get(speaker, speaker), "content": content, **fields}
+    if not (calls or content.strip() or message["role"] == "tool"):
+        raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def joined_text(content: Any, where: str) -> Any:
+    """The text of content that comes in parts; other content as it is."""
+    if not isinstance(content, list):
+        return content
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where}: part {number} of its content is of type {kind!r}: only text is read; leave it out"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = [] if value is None else unpacked(value)
+    if not isinstance(calls, list):
+        raise ConfigError(f"{where}: tool_calls must be a list, found {value!r:.80}")
+    return [parse_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls)]
+
+
+def parse_call(call: Any, where: str) -> dict[str, Any]:
+    """As chat templates expect it: with arguments that are an object, where OpenAI writes them as text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
+        raise ConfigError(f"{where}: expected the name of a function, and its arguments, found {call!r:.80}")
+    given = function.get("arguments")
+    arguments = {} if given in (None, "") else unpacked(given)
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{where}: arguments must be an object, or JSON text of one, found {given!r:.80}")
+    complete = {**function, "arguments": arguments}
+    return complete if function is call else {**call, "function": complete}
+
+
+def read_tools(located: Located) -> list[Tool]:
+    """What the column `tools` offers to the model: a list of schemas, or JSON text of one."""
+    value = given_fields(located, located.row.get("tools"))
+    tools = [] if value in (None, "") else unpacked(value)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(
+            f"{located.place}: column 'tools' must be a list of tool schemas or JSON text of one, found {value!r:.80}; "
+            "mend it or rename the column"
+        )
+    return tools
+
+
+def unpacked(value: Any) -> Any:
+    """What text says in JSON; what is no such text as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        return value
+
+
+def given_fields(located: Located, value: Any) -> Any:
+    return without_nulls(value) if located.padded else value
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return value

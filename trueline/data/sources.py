@@ -21,6 +21,7 @@ class Located:
 
     row: Row
     place: str
+    padded: bool = False  # nested fields that it has not are there as nulls, for Arrow gives all rows the same
 
 
 def open_source(path: str, key: str) -> list[Located]:
@@ -120,7 +121,7 @@ def read_arrow(file: Path) -> Iterator[Located]:
 
 def table_rows(table: arrow.Table, place: Path | str) -> Iterator[Located]:
     for number, row in enumerate(table.to_pylist(), 1):
-        yield Located(row, f"{place}, row {number}")
+        yield Located(row, f"{place}, row {number}", padded=True)
 
 
 def read_hub(name: str, key: str) -> Iterator[Located]:

@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Message = dict[str, str]  # role and content
+Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
+Tool = dict[str, Any]  # a schema, as chat templates read it
+
+
+def content_of(message: Message) -> str:
+    """Of an environment's messages too, which may have none."""
+    return str(message.get("content") or "")
+
+
+def called_functions(message: Message) -> list[str]:
+    return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
 
 
 class Outcome(StrEnum):
@@ -39,6 +49,7 @@ class Prompt:
     label: Any = None
     source: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
+    tools: list[Tool] = field(default_factory=list)  # that the model may call
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,6 +1,6 @@
 """One question, one answer, one reward."""
 
-from trueline.data.types import Message, Prompt
+from trueline.data.types import Message, Prompt, content_of
 from trueline.environments.base import Environment, Step
 from trueline.rewards.base import Call
 from trueline.rewards.combined import CombinedReward
@@ -25,8 +25,9 @@ def reward_call(prompt: Prompt, reply: str) -> Call:
     """What a reward may ask of an answer, by name."""
     return {
         **prompt.columns,
+        **({"tools": prompt.tools} if "tools" in prompt.columns else {}),
         "reply": reply,
-        "prompt": prompt.messages[-1]["content"],
+        "prompt": content_of(prompt.messages[-1]),
         "messages": prompt.messages,
         "label": prompt.label,
     }

@@ -10,6 +10,7 @@ import torch
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
+from trueline.data.chat import ChatFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -134,6 +135,17 @@ def load_tokenizer(config: ModelConfig) -> Any:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path={config.path}: its tokenizer has no end-of-sequence token; set eos_token")
     return tokenizer
+
+
+def load_chat(config: ModelConfig, template: str) -> ChatFormat:
+    """`template` as data.chat_template has it; that of a file takes the place of the tokenizer's own."""
+    tokenizer = load_tokenizer(config)
+    if template not in ("auto", "never"):
+        try:
+            tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={template}: cannot be read ({error}); name a Jinja file") from None
+    return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer))
 
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:

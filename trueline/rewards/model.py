@@ -15,7 +15,7 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_answer, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
-from trueline.data.types import Sample
+from trueline.data.types import Sample, Tool
 from trueline.rewards.base import Call, RewardFailure
 from trueline.rewards.gathering import Gathering, Scored
 
@@ -122,7 +122,7 @@ class ModelReward:
 
     def _encode(self, call: Call) -> Sample | RewardFailure:
         try:
-            json.dumps([call["reply"], call["messages"]], ensure_ascii=False).encode()
+            json.dumps([call["reply"], call["messages"], tools_of(call)], ensure_ascii=False, default=str).encode()
             sample = self._answer(call) if self.head == "reward" else self._steps(call)
         except ConfigError as error:  # of a chat template, say, that refuses a conversation
             return RewardFailure(f"{self.part.function}: {error}")
@@ -138,15 +138,15 @@ class ModelReward:
     def _answer(self, call: Call) -> Sample:
         """As `rm` trains it; a reply without text, which it never saw, is the end token alone."""
         if not call["reply"].strip():
-            tokens = [*self.chat.prompt_tokens(call["messages"]), *self.chat.completion_tokens("")]
+            tokens = [*self.chat.prompt_tokens(call["messages"], tools_of(call)), *self.chat.completion_tokens("")]
             return to_tensors(Encoded(tokens, [False] * len(tokens)))
         answer = [{"role": "assistant", "content": call["reply"]}]
-        return to_tensors(encode_answer(self.chat, call["messages"], answer, "the reply"))
+        return to_tensors(encode_answer(self.chat, call["messages"], answer, "the reply", tools_of(call)))
 
     def _steps(self, call: Call) -> Sample:
         """As `prm` trains it; a reply without text is one empty step."""
         steps = [step for step in call["reply"].split(self.separator) if step.strip()] or [""]
-        record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply")
+        record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply", tools_of(call))
         return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
 
     def _read(self, sample: Sample, scores: Tensor) -> Scored:
@@ -157,3 +157,7 @@ class ModelReward:
             value = STEPS[self.part.steps](scores.float().softmax(-1)[sample.mask, 1].tolist())
         value = (value - self.mean) / self.deviation
         return value if math.isfinite(value) else RewardFailure(f"{self.part.function}: its score is {value}")
+
+
+def tools_of(call: Call) -> list[Tool]:
+    return list(call.get("tools") or [])

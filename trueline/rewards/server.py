@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from trueline.config.base import ConfigError
+from trueline.data.readers import parse_message, read_tools
+from trueline.data.sources import Located
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 
 MAX_BYTES = 32 * 2**20  # of one request
@@ -77,17 +79,17 @@ async def score_one(reward: Reward, call: Any) -> float | dict[str, str]:
 
 
 def checked(call: Any) -> Call:
-    """What every reward may rely on."""
+    """What every reward may rely on: a reply, and messages and tools as the readers of datasets make them."""
     if not isinstance(call, dict) or not isinstance(call.get("reply"), str):
         raise RewardFailure(f'a call is an object with a text "reply", got {call!r:.200}')
     messages = call.get("messages")
-    if not isinstance(messages, list) or not messages or not all(is_message(message) for message in messages):
+    if not isinstance(messages, list) or not messages:
         raise RewardFailure(f'"messages" is a list of {{"role": text, "content": text}}, got {messages!r:.200}')
-    return call
-
-
-def is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    try:
+        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages)]
+        return {**call, "messages": parsed, "tools": read_tools(Located(call, "the call"))}
+    except ConfigError as error:
+        raise RewardFailure(str(error)) from None
 
 
 class Handler(BaseHTTPRequestHandler):

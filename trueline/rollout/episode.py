@@ -40,7 +40,7 @@ class Episodes:
             messages = await attempt(environment.reset(prompt), trajectory)
             if messages is None:
                 return trajectory
-            trajectory.add_observation(self.chat.prompt_tokens(messages))
+            trajectory.add_observation(self.chat.prompt_tokens(messages, prompt.tools))
             sampling = replace(params, seed=ticket.seed)
             completion = await self.pool.generate(trajectory.tokens, sampling, ticket.group, ticket.request(0))
             trajectory.add_action(completion)

@@ -11,7 +11,6 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
 from trueline.environments.base import Environment
 from trueline.environments.single_turn import SingleTurn
-from trueline.models.loading import load_tokenizer, stop_tokens
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -86,7 +85,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        talk = converse(config.model, config.data.chat_template, pool, lambda: SingleTurn(rewards), loop)
+        talk = converse(plan.chat, pool, lambda: SingleTurn(rewards), loop)
         sync = make_sync(plan, models.policy, pool, talk)
         progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
@@ -120,8 +119,10 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     waits = config.algorithm.critic_only_steps if config.algorithm.needs_critic() else 0
     learns = max(config.steps - waits, 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
+    template = plan.chat.tokenizer.chat_template
     specs = [
-        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds) for rank in range(ranks)
+        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
+        for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
     engines = start_engines(
@@ -171,10 +172,9 @@ def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, see
 
 
 def converse(
-    model: ModelConfig, template: str, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
+    chat: ChatFormat, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
 ) -> Conversations:
-    chat = ChatFormat(load_tokenizer(model), template == "auto")
-    return Conversations(Episodes(pool, chat), environment, tuple(stop_tokens(model, chat.tokenizer)), loop)
+    return Conversations(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)
 
 
 def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:
@@ -207,7 +207,7 @@ def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversa
     exact = config.model.dtype == config.rollout.dtype == "float32"
     assert config.rollout.max_prompt_tokens
     length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
-    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages)
+    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
     in_process = config.runtime == "local"

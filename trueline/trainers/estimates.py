@@ -87,6 +87,7 @@ def describe_batches(plan: RLPlan) -> list[str]:
         f"data       {count} prompts, {held_out} held out"
         + (f", {dropped} too long and left out" if dropped else "")
         + f"; longest prompt {plan.longest_prompt} tokens, answers up to {config.rollout.max_new_tokens}",
+        *plan.chat.remarks(),
         f"batch      {config.groups_per_step} prompts x {config.algorithm.group_size} answers = {answers} per step"
         f", {config.minibatches * config.epochs} optimizer steps of {answers // config.minibatches}",
         f"length     {config.steps} steps = {config.steps * config.groups_per_step / count:.2g} epochs"

@@ -9,7 +9,6 @@ from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.preview import render
-from trueline.models.loading import load_tokenizer
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.rollout.failures import RolloutFailure
@@ -49,13 +48,12 @@ def show_preview(config: SupervisedConfig, rows: int) -> int:
     """The first rows as the model will see them, learnt stretches marked."""
     plan = supervised.plan_supervised(config, here=False)
     train = plan.material.train
-    tokenizer = load_tokenizer(plan.config.model)
     color = sys.stdout.isatty()
     sys.stdout.write(supervised.describe_plan(plan) + "\n")
     for number, sample in enumerate(train.samples[: rows * train.task.together]):
         row, part = divmod(number, train.task.together)
         which = f" {('chosen', 'rejected')[part]}" if train.task.together == 2 else ""
-        sys.stdout.write(f"\nrow {row + 1}{which}: {render(sample, tokenizer, color)}\n")
+        sys.stdout.write(f"\nrow {row + 1}{which}: {render(sample, plan.chat.tokenizer, color)}\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
@@ -42,6 +42,7 @@ class RLPlan:
     roles: list[RoleModel]
     sources: list[PromptSet]  # one for each dataset
     evaluation_sets: dict[str, list[Prompt]]
+    chat: ChatFormat
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -72,7 +73,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_installed("rollout.engine", config.rollout.engine, "hf")
     facts = check_model(config.model)
     machine = this_machine()
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+    chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
     config, roles = resolve(config, facts, machine, [*trained, *tested.values()])
@@ -84,7 +85,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets))
+    return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets, chat))
 
 
 def check_names(config: RLConfig) -> None:

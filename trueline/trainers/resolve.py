@@ -10,6 +10,7 @@ from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.rl import RolloutConfig
 from trueline.data.chat import ChatFormat
+from trueline.data.encoding import naming
 from trueline.data.readers import read_prompts
 from trueline.data.sources import open_source
 from trueline.data.types import Prompt
@@ -105,7 +106,12 @@ def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:
 
 
 def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
-    return Measured(prompts, [len(chat.prompt_tokens(prompt.messages)) for prompt in prompts])
+    return Measured(prompts, [prompt_length(prompt, chat) for prompt in prompts])
+
+
+def prompt_length(prompt: Prompt, chat: ChatFormat) -> int:
+    with naming(f"prompt {prompt.id} of {prompt.source}"):
+        return len(chat.prompt_tokens(prompt.messages, prompt.tools))
 
 
 def fitting_prompts(source: Measured, limit: int | None, too_long: str) -> PromptSet:

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.data.chat import ChatFormat
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.single_turn import reward_call
-from trueline.models.loading import load_tokenizer, stop_tokens
+from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
 from trueline.rewards.combined import CombinedReward, kind_of
 from trueline.rewards.model import ModelReward, check_reward_model
@@ -69,8 +68,7 @@ def open_rewards(
 
 def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:
     """The reward model reads messages through its own tokenizer and template."""
-    tokenizer = load_tokenizer(role.model)
-    chat = ChatFormat(tokenizer, part.chat_template == "auto", stop_tokens(role.model, tokenizer))
+    chat = load_chat(role.model, part.chat_template)
     longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.ring)
     return ModelReward(group.score, chat, part, max_tokens=longest, batch=config.batch)
 

@@ -32,7 +32,13 @@ def row_of(number: int, group: Group, judged: bool) -> Row:
 
 
 def described(prompt: Prompt) -> Row:
-    return {"id": prompt.id, "source": prompt.source, "prompt": prompt.messages, "label": prompt.label}
+    said = {"id": prompt.id, "source": prompt.source, "prompt": prompt.messages, "label": prompt.label}
+    return said | ({"tools": prompt.tools} if prompt.tools else {})
+
+
+def prompt_columns(row: Row) -> Row:
+    """What whoever trains on an answer must know of its prompt."""
+    return {name: row[name] for name in ("prompt", "tools") if name in row}
 
 
 def answer_of(trajectory: Trajectory, judged: bool) -> Answer:
@@ -166,14 +172,14 @@ def pair_of(row: Row, config: GenerateConfig) -> tuple[Answer, Answer] | None:
 
 def kept_row(row: Row, answer: Answer) -> Row:
     """As `sft` reads it."""
-    return {"prompt": row["prompt"], "completion": answer["reply"], "reward": answer["reward"]}
+    return {**prompt_columns(row), "completion": answer["reply"], "reward": answer["reward"]}
 
 
 def pair_row(row: Row, pair: tuple[Answer, Answer]) -> Row:
     """As `dpo` and `rm` read it."""
     better, worse = pair
     rewards = {"chosen_reward": better["reward"], "rejected_reward": worse["reward"]}
-    return {"prompt": row["prompt"], "chosen": better["reply"], "rejected": worse["reply"], **rewards}
+    return {**prompt_columns(row), "chosen": better["reply"], "rejected": worse["reply"], **rewards}
 
 
 @dataclass(slots=True)

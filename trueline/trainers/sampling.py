@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.data.types import Prompt
+from trueline.data.types import Message, Prompt
 from trueline.environments.base import Environment, Step
 from trueline.environments.single_turn import SingleTurn
 from trueline.monitoring.progress import Progress
@@ -89,7 +89,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
             rewards = open_rewards(config.reward, plan.judges, judges, folder.logs)
             stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
             environment = lambda: SingleTurn(rewards)  # noqa: E731
-        yield converse(config.model, config.data.chat_template, pool, environment, loop)
+        yield converse(plan.chat, pool, environment, loop)
 
 
 def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
@@ -106,7 +106,7 @@ def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, Mo
 class Unjudged(Environment):
     """One question, one answer; the reward of 0 means nothing and is not written down."""
 
-    async def reset(self, prompt: Prompt) -> list[dict[str, str]]:
+    async def reset(self, prompt: Prompt) -> list[Message]:
         return prompt.messages
 
     async def step(self, reply: str) -> Step:
@@ -184,7 +184,7 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
     rows = file.rows(number for number, _ in answered)
     for (number, prompt), row in zip(answered, rows, strict=True):
         now = json.loads(line_of(described(prompt)))
-        if any(row.get(key) != now[key] for key in ("id", "source", "prompt")):
+        if any(row.get(key) != now.get(key) for key in ("id", "source", "prompt", "tools")):
             raise ConfigError(
                 f"{file.path}: number {number} answers another prompt than row {prompt.id} of {prompt.source}, which "
                 "has that number now: the data has changed since this run began; choose another --name"

@@ -8,7 +8,7 @@ from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
 from trueline.data.types import Prompt
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
 from trueline.trainers.answers import Numbered
@@ -37,6 +37,7 @@ class SamplingPlan(Generic[Kind]):
     layout: Layout
     judges: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
+    chat: ChatFormat
 
     def prompts(self) -> int:
         return sum(len(one.prompts) for one in self.sets.values())
@@ -71,7 +72,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) 
     config = config.replaced(values)
     judges = reward_models(config.reward, config.reward_model, config.model, 1)
     engines = engine_count(config, judges, machine)
-    chat = ChatFormat(load_tokenizer(config.model), config.data.chat_template == "auto")
+    chat = load_chat(config.model, config.data.chat_template)
     sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
     config = config.replaced({"rollout": resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)})
     layout = Layout(0, engines, config.rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
@@ -79,7 +80,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) 
     check_rollout(config.rollout, config.model, facts, machine)
     limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, machine, facts, layout, judges, fitted)
+    return SamplingPlan(config, machine, facts, layout, judges, fitted, chat)
 
 
 def engine_count(config: SamplingConfig, judges: list[RoleModel], machine: Machine) -> int:
@@ -122,6 +123,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             f"data       {plan.prompts()} prompts"
             + (f", {dropped} too long and left out" if dropped else "")
             + f"; longest prompt {longest} tokens, answers up to {config.rollout.max_new_tokens}",
+            *plan.chat.remarks(),
             f"work       {work}",
         ]
     )

@@ -17,9 +17,8 @@ from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.config.roles import FrozenConfig
 from trueline.config.serving import ServingConfig
-from trueline.data.chat import ChatFormat
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer, stop_tokens
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port, serve_until
@@ -132,8 +131,7 @@ async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
 
-    tokenizer = load_tokenizer(plan.model)
-    chat = ChatFormat(tokenizer, config.chat_template == "auto", stop_tokens(plan.model, tokenizer))
+    chat = load_chat(plan.model, config.chat_template)
     reward = ModelReward(score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
     token = os.environ.get(config.token_variable, "").strip()
     server = RewardServer(listener, reward, loop, token=token or secrets.token_urlsafe(32), name=config.model.path)

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 from trueline.algorithms.correction import mismatch_metrics
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.types import Outcome, Sample, Trajectory
+from trueline.data.types import Outcome, Sample, Trajectory, content_of
 from trueline.rollout.rollouts import Dropped, Group, judged_reward
 
 Metrics = dict[str, float]
@@ -107,7 +107,7 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
 def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
     return {
         "purpose": purpose,
-        "prompt": trajectory.prompt.messages[-1]["content"],
+        "prompt": content_of(trajectory.prompt.messages[-1]),
         "reply": trajectory.reply,
         "label": trajectory.prompt.label,
         "reward": trajectory.reward,

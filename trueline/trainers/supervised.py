@@ -17,7 +17,7 @@ from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer, stop_tokens
+from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.speed import flops_per_token, speed_metrics
@@ -50,6 +50,7 @@ class SupervisedPlan:
     material: Material
     steps: int
     longest: int
+    chat: ChatFormat
 
     def fingerprint(self) -> Tree:
         data, train = self.config.data, self.material.train
@@ -61,7 +62,8 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
-    material = load_material(config, chat_format(config))
+    chat = load_chat(config.model, config.data.chat_template)
+    material = load_material(config, chat)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
     config = settle_memory(config, facts, machine, longest) if here else config
@@ -69,7 +71,7 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     assert config.training.ranks
     layout = Layout(config.training.ranks)
     check_devices(layout, machine)
-    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest)
+    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
 
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
@@ -128,11 +130,6 @@ def check_teacher(config: DistillRunConfig) -> None:
     check_model(teacher_model(config))
 
 
-def chat_format(config: SupervisedConfig) -> ChatFormat:
-    tokenizer = load_tokenizer(config.model)
-    return ChatFormat(tokenizer, config.data.chat_template == "auto", stop_tokens(config.model, tokenizer))
-
-
 def describe_plan(plan: SupervisedPlan) -> str:
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
     devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
@@ -143,6 +140,7 @@ def describe_plan(plan: SupervisedPlan) -> str:
         f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
         *(f"format     {described}" for described in train.formats),
         *([f"held out   {held_out.rows()} rows"] if held_out else []),
+        *plan.chat.remarks(),
     ]
     return "\n".join(
         [
@@ -317,6 +315,7 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
             config.timeout_seconds,
             head=plan.material.train.task.head,
             distill=config.distill if isinstance(config, DistillRunConfig) else None,
+            chat_template=plan.chat.tokenizer.chat_template,
         )
         for rank in range(world)
     ]

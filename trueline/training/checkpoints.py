@@ -68,6 +68,7 @@ class ModelFolder:
 
     path: Path
     source: ModelConfig
+    chat_template: str | None = None  # None: the source's own
 
     def save(self, model: Any, weights: dict[str, Tensor], adapter: Any | None) -> None:
         self.path.mkdir(parents=True)
@@ -80,7 +81,9 @@ class ModelFolder:
             model.config.save_pretrained(self.path)
             if model.can_generate():
                 model.generation_config.save_pretrained(self.path)
-        load_tokenizer(self.source).save_pretrained(self.path)
+        tokenizer = load_tokenizer(self.source)
+        tokenizer.chat_template = self.chat_template or tokenizer.chat_template
+        tokenizer.save_pretrained(self.path)
 
 
 class Checkpoints:

@@ -54,6 +54,7 @@ class WorkerSpec:
     timeout_seconds: float = 1800.0
     head: str = "language"  # or "reward", "steps", "value"
     distill: DistillConfig | None = None
+    chat_template: str | None = None  # that is saved with the model; None: the tokenizer's own
 
     def mesh(self) -> Mesh:
         return Mesh(self.world, self.model.ring, self.model.tensor_parallel)
@@ -250,20 +251,20 @@ class Worker:
 
         What goes wrong on the disk is returned: the ranks go on together.
         """
-        write = self.spec.rank == 0
+        spec, target = self.spec, Path(folder)
+        write = spec.rank == 0
         weights = gathered(self.engine.masters() if self.adapter else self.engine.weights(), write)
         states = gathered(
             ((f"{name}/{part}", tensor) for name, state in self.engine.state() for part, tensor in state.items()), write
         )
         states |= gathered(((f"{name}/average", tensor) for name, tensor in self.engine.averages()), write)
-        target = Path(folder)
         try:
-            save_tensors(target / f"random-{self.spec.rank}.safetensors", random_states(), {})
+            save_tensors(target / f"random-{spec.rank}.safetensors", random_states(), {})
             if write:
-                ModelFolder(target / "model", self.spec.model).save(self.model, weights, self.adapter)
+                ModelFolder(target / "model", spec.model, spec.chat_template).save(self.model, weights, self.adapter)
                 save_tensors(target / "training.safetensors", states, {"steps": str(self.engine.steps)})
         except (OSError, SafetensorError) as error:
-            return f"rank {self.spec.rank}: {error}"
+            return f"rank {spec.rank}: {error}"
         return None
 
     def load(self, folder: str) -> None:

@@ -4,6 +4,7 @@ from itertools import groupby
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn, learnt_text
 from trueline.data.types import Message
@@ -238,7 +239,7 @@ def test_the_first_token_is_never_learnt(tokenizer: PreTrainedTokenizerFast) -> 
 def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, REFUSES_SYSTEM)
     assert chat.encode(TALK[1:], "all")
-    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template=never"):
+    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template"):
         chat.encode(TALK, "all")
 
 
@@ -256,14 +257,85 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
 
 
 @pytest.mark.parametrize(
-    ("prompt", "full", "content", "learnt"),
+    ("prompt", "full", "other", "learnt"),
     [
-        ("u:", "u:a.", "a", "a."),
-        ("u:<t>", "u:a.", "a", "a."),
-        ("u:<t>", "u:<b.", "<b", "<b."),
-        ("u:<t>\n", "u:<t>a.", "<t>a", "a."),
-        ("u:<t>", "u:<changed>.", "other", "changed>."),
+        ("u:", "u:a.", "u:_.", "a."),
+        ("u:<t>", "u:a.", "u:_.", "a."),
+        ("u:<t>", "u:<b.", "u:_.", "<b."),
+        ("u:<t>\n", "u:<t>a.", "u:_.", "a."),
+        ("u:<t>", "u:<changed>.", "u:_.", "<changed>."),
+        ("u:<t>a", "u:<t>b.", "u:<t>_.", "b."),
     ],
 )
-def test_what_is_learnt_of_a_rendering(prompt: str, full: str, content: str, learnt: str) -> None:
-    assert learnt_text(prompt, full, content) == learnt
+def test_what_is_learnt_of_a_rendering(prompt: str, full: str, other: str, learnt: str) -> None:
+    assert learnt_text(prompt, full, lambda: other) == learnt
+
+
+# Tools
+
+CALLED = '<call>add{"a": 1, "b": 1}</s>'
+
+
+def test_calls_are_learnt_and_tools_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, TOOL_TEMPLATE)
+    (encoded,) = chat.encode(TOOL_TALK, "all", tools=TOOLS)
+    assert whole_text(chat, encoded) == (
+        f"<tools>add;</s>\n<user>1+1=</s>\n<assistant>{CALLED}\n<tool>2</s>\n<assistant>two</s>"
+    )
+    assert learnt_stretches(chat, encoded) == [CALLED, "two</s>"]
+    prompt = chat.tokenizer.decode(chat.prompt_tokens(TOOL_TALK[:3], TOOLS))
+    assert whole_text(chat, encoded).startswith(prompt) and prompt.endswith("<tool>2</s>\n<assistant>")
+    assert chat.remarks() == []
+
+
+def test_a_call_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    opened = TOOL_TEMPLATE.replace("<assistant>{% endif %}", "<assistant><calm>{% endif %}")
+    chat = chat_with(tokenizer, opened)
+    (encoded,) = chat.encode(TOOL_TALK[:2], "all")
+    assert whole_text(chat, encoded) == f"<user>1+1=</s>\n<assistant><calm>{CALLED}"
+    assert learnt_stretches(chat, encoded) == [CALLED]
+
+
+@pytest.mark.parametrize("content", ["", "I call add."])
+def test_a_template_that_leaves_out_calls_is_refused(tokenizer: PreTrainedTokenizerFast, content: str) -> None:
+    chat = chat_with(tokenizer, CHATML)
+    with pytest.raises(ConfigError, match=r"leaves out that message 1 calls add: .*data\.chat_template=FILE"):
+        chat.encode([TOOL_TALK[0], {**calling(), "content": content}], "all")
+
+
+def test_without_a_template_calls_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, None)
+    for encode in (lambda: chat.prompt_tokens(TOOL_TALK[:3]), lambda: chat.encode(TOOL_TALK[:2], "all")):
+        with pytest.raises(ConfigError, match=r"calls add, which only a chat template can show: .*chat_template=FILE"):
+            encode()
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_what_is_not_shown_is_told(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
+    chat = chat_with(tokenizer, template)
+    chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all", tools=TOOLS)
+    assert [line for line in chat.remarks() if "name, tools" in line and "data.chat_template=FILE" in line]
+    if template:
+        chat.prompt_tokens([*TOOL_TALK[:2], RESULT | {"tool_call_id": "7"}])
+        assert "name, tool_call_id, tool_calls, tools" in chat.remarks()[-1]
+
+
+def test_what_is_shown_is_not_told(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, CHATML.replace("message.role", "message.role + ' ' + (message.name or '')"))
+    chat.prompt_tokens([{**TALK[1], "name": "Ann"}])
+    assert chat.remarks() == []
+
+
+def test_messages_that_are_joined_are_told(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, None)
+    chat.encode_document("plain text has no messages")
+    assert chat.remarks() == []
+    chat.prompt_tokens(MESSAGES)
+    (line,) = chat.remarks()
+    assert line.startswith("template   none: messages are joined by line breaks") and "data.chat_template=FILE" in line
+
+
+def test_a_template_that_takes_arguments_for_text_refuses_objects(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, TOOL_TEMPLATE.replace("arguments | tojson", "arguments + ''"))
+    with pytest.raises(ConfigError, match=r"refuses user, assistant: .*dict"):
+        chat.encode(TOOL_TALK[:2], "all")

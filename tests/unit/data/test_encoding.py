@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import (
@@ -290,3 +291,31 @@ def test_steps_that_are_cut_keep_their_labels_aligned(chat: ChatFormat) -> None:
 def test_every_task_names_the_row_that_is_too_long(chat: ChatFormat, encode: Callable[[ChatFormat], Any]) -> None:
     with pytest.raises(ConfigError, match=r"f, line 4: 6 tokens are more than max_tokens=5"):
         encode(chat)
+
+
+# Tools
+
+
+def test_every_task_shows_the_tools_of_a_row_and_learns_calls(templated: ChatFormat) -> None:
+    """KTO's mismatched answers stand after the tools of the prompt that they are put to."""
+    chat = templated
+    chat.tokenizer.chat_template = TOOL_TEMPLATE
+    asked, shown = TOOL_TALK[:1], "<tools>add;</s>\n<user>1+1=</s>\n<assistant>"
+    one, two, other = [calling(a=1)], [calling(a=2)], bot("no")
+    talks = encode_conversations([Conversation([*asked, *one], "f", TOOLS)], chat, 99, "all", "error")
+    pairs = encode_pairs([Pair(asked, one, two, 0.0, "f", TOOLS)], chat, 99, "error")
+    ratings = [Rated(asked, one, True, "f", TOOLS), Rated(user("q"), other, False, "f")]
+    rated = encode_rated(ratings, chat, 99, "error", block=2)
+    steps = encode_steps([StepRated(asked, ["ab"], [1.0], "f", TOOLS)], chat, 99, "error", "")
+    first, second = '<call>add{"a": 1}</s>', '<call>add{"a": 2}</s>'
+    assert texts(chat, talks.samples) == [shown + first]
+    assert texts(chat, pairs.samples) == [shown + first, shown + second]
+    assert learnt(chat, pairs.samples) == [first, second]
+    assert texts(chat, rated.samples) == [shown + first, "<user>q</s>\n<assistant>no</s>"]
+    assert texts(chat, rated.mismatched) == [shown + "no</s>", "<user>q</s>\n<assistant>" + first]
+    assert texts(chat, steps.samples) == [shown + "ab"]
+
+
+def test_calls_that_cannot_be_shown_are_named_by_row(chat: ChatFormat) -> None:
+    with pytest.raises(ConfigError, match=r"^f, line 9: a message calls add"):
+        encode_conversations([Conversation(TOOL_TALK, "f, line 9")], chat, 99, "all", "error")

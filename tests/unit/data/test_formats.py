@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tool_calls import TOOL_TALK, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.data.formats import (
@@ -389,3 +390,32 @@ def test_broken_steps_are_named_by_row(change: Row, said: str) -> None:
     message = refused(steps, good, {**good, **change})
     assert message.startswith("file.jsonl, line 2: ")
     assert said in message
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    ("reader", "row"),
+    [
+        (conversations, {"messages": [ASKED, ANSWERED]}),
+        (conversations, {"instruction": "1+1=", "output": "2"}),
+        (conversations, {"prompt": "1+1=", "completion": "2"}),
+        (pairs, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
+        (rated, {"prompt": "1+1=", "completion": "2", "label": True}),
+        (rated, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
+        (steps, {"prompt": "1+1=", "completions": ["2"], "labels": [True]}),
+    ],
+)
+def test_the_tools_of_a_row_go_with_its_records(reader: Callable[..., Any], row: Row) -> None:
+    records, _ = reader({**row, "tools": TOOLS})
+    assert [record.tools for record in records] == [TOOLS] * len(records)
+
+
+def test_answers_may_be_calls() -> None:
+    (talk,), _ = conversations({"messages": TOOL_TALK})
+    assert talk.messages == TOOL_TALK
+    (pair,), _ = pairs({"prompt": "1+1=", "chosen": [calling(a=1)], "rejected": [calling(a=2)]})
+    assert (pair.chosen, pair.rejected) == ([calling(a=1)], [calling(a=2)])
+    same = {"prompt": "1+1=", "chosen": [calling(a=1)], "rejected": [calling(a=1)]}
+    assert "chosen and rejected are the same" in refused(pairs, same)

@@ -1,6 +1,9 @@
+import copy
+
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import encode_conversations
 from trueline.data.formats import Conversation
@@ -33,3 +36,11 @@ def test_learnt_stretches_are_colored(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_a_sample_without_anything_learnt_is_plain(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = Sample(torch.tensor(tokenizer("ab")["input_ids"]), torch.tensor([False, False]))
     assert render(sample, tokenizer, color=False) == "2 tokens, 0 learnt\nab"
+
+
+def test_calls_and_tools_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TOOL_TEMPLATE
+    talk = Conversation(TOOL_TALK[:2], "", TOOLS)
+    (sample,) = encode_conversations([talk], ChatFormat(own, True), 99, "all", "error").samples
+    assert '<tools>add;</s>\n<user>1+1=</s>\n<assistant>⟦<call>add{"a": 1, "b": 1}</s>⟧' in render(sample, own, False)

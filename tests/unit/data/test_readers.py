@@ -1,11 +1,16 @@
+import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
+from tests.support.tool_calls import TOOL_TALK, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.readers import read_prompts
-from trueline.data.sources import Located
+from trueline.data.sources import Located, open_source
 from trueline.data.types import Prompt
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -32,9 +37,10 @@ def test_text_becomes_one_message_of_the_user() -> None:
     assert second.columns == {"prompt": "two", "answer": 2}
 
 
-def test_messages_are_kept_and_other_keys_of_theirs_left_out() -> None:
-    row = {"messages": [{**message, "name": "x"} for message in CHAT]}
-    assert prompts(row)[0].messages == CHAT
+def test_messages_keep_all_of_their_fields() -> None:
+    more = {"name": "x", "reasoning_content": "hm", "weight": 0}
+    messages = [{**message, **more} for message in CHAT]
+    assert prompts({"messages": messages})[0].messages == messages
 
 
 def test_a_system_prompt_comes_first() -> None:
@@ -109,3 +115,94 @@ def test_messages_may_be_spelled_as_sharegpt_does() -> None:
 def test_roles_that_no_table_knows_are_kept() -> None:
     messages = [{"role": "developer", "content": "x"}, {"role": "tool", "content": "y"}]
     assert prompts({"messages": messages})[0].messages == messages
+
+
+# Tools
+
+
+def test_a_call_needs_no_text() -> None:
+    """It is empty then, for most templates add it to other text."""
+    without = {name: value for name, value in TOOL_TALK[1].items() if name != "content"}
+    for written in (without, {**without, "content": None}, {**without, "content": ""}):
+        assert prompts({"messages": [TOOL_TALK[0], written, TOOL_TALK[2]]})[0].messages == TOOL_TALK[:3]
+    spoken = {**without, "content": "I add."}
+    assert prompts({"messages": [TOOL_TALK[0], spoken, TOOL_TALK[2]]})[0].messages[1] == spoken
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [({"a": None}, {"a": None}), ('{"a": [1]}', {"a": [1]}), ("", {}), (None, {})],
+)
+def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, written: Any, read: Any) -> None:
+    function, parsed = {"name": "add", "arguments": written}, {"name": "add", "arguments": read}
+    call = function if flat else {"id": "7", "function": function}
+    messages = [TOOL_TALK[0], {"role": "assistant", "tool_calls": [call]}, TOOL_TALK[2]]
+    (found,) = prompts({"messages": messages})[0].messages[1]["tool_calls"]
+    assert found == (parsed if flat else {"id": "7", "function": parsed})
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (calling() | {"tool_calls": "add"}, "tool_calls must be a list, found 'add'"),
+        (calling() | {"tool_calls": ["add"]}, "tool call 0: expected the name of a function"),
+        (calling() | {"tool_calls": [{"function": {"arguments": {}}}]}, "tool call 0: expected the name of a function"),
+        (calling() | {"tool_calls": [{"name": "add", "arguments": "[1]"}]}, "arguments must be an object"),
+        (calling() | {"tool_calls": [{"name": "add", "arguments": "a=1"}]}, "found 'a=1'"),
+        (calling() | {"tool_calls": [{"name": "add", "arguments": 3}]}, "arguments must be an object"),
+        (calling() | {"tool_calls": []}, "its text is empty"),
+        ({"role": "assistant", "tool_calls": []}, "expected role and content"),
+        ({"role": "assistant", "content": "", "tool_calls": None}, "its text is empty"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+            "part 0 of its content is of type 'im",
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": " "}]}, "its text is empty"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part 0 of its content"),
+    ],
+)
+def test_what_is_no_call_or_no_text_is_refused_by_its_place(message: dict[str, Any], said: str) -> None:
+    told = refused({"messages": CHAT}, {"messages": [CHAT[0], message, CHAT[2]]})
+    assert told.startswith("file.jsonl, line 2: column 'messages', message 1")
+    assert said in told
+
+
+def test_text_in_parts_is_joined() -> None:
+    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two", "image_url": None}]
+    assert prompts({"messages": [{"role": "user", "content": parts}]})[0].messages == [
+        {"role": "user", "content": "one, two"}
+    ]
+
+
+def test_a_tool_may_have_nothing_to_say() -> None:
+    said = [*TOOL_TALK[:2], {"role": "tool", "content": ""}]
+    assert prompts({"messages": said})[0].messages == said
+    shared = {"messages": [{"from": "human", "value": "a"}, {"from": "observation", "value": "b"}]}
+    assert [message["role"] for message in prompts(shared)[0].messages] == ["user", "tool"]
+
+
+@pytest.mark.parametrize("column", [TOOLS, json.dumps(TOOLS)])
+def test_the_tools_of_a_row_are_read(column: Any) -> None:
+    first, second = prompts({"prompt": "a", "tools": column}, {"prompt": "b", "tools": None})
+    assert (first.tools, second.tools) == (TOOLS, [])
+
+
+@pytest.mark.parametrize("column", ["hammer", [1], {"name": "add"}, "{}"])
+def test_a_column_of_other_tools_is_refused(column: Any) -> None:
+    told = refused({"prompt": "a"}, {"prompt": "b", "tools": column})
+    assert told.startswith("file.jsonl, line 2: column 'tools' must be a list of tool schemas")
+
+
+def test_nulls_that_parquet_fills_in_are_no_fields(tmp_path: Path) -> None:
+    """Arrow gives every message a list of calls, every call all arguments, and every tool all properties."""
+    other = {"type": "function", "function": {"name": "halve", "parameters": {"properties": {"x": {"type": "number"}}}}}
+    rows = [
+        {"messages": TOOL_TALK[:3], "tools": TOOLS},
+        {"messages": [TOOL_TALK[0], calling("halve", x=[None, 4]), TOOL_TALK[2]], "tools": [*TOOLS, other]},
+    ]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    stored = open_source(str(tmp_path / "rows.parquet"), "data.path")
+    assert stored[0].row["messages"][0]["tool_calls"] is None
+    found = read_prompts(stored, PromptDataConfig(), "rows.parquet")
+    assert [(prompt.messages, prompt.tools) for prompt in found] == [(row["messages"], row["tools"]) for row in rows]

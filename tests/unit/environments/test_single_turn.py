@@ -1,9 +1,10 @@
 import asyncio
 from typing import Any
 
+from tests.support.tool_calls import TOOL_TALK, TOOLS
 from trueline.config.reward import RewardPartConfig
 from trueline.data.types import Prompt
-from trueline.environments.single_turn import SingleTurn
+from trueline.environments.single_turn import SingleTurn, reward_call
 from trueline.rewards.combined import CombinedReward
 
 
@@ -34,3 +35,11 @@ def test_one_reply_is_scored_with_all_that_the_row_has() -> None:
 
     assert asyncio.run(episode()) == (messages, 0.75, True)
     assert reward.calls == [{"reply": "two", "prompt": "1+1=", "messages": messages, "label": "2", "level": 5}]
+
+
+def test_a_prompt_may_end_with_a_tool_or_without_text() -> None:
+    columns = {"tools": "[...]"}
+    call = reward_call(Prompt(0, TOOL_TALK[:3], columns=columns, tools=TOOLS), "two")
+    assert (call["prompt"], call["messages"], call["tools"]) == ("2", TOOL_TALK[:3], TOOLS)  # tools as they were read
+    assert reward_call(Prompt(0, TOOL_TALK[:2]), "")["prompt"] == ""
+    assert reward_call(Prompt(0, [{"role": "tool", "content": None}]), "")["prompt"] == ""

@@ -14,6 +14,7 @@ from trueline.models.loading import (
     TOKENIZER_FILES,
     check_model,
     intermediate_size,
+    load_chat,
     load_model,
     load_tokenizer,
     padding_token,
@@ -100,6 +101,23 @@ def test_a_tokenizer_without_an_end_is_refused(copied: Path, tokenizer: PreTrain
     (copied / "special_tokens_map.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match=r"model\.path=.*end-of-sequence"):
         load_tokenizer(ModelConfig(path=str(copied)))
+
+
+def test_a_chat_format_has_the_template_that_is_asked_for(copied: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "own: {{ messages[0].content }}"
+    own.save_pretrained(copied)
+    change(copied / "generation_config.json", eos_token_id=[17, own.eos_token_id])
+    file = copied / "other.jinja"
+    file.write_text("größer: {{ messages[0].content }}", encoding="utf-8")
+    said = {"auto": "own: hi", "never": "hi", str(file): "größer: hi"}
+    for template, text in said.items():
+        chat = load_chat(ModelConfig(path=str(copied)), template)
+        assert own.decode(chat.prompt_tokens([{"role": "user", "content": "hi"}])) == text
+        assert chat.stop_ids == {17, own.eos_token_id}
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"data\.chat_template=.*other\.jinja: cannot be read"):
+        load_chat(ModelConfig(path=str(copied)), str(file))
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_settings(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.reward_models import CONTEXT, local_group, make_reward_model, plain_logits
 from tests.support.tiny import make_tiny_model
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.reward import RewardPartConfig
@@ -87,6 +88,24 @@ def test_chat_template_is_the_reward_models_own(tmp_path: Path) -> None:
     assert len(tokens) == len("<user>2+3=<assistant>5") + 2  # each end is one token
     [reward] = scored(model_reward(folder, local_group(folder, "reward")), [call("5")])
     assert reward == pytest.approx(float(plain_logits(folder, "reward", tokens)), abs=TOLERANCE)
+
+
+def test_tools_and_calls_are_shown_as_they_were_trained(tmp_path: Path) -> None:
+    shown = '<tools>add;</s>\n<user>1+1=</s>\n<assistant><call>add{"a": 1, "b": 1}</s>\n<tool>2</s>\n<assistant>'
+    for head, ending in (("reward", "5</s>"), ("steps", "5\n")):
+        folder = make_reward_model(tmp_path / head, head, TOOL_TEMPLATE)
+        seen: list[Sample] = []
+
+        def score(samples: list[Sample], seen: list[Sample] = seen) -> list[Tensor]:
+            seen += samples
+            return [torch.zeros(sample.length(), 2) for sample in samples]
+
+        reward = model_reward(folder, local_group(folder, head))
+        reward.score_samples, reward.max_tokens = score, 999
+        asked = {"messages": TOOL_TALK[:3], "tools": TOOLS}
+        scored(reward, [call("5") | asked, call("") | asked])
+        said = [reward.chat.tokenizer.decode(sample.tokens) for sample in seen]
+        assert said == [shown + ending, shown + ending.removeprefix("5")]
 
 
 def test_empty_reply_is_the_end_token_alone(outcome_model: Path, outcome: ModelGroup) -> None:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from torch import Tensor
 
 from tests.support.reward_models import CONTEXT, local_group, make_reward_model
+from tests.support.tool_calls import TOOL_TALK, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RemoteConfig, RewardPartConfig
@@ -192,6 +193,8 @@ def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
         {"messages": CALL["messages"]},
         CALL | {"messages": []},
         CALL | {"messages": [{"role": "user", "content": None}]},
+        CALL | {"messages": [{"role": "assistant", "tool_calls": [{"name": 3}]}]},
+        CALL | {"tools": "hammer"},
         "5",
         CALL | {"reply": "half \ud800"},
         CALL | {"messages": [{"role": "user", "content": "\udfff"}]},
@@ -199,12 +202,13 @@ def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
     ]
     answer = post(url, {"calls": calls})
     assert answer.status_code == 200
-    good, long, no_reply, no_messages, no_content, text, *halves, again = answer.json()["rewards"]
+    good, long, no_reply, no_messages, no_content, no_name, no_tools, text, *halves, again = answer.json()["rewards"]
     assert good == again and isinstance(good, float)
     assert f"the {CONTEXT} that it reads" in long["error"]
     assert '"reply"' in no_reply["error"] and '"reply"' in text["error"]
     assert ["no valid text" in half["error"] for half in halves] == [True] * 2
     assert '"messages"' in no_messages["error"] and '"messages"' in no_content["error"]
+    assert "name of a function" in no_name["error"] and "'tools'" in no_tools["error"]
     assert post(url, {"calls": []}).json() == {"rewards": []}
 
 
@@ -269,3 +273,20 @@ def test_configuration() -> None:
     for message, tree in wrong.items():
         with pytest.raises(ConfigError, match=message):
             ServingConfig.parse(tree)
+
+
+def test_calls_and_tools_reach_the_reward() -> None:
+    class Recorder:
+        calls: ClassVar[list[Call]] = []
+
+        async def score(self, call: Call) -> float:
+            self.calls.append(call)
+            return 1.0
+
+        async def stop(self) -> None: ...
+
+    with served(Recorder) as address:
+        written = {"role": "assistant", "tool_calls": json.dumps(TOOL_TALK[1]["tool_calls"])}
+        sent = CALL | {"messages": [TOOL_TALK[0], written, TOOL_TALK[2]], "tools": json.dumps(TOOLS)}
+        assert post(address, {"calls": [sent]}).json() == {"rewards": [1.0]}
+    assert Recorder.calls == [CALL | {"messages": TOOL_TALK[:3], "tools": TOOLS}]

@@ -1,6 +1,7 @@
 """The line of prompt groups, with an engine and a reward that do as they are told."""
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
@@ -18,7 +20,7 @@ from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes
+from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, GroupSampler, RolloutPlan, Rollouts
@@ -424,3 +426,14 @@ def test_answers_to_one_prompt_go_to_one_engine() -> None:
     asyncio.run(ask())
     asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
     assert asked == [{"0", "2"}, {"1", "3"}]
+
+
+def test_an_episode_shows_the_prompts_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TOOL_TEMPLATE
+    rewards = CombinedReward({"reward": (FakeReward({}), RewardPartConfig(function="fake"))}, policy_error=-1.0)
+    episodes = Episodes(EnginePool([FakeEngine()]), ChatFormat(own, use_template=True))
+    prompt = Prompt(0, TOOL_TALK[:3], tools=TOOLS)
+    run = episodes.run(SingleTurn(rewards), prompt, Ticket(0, 0, None), SamplingParams(1.0, 8, (STOP,)))
+    shown = own.decode(asyncio.run(run).tokens[:-3])
+    assert shown.startswith("<tools>add;</s>") and shown.endswith("<tool>2</s>\n<assistant>")

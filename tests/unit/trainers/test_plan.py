@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
+from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
 from trueline.trainers import plan as planning
@@ -17,6 +19,7 @@ from trueline.trainers.estimates import describe_plan, memory_bytes
 from trueline.trainers.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
 from trueline.trainers.recipe import describe_recipe
 from trueline.trainers.resolve import Measured, check_rollout, resolve_dtype, resolved_rollout
+from trueline.trainers.step_metrics import transcript
 
 GIB = 2**30
 FACTS = ModelFacts(
@@ -130,7 +133,7 @@ def test_names_are_looked_up_before_the_start() -> None:
 
 @pytest.fixture
 def local_run(model_folder: Path, tmp_path: Path) -> Any:
-    def make(rows: list[dict[str, str]], *overrides: str) -> RLConfig:
+    def make(rows: list[dict[str, Any]], *overrides: str) -> RLConfig:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         given = [f"model.path={model_folder}", f"data.path={file}", "reward.function=exact", "runtime=local"]
@@ -313,3 +316,29 @@ def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> 
     assert all(line.startswith(f"warning: {start}") for line, start in zip(warnings, starts, strict=True))
     calm = ["rollout.engines=2", "training.learning_rate=1e-5"]
     assert "warning" not in describe_plan(elsewhere(64, *calm))
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run: Any, tmp_path: Path) -> None:
+    """And of what the template does not show; the tools of a prompt count among its tokens."""
+    assert "template   none: messages are joined by line breaks" in describe_plan(plan_rl(local_run(ROWS)))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    tools = [{**row, "tools": TOOLS} for row in ROWS]
+    words = [f"data.chat_template={file}", "rollout.max_new_tokens=8"]
+    plan = plan_rl(local_run(tools, *words))
+    assert "template " not in describe_plan(plan)
+    assert plan.longest_prompt == len("<tools>add;\n<user>10+1=\n<assistant>") + 2  # each end is one token
+    file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert "template   does not show, or not everywhere: tools" in describe_plan(plan_rl(local_run(tools, *words)))
+
+
+def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
+    rows = [{"messages": TOOL_TALK[:1], "answer": ""}, {"messages": TOOL_TALK[:3], "answer": ""}]
+    with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl: a message calls add"):
+        plan_rl(local_run(rows))
+
+
+@pytest.mark.parametrize(("last", "shown"), [(TOOL_TALK[2], "2"), (calling(), ""), ({"role": "tool"}, "")])
+def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, Any], shown: str) -> None:
+    trajectory = Trajectory(Prompt(0, [last]), 0, [], [], [], [], [], reward=1.0, outcome=Outcome.FINISHED)
+    assert transcript(trajectory, "train")["prompt"] == shown

@@ -1,12 +1,18 @@
+"""Rewards as a run opens them."""
+
 from pathlib import Path
 
 import pytest
 
 from tests.support.disk import files_up_to
+from tests.support.reward_models import local_group, make_reward_model
+from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
+from trueline.config.roles import FrozenConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.rollout.failures import FailureBudget, RolloutFailure
-from trueline.trainers.rewards import failure_files
+from trueline.trainers.rewards import failure_files, model_reward
+from trueline.trainers.roles import reward_models
 
 
 def failed() -> Trajectory:
@@ -29,3 +35,15 @@ def test_a_full_disk_does_not_hide_why_a_run_stops(tmp_path: Path) -> None:
     with files_up_to(5):
         said = stopped(tmp_path)
     assert "cannot grade this" in said and "replay" not in said
+
+
+TEMPLATE = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+
+
+def test_a_reward_model_takes_a_template_file(tmp_path: Path) -> None:
+    folder, file = make_reward_model(tmp_path / "model", "reward"), tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE)
+    config = RewardConfig(function=str(folder), chat_template=str(file))
+    (role,) = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)), 1)
+    reward = model_reward(config, config, role, local_group(folder, "reward"))
+    assert reward.chat.templated and reward.chat.tokenizer.chat_template == TEMPLATE

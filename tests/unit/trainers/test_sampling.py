@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from tests.support.disk import files_up_to
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.data.formats import read_conversations, read_pairs
+from trueline.data.formats import Conversation, read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.monitoring.run_folder import RunFolder
@@ -30,7 +31,7 @@ from trueline.trainers.samples import (
     write_selection,
 )
 from trueline.trainers.sampling import check_answered, check_unchanged, evaluation_table, launch_generate
-from trueline.trainers.sampling_plan import chosen_prompts, plan_eval, plan_generate
+from trueline.trainers.sampling_plan import chosen_prompts, describe, plan_eval, plan_generate
 
 JUDGED = {"reward": {"function": "exact"}}
 
@@ -226,6 +227,18 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     )
 
 
+def test_tools_go_with_what_is_selected(tmp_path: Path) -> None:
+    prompt = Prompt(4, TOOL_TALK[:3], source="data.jsonl", tools=TOOLS)
+    said = [("two", 1.0), ("three", 0.0)]
+    group = [Trajectory(prompt, 0, [1], [True], [], [], [], reward=reward, reply=reply) for reply, reward in said]
+    write_selection([row_of(0, group, judged=True)], tmp_path, config(keep="best", pairs=True))
+    (kept,), _ = read_conversations(open_source(str(tmp_path / "kept.jsonl"), "data.path"), DataConfig())
+    (pair,), _ = read_pairs(open_source(str(tmp_path / "pairs.jsonl"), "data.path"), DataConfig())
+    assert isinstance(kept, Conversation)
+    assert (kept.messages, kept.tools) == (TOOL_TALK, TOOLS)
+    assert (pair.prompt, pair.tools) == (TOOL_TALK[:3], TOOLS)
+
+
 def test_pairs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
     summary = write_selection([row(0, ("a", 1.0), ("b", 0.0))], tmp_path, config())
     assert [file.name for file in tmp_path.iterdir()] == ["kept.jsonl"]
@@ -362,7 +375,8 @@ def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Pat
     with SampleFile(tmp_path / "samples.jsonl") as file:
         file.add({"number": number, **described(prompt), "answers": []})
         check_answered(file, [(number, prompt)])
-        for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": [{"role": "user", "content": "other"}]}):
+        messages = [{"role": "user", "content": "other"}]
+        for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": messages}, {"tools": TOOLS}):
             with pytest.raises(ConfigError, match="the data has changed since this run began; choose another --name"):
                 check_answered(file, [(number, replace(prompt, **change))])
 
@@ -383,7 +397,7 @@ def test_the_query_of_a_scorer_is_neither_shown_nor_saved(
     launch_generate(config, "generate", dry_run=True)
     shown = capsys.readouterr().out
     assert "reward     http://127.0.0.1:1/score\n" in shown
-    folder = RunFolder.create(config)
+    folder = RunFolder.open(config, "generate", resume=False)
     saved = GenerateConfig.load([folder.config], [])  # as --resume reads it
     assert saved.reward == config.reward and saved.reward.remote.query_variable == "SCORER_QUERY"
     assert "s3cret" not in shown + folder.config.read_text()
@@ -405,3 +419,17 @@ def test_the_table_has_a_row_for_each_set() -> None:
         "maj@2": ["0.625", "-"],
         "failed": ["25.0%", "100.0%"],
     }
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict[str, Any], tmp_path: Path) -> None:
+    plan = plan_generate(GenerateConfig.parse(tree))
+    assert "template   none: messages are joined by line breaks" in describe(plan, "")
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    tree["data"]["chat_template"] = str(file)
+    plan = plan_generate(GenerateConfig.parse(tree))
+    assert "template" not in describe(plan, "").replace(str(tmp_path), "")
+    (prompts,) = plan.sets.values()
+    assert prompts.longest == len("<user>0\n<assistant>") + 1  # the end is one token
+    tree["data"]["chat_template"] = "never"
+    assert "template   none" in describe(plan_generate(GenerateConfig.parse(tree)), "")

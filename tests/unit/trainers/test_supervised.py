@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.supervised import TASK_VERBS, SupervisedConfig
 from trueline.data.batching import Budget
@@ -19,7 +20,7 @@ from trueline.runtime.cluster import Machine
 from trueline.trainers import supervised
 from trueline.trainers.dataset import Dataset, check_longest, encode_sources, load_material
 from trueline.trainers.launch import show_preview
-from trueline.trainers.supervised import describe_plan, kl_estimate, plan_supervised, shown
+from trueline.trainers.supervised import describe_plan, kl_estimate, plan_supervised, shown, worker_specs
 from trueline.trainers.tasks import TASKS
 
 PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0" * (1 + n % 3)} for n in range(6)]
@@ -279,3 +280,23 @@ def test_an_offline_plan_warns_of_rates_idle_keys_and_crowded_cores(elsewhere: A
     assert ["training.learning_rate=1e-09" in warnings[0], "training.decay_share=0.5" in warnings[1]] == [True, True]
     crowded = elsewhere("dpo", 900, "runtime=ray", "training.ranks=3", "training.learning_rate=5e-6")
     assert describe_plan(crowded).splitlines()[-1].startswith("warning: training.ranks=3: 3 processes on 2 CPU cores")
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(load: Any, tmp_path: Path) -> None:
+    assert "template   none: messages are joined by line breaks" in describe_plan(plan_supervised(load("dpo")))
+    assert "template " not in describe_plan(plan_supervised(load("sft", rows=[{"text": "plain"}])))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    plan = plan_supervised(load("dpo", f"data.chat_template={file}"))
+    assert "template " not in describe_plan(plan)
+    assert plan.chat.tokenizer.decode(plan.material.train.samples[0].tokens) == "<user>0+1=</s>\n<assistant>1</s>"
+    assert [spec.chat_template for spec in worker_specs(plan)] == [TOOL_TEMPLATE]
+
+
+def test_a_preview_shows_calls_and_tools(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    rows = [{"messages": TOOL_TALK[:2], "tools": TOOLS}]
+    assert show_preview(load("sft", f"data.chat_template={file}", rows=rows), 1) == 0
+    shown = '<tools>add;</s>\n<user>1+1=</s>\n<assistant>⟦<call>add{"a": 1, "b": 1}</s>⟧'
+    assert shown in capsys.readouterr().out
