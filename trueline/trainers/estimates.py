@@ -5,6 +5,7 @@ from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.models.loading import ModelFacts
 from trueline.trainers.plan import RLPlan
 from trueline.trainers.recipe import describe_recipe
+from trueline.training.deepspeed_config import effective_stage
 
 GIB = 2**30
 PROCESS_BYTES = 0.5 * GIB  # of a process that has imported its libraries
@@ -17,7 +18,7 @@ def bytes_of(dtype: str) -> int:
 
 def model_bytes(facts: ModelFacts, model: ModelConfig, ranks: RanksConfig, world: int, tokens: float) -> float:
     """Of one rank: weights and the activations of its largest pass; if trained, gradients and optimizer."""
-    width, stage = bytes_of(model.dtype), ranks.zero_stage
+    width, stage = bytes_of(model.dtype), effective_stage(ranks, model.dtype)
     share = facts.parameters / model.tensor_parallel
     weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
     if ranks.offload == "all":
@@ -25,7 +26,7 @@ def model_bytes(facts: ModelFacts, model: ModelConfig, ranks: RanksConfig, world
     if not isinstance(ranks, TrainingConfig):
         return weights
     trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
-    gradients = trained * width / (world if stage >= 2 else 1)
+    gradients = trained * 4 / (world if stage >= 2 else 1)  # summed in float32
     optimizer = trained * (8 + (4 if width == 2 else 0)) / (world if stage >= 1 else 1)
     if ranks.offload != "none":
         optimizer = 0.0
