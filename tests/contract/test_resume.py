@@ -211,26 +211,34 @@ def test_a_run_resumes_on_other_ranks_and_engines(
     assert max(far.values()) < TOLERANCE, far
 
 
-def train_in_bfloat16(rank: int, world: int, model: str, folder: Path) -> dict[int, list[float]]:
+LOWER = [
+    *(Case(stage=stage, ranks=1, ema=0.8, dtype="bfloat16") for stage in STAGES),
+    Case(stage=1, ranks=1, offload="optimizer", dtype="bfloat16"),
+    Case(stage=3, ranks=1, offload="all", dtype="bfloat16"),
+]
+EXACT = Case(ranks=1)
+
+
+def train_in_bfloat16(rank: int, world: int, model: str, folder: Path) -> dict[Case, list[float]]:
     """Losses of six steps at every stage, the last three from a checkpoint that goes on as if there were none."""
     losses = {}
-    for stage in STAGES:
-        case = Case(stage=stage, ranks=1, dtype="bfloat16")
+    for case in LOWER:
         worker, again = case.worker(rank, model), case.worker(rank, model)
-        losses[stage] = train(worker, FIRST)
+        losses[case] = train(worker, FIRST)
         save(worker, folder / case.name())
         train(worker, REST)
         again.load(str(folder / case.name()))
-        losses[stage] += train(again, REST)
+        losses[case] += train(again, REST)
         expected, found = state_of(worker), state_of(again)
-        assert not [name for name in expected if differs(found[name], expected[name])], f"stage {stage}"
-    return losses | {-1: train(Case(ranks=1).worker(rank, model), range(REST.stop))}
+        assert any(name.endswith("/average") for name in found) == bool(case.ema)
+        assert not [name for name in expected if differs(found[name], expected[name])], case.name()
+    return losses | {EXACT: train(EXACT.worker(rank, model), range(REST.stop))}
 
 
 def test_bfloat16_follows_float32(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower precision, same course; master weights and moments survive a checkpoint."""
+    """Lower precision, same course; master weights, moments and averages survive a checkpoint."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
     losses = run_ranks(train_in_bfloat16, 1, tmp_path / "ranks", model, tmp_path)[0]
-    exact = losses.pop(-1)
-    for stage, lower in losses.items():
-        np.testing.assert_allclose(lower, exact, atol=0.02, err_msg=f"stage {stage}")
+    exact = losses.pop(EXACT)
+    for case, lower in losses.items():
+        np.testing.assert_allclose(lower, exact, atol=0.02, err_msg=case.name())

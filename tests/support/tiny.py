@@ -1,11 +1,14 @@
 """Small models and samples that tests make for themselves."""
 
+import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trueline.data.types import Sample
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.data.types import Batch, LossOutput, Sample
 from trueline.demo.material import make_tokenizer
 
 
@@ -48,3 +51,9 @@ def make_samples(count: int, seed: int = 0, longest: int = 24) -> list[Sample]:
         sample.advantages = noise[2] * sample.mask
         samples.append(sample)
     return samples
+
+
+def offset_loss(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """The likelihood plus each token's advantage: an infinite one leaves the gradient finite, NaN spoils it."""
+    factors = torch.where(batch.advantages.isnan(), math.nan, 1.0)
+    return LossOutput(batch.advantages - logprobs * factors)

@@ -1,5 +1,6 @@
 """Per-token estimates of the KL divergence from policy to reference, as loss terms."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from trueline.config.algorithm import KLConfig
 
 LOG_RATIO_LIMIT = 20.0
-K3_LIMIT = 10.0
+K3_LINEAR_BELOW = -2.6108686381  # the log-ratio at which k3 is 10
 OFF_POLICY_LIMIT = 10.0
 
 
@@ -23,21 +24,29 @@ def k2(log_ratio: Tensor, ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4): gradient of the forward KL(reference || policy)."""
-    limited = bounded(log_ratio)
-    return (torch.exp(-limited) - 1 + limited).clamp(max=K3_LIMIT)
+    """exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4): gradient of the forward KL(reference || policy).
+
+    From 10 on, where the policy gave a token up, it goes on linearly: bounded in slope, and never without one.
+    """
+    near = log_ratio.clamp(min=K3_LINEAR_BELOW)
+    slope = 1 - math.exp(-K3_LINEAR_BELOW)
+    return torch.exp(-near) - 1 + near + slope * (log_ratio - near)
 
 
 def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2."""
-    gradient = k2(log_ratio, ratio)
-    return (off_policy(ratio) * k3(log_ratio, ratio)).detach() + gradient - gradient.detach()
+    return with_gradient_of(off_policy(ratio) * k3(log_ratio, ratio), k2(log_ratio, ratio))
 
 
 def unbiased(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): value and gradient of
-    KL(policy || reference) at the token, off-policy too."""
-    return ratio * k3(log_ratio, ratio)
+    """k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): rho l, which is right for
+    KL(policy || reference) at the token, off-policy too. It is written out, as k3 turns linear and ratios are clamped.
+    """
+    return with_gradient_of(ratio * k3(log_ratio, ratio), ratio.detach() * log_ratio.square() / 2)
+
+
+def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    return value.detach() + (other - other.detach())
 
 
 def off_policy(ratio: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from trueline.config.rl import RolloutConfig
 from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout
+from trueline.training.deepspeed_config import effective_stage
 from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
@@ -82,7 +83,7 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
 def model_bytes(tenant: Tenant) -> float:
     """Of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
     model, ranks, world = tenant.model, tenant.ranks, tenant.world
-    width, stage = bytes_of(model.dtype), ranks.zero_stage
+    width, stage = bytes_of(model.dtype), effective_stage(ranks, model.dtype)
     share = tenant.facts.parameters / model.tensor_parallel
     weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
     if ranks.offload == "all":

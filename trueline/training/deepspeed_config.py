@@ -26,6 +26,7 @@ def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | Non
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},  # over micro-batches; in bfloat16 the error grows with their number
         "zero_optimization": {
             "stage": effective_stage(config, dtype),
             "stage3_param_persistence_threshold": PARTITION_ABOVE,
@@ -49,9 +50,9 @@ def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | Non
 
 
 def effective_stage(config: RanksConfig, dtype: str) -> int:
-    """A model trained in bfloat16 at stage 0 runs at stage 1: the same numbers, the optimizer's state shared out.
+    """A model trained in bfloat16 runs at stage 2 or 3: the same numbers, optimizer and gradients shared out.
 
-    DeepSpeed's stage 0 keeps float32 master weights that cannot be read back for a checkpoint.
+    Below stage 2 DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
     """
     trained = isinstance(config, TrainingConfig)
-    return 1 if trained and dtype == "bfloat16" and config.zero_stage == 0 else config.zero_stage
+    return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage

@@ -102,7 +102,11 @@ class DeepSpeedEngine:
     def _sharded_step(self) -> float:
         """ZeRO leaves weights and moments alone when the norm over all ranks is not finite."""
         self.engine.step()
-        return math.nan if self.optimizer.overflow else float(self.engine.get_global_grad_norm())
+        if not self.optimizer.overflow:
+            return float(self.engine.get_global_grad_norm())
+        # With an offloaded optimizer DeepSpeed 0.19 would add the next step's gradients to these.
+        self.optimizer.averaged_gradients.clear()
+        return math.nan
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:

@@ -1,10 +1,11 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.kl import KL_ESTIMATORS, estimated_kl, k2, k3, k3_plus, unbiased
+from trueline.algorithms.kl import K3_LINEAR_BELOW, KL_ESTIMATORS, estimated_kl, k2, k3, k3_plus, unbiased
 from trueline.config.algorithm import KLConfig
 from trueline.config.base import ConfigError
 
@@ -86,22 +87,70 @@ def test_the_weight_carries_no_gradient() -> None:
     assert rho.grad is None
 
 
-def test_k3_is_bounded_where_the_policy_gave_a_token_up() -> None:
-    for ratio in (-5.0, -50.0, -5000.0):
-        assert k3(torch.tensor(ratio), ONE).item() == 10.0
-    assert k3(torch.tensor(5000.0), ONE).item() == 10.0
-
-
-def test_unbiased_is_k3_times_the_ratio_with_its_gradient() -> None:
-    """d (rho k3) / d log p = rho (k3 + 1 - exp(-l)), as both l and log rho move with log p."""
+def slope_of(estimate: Callable[[Tensor, Tensor], Tensor], log_ratio: float, rho: float = 1.0) -> float:
+    """By autograd, of an estimate by the log-prob, with which l and log rho both move."""
     logprob = torch.tensor(0.0, dtype=torch.float64, requires_grad=True)
-    rho, of = 1.5 * torch.exp(logprob), 0.8 + logprob
-    value = unbiased(of, rho)
-    value.backward()
-    at = math.exp(-0.8) - 1 + 0.8
-    assert value.item() == pytest.approx(1.5 * at)
+    estimate(log_ratio + logprob, rho * torch.exp(logprob)).backward()
     assert logprob.grad is not None
-    assert logprob.grad.item() == pytest.approx(1.5 * (at + 1 - math.exp(-0.8)))
+    return logprob.grad.item()
+
+
+FAR = [-5000.0, -50.0, -20.5, -5.0, -2.7, -2.62]  # k3 above 10: the policy gave the token up
+NEAR = [-2.6, *LOG_RATIOS, 5.0, 11.5, 19.0, 21.0, 5000.0]
+
+
+@pytest.mark.parametrize("ratio", NEAR)
+def test_k3_has_its_own_slope_up_to_ten_and_where_the_policy_likes_a_token_more(ratio: float) -> None:
+    assert slope_of(k3, ratio) == pytest.approx(1 - math.exp(-ratio), abs=1e-12)
+    assert k3(torch.tensor(ratio, dtype=torch.float64), ONE).item() == pytest.approx(math.exp(-ratio) - 1 + ratio)
+
+
+@pytest.mark.parametrize("ratio", FAR)
+def test_k3_goes_on_linearly_from_ten_on(ratio: float) -> None:
+    """Along the tangent: at the point p where exp(-p) - 1 + p = 10, the slope is 1 - exp(-p) = p - 10."""
+    point = K3_LINEAR_BELOW
+    assert math.exp(-point) - 1 + point == pytest.approx(10, abs=1e-8)
+    assert slope_of(k3, ratio) == pytest.approx(point - 10, abs=1e-8)
+    found = k3(torch.tensor(ratio, dtype=torch.float64), ONE).item()
+    assert found == pytest.approx(10 + (point - 10) * (ratio - point))
+
+
+def test_k3_is_continuous_in_value_and_slope_where_it_turns_linear() -> None:
+    step = 1e-7
+    sides = [torch.tensor(K3_LINEAR_BELOW + side, dtype=torch.float64) for side in (-step, 0.0, step)]
+    values = [k3(side, ONE).item() for side in sides]
+    slopes = [slope_of(k3, side.item()) for side in sides]
+    assert values == pytest.approx([values[1]] * 3, abs=20 * step)
+    assert slopes == pytest.approx([slopes[1]] * 3, abs=20 * step)
+
+
+@pytest.mark.parametrize("rho", [1e-3, 0.5, 1.0, 25.0, math.exp(20)])
+@pytest.mark.parametrize("ratio", [*FAR, *NEAR])
+def test_unbiased_has_the_slope_rho_l_everywhere(ratio: float, rho: float) -> None:
+    """d (rho k3) / d log p = rho (k3 + 1 - exp(-l)) = rho l, as both l and log rho move with log p."""
+    assert slope_of(unbiased, ratio, rho) == pytest.approx(rho * ratio)
+
+
+@pytest.mark.parametrize("ratio", [*FAR, *NEAR])
+def test_unbiased_has_the_value_of_k3_times_the_ratio(ratio: float) -> None:
+    of = torch.tensor(ratio, dtype=torch.float64)
+    assert unbiased(of, torch.tensor(1.5)).item() == pytest.approx(1.5 * k3(of, ONE).item())
+
+
+def test_unbiased_pulls_a_policy_that_left_the_reference_back() -> None:
+    """Reference (.5, .5), policy (.02, .98), sampled by another: the gradient of KL(policy || reference)."""
+    old = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    gradients = []
+    for exact in (True, False):
+        logits = torch.tensor([0.02, 0.98], dtype=torch.float64).log().requires_grad_()
+        policy = logits.log_softmax(-1)
+        log_ratio = policy - math.log(0.5)
+        each = policy.exp() * log_ratio if exact else old * unbiased(log_ratio, policy.exp() / old)
+        each.sum().backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert gradients[0][0].item() == pytest.approx(-0.0763, abs=1e-4)  # .02 x .98 x log(.02 / .98)
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)

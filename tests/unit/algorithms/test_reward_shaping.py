@@ -91,6 +91,34 @@ def test_the_truncation_penalty_is_taken_off_the_last_sampled_token() -> None:
     assert sample.token_rewards.tolist() == pytest.approx([*TURNS[:LAST], TURNS[LAST] - 1.5])
 
 
+def make_cut_short() -> Sample:
+    """The environment's token comes last: its answer to the second turn, which is the last there is."""
+    sample = make(truncated=True)
+    one = torch.ones(1)
+    sample.tokens, sample.mask = torch.arange(7), torch.tensor([*MASK, False])
+    sample.token_rewards = torch.cat([sample.token_rewards, 0 * one])
+    sample.old_logprobs = torch.cat([sample.old_logprobs, 5 * one])
+    sample.ref_logprobs = torch.cat([sample.ref_logprobs, -5 * one])
+    return sample
+
+
+def test_an_answer_that_ends_in_an_inserted_token_is_shaped_on_its_last_sampled_one() -> None:
+    """multiply: 0.5 -> 0.25; 4 sampled tokens of 5, the last 40 % begin at 3: (3 - 4) / 2, times 3."""
+    shaping = {"truncated": "multiply", "truncated_value": 0.5, "overlong_factor": 3.0, "overlong_share": 0.4}
+    sample = make_cut_short()
+    shape_rewards([sample], AlgorithmConfig.parse({"shaping": shaping}), 5, 0.0)
+    assert sample.reward == pytest.approx(0.25 - 1.5)
+    assert sample.token_rewards.tolist() == pytest.approx([*TURNS[:LAST], TURNS[LAST] - 0.25 - 1.5, 0.0])
+
+
+def test_an_inserted_token_at_the_end_carries_no_kl() -> None:
+    sample = shaped(make_cut_short(), 0.1, KLConfig(place="reward"))
+    expected = [turn - 0.1 * gap for turn, gap in zip(TURNS, K1, strict=True)]
+    assert sample.token_rewards.tolist() == pytest.approx([*expected, 0.0])
+    assert sample.reward == pytest.approx(0.5 - 0.1 * sum(K1))
+    assert sequence_kl([sample]) == pytest.approx(sum(K1))
+
+
 def test_a_finished_answer_is_not_penalised() -> None:
     sample = shaped(make(), truncated="set", truncated_value=-1.0, overlong_filter=True)
     assert (sample.reward, sample.filtered) == (0.5, False)

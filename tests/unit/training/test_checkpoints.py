@@ -1,4 +1,5 @@
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,46 @@ def test_it_has_another_name_until_all_of_it_is_written(tmp_path: Path) -> None:
     assert seen == [[]]
     assert names(checkpoints) == ["step_000003"]
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000003"]
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """What reaches the disk, in order: flushed or renamed, the path, and how large it was then."""
+    calls: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flush(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append(("flush", path, 0 if Path(path).is_dir() else os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def move(source: Path, target: Path) -> None:
+        calls.append(("rename", str(source), 0))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", move)
+    return calls
+
+
+def test_files_are_on_disk_before_the_name_and_the_name_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut at any moment leaves a checkpoint that is whole: the new one, or the one before it."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
+    checkpoints.save(1, {}, write_nothing)
+    calls = recorded(monkeypatch)
+    saved = checkpoints.save(2, {"step": 2}, write_nothing)
+    assert saved is not None
+    aside = str(saved.with_suffix(".unfinished"))
+    named = calls.index(("rename", aside, 0))
+    inside = [saved, *saved.rglob("*")]
+    whole = {
+        ("flush", str(path).replace(str(saved), aside), 0 if path.is_dir() else path.stat().st_size) for path in inside
+    }
+    assert len(whole) == 6  # the folder, model, weights, state, metrics and manifest
+    assert set(calls[:named]) == whole
+    older = ("rename", str(checkpoints.folder / "step_000001"), 0)
+    assert calls[named + 1 :] == [("flush", str(checkpoints.folder), 0), older]
 
 
 def fail(folder: Path) -> None:
