@@ -210,3 +210,20 @@ def test_the_plan_says_what_was_chosen() -> None:
     )
     assert describe_passes(FrozenConfig(micro_batch_tokens=7), model) == "passes of up to 7 tokens"
     assert describe_passes(FrozenConfig(), model) == "passes as memory allows"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "expected"),
+    [
+        # bytes per parameter on each of 4 ranks: weights, gradients and their sums, moments and master weights
+        ("float32", 0, 4 + 4 + 8),
+        ("float32", 1, 4 + 4 + 8 / 4),
+        ("float32", 2, 4 + 4 / 4 + 8 / 4),
+        ("float32", 3, 4 / 4 + 4 / 4 + 8 / 4),
+        *(("bfloat16", stage, 2 + 2 / 4 + 4 / 4 + 12 / 4) for stage in (0, 1, 2)),  # all of them run at stage 2
+        ("bfloat16", 3, 2 / 4 + 2 / 4 + 4 / 4 + 12 / 4),
+    ],
+)
+def test_a_stage_shares_out_what_it_says(dtype: str, stage: int, expected: float) -> None:
+    ranks = TrainingConfig.parse({"zero_stage": stage})
+    assert model_bytes(tenant(ranks, world=4, dtype=dtype)) / SMOLLM2.parameters == expected
