@@ -106,6 +106,33 @@ def check_run_folder(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained(newest).eos_token_id == 2
 
 
+def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
+    """The trainer lives on in its own process; nothing that it has trained is lost."""
+    started = subprocess.Popen(
+        command(home, "--name", "killed", "steps=100000", "rollout.engine=hf", "checkpoint.every=0", *SMALL),
+        cwd=home,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert started.stdout is not None
+    lines = []
+    for line in started.stdout:
+        lines.append(line)
+        if re.match(r"killed 2/", line):
+            family = psutil.Process(started.pid).children(recursive=True)
+            (engine,) = [one for one in family if one.cmdline()[:1] == ["ray::AsyncHost"]]
+            engine.kill()
+    said = "".join(lines)
+    assert started.wait(timeout=120) == 1, said
+    assert "engine-0" in said and "its process died" in said
+    folder = home / "runs" / "killed"
+    reached = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))
+    assert (folder / "checkpoints" / f"step_{reached:06d}" / "training.safetensors").is_file(), said
+    assert wait_until_gone(family)
+
+
 def test_the_resolved_tree_is_valid_input(home: Path) -> None:
     dry = run(home, *command(home, "--dry-run", *SMALL))
     assert dry.returncode == 0, dry.stderr

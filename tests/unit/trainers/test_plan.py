@@ -15,7 +15,7 @@ from trueline.models.loading import ModelFacts
 from trueline.runtime.cluster import Machine
 from trueline.trainers import plan as planning
 from trueline.trainers import roles as role_planning
-from trueline.trainers.estimates import describe_plan, memory_bytes
+from trueline.trainers.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.trainers.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
 from trueline.trainers.recipe import describe_recipe
 from trueline.trainers.resolve import Measured, check_rollout, resolve_dtype, resolved_rollout
@@ -342,3 +342,21 @@ def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
 def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, Any], shown: str) -> None:
     trajectory = Trajectory(Prompt(0, [last]), 0, [], [], [], [], [], reward=1.0, outcome=Outcome.FINISHED)
     assert transcript(trajectory, "train")["prompt"] == shown
+
+
+def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> None:
+    """Forward passes cost 2 per parameter and token, backward ones 4; sampling and scoring are forward passes."""
+    words = ["groups_per_step=4", "rollout.max_new_tokens=100", "epochs=2", "steps=3"]
+    grouped, alone = "algorithm.group_size=8", "algorithm.kl.coefficient=0"
+    for gpus, cores, speed in ((0, 2, 2 * 2e10), (2, 2, 2 * 2e14)):
+        plan = elsewhere(100, *words, grouped, alone, gpus=gpus, cpus=cores)
+        tokens = 4 * 8 * (plan.longest_prompt + 100)
+        forward = 2 * SMOLLM2.parameters * tokens / speed
+        assert seconds_per_step(plan) == pytest.approx((1 + 1 + 2 * 3) * forward)
+        with_reference = elsewhere(100, *words, grouped, gpus=gpus, cpus=cores)
+        assert seconds_per_step(with_reference) == pytest.approx((1 + 1 + 2 * 3 + 1) * forward)
+        with_critic = elsewhere(100, *words, grouped, alone, "algorithm.advantage=gae", gpus=gpus, cpus=cores)
+        assert seconds_per_step(with_critic) == pytest.approx((1 + 1 + 2 * 3 + 1 + 2 * 3) * forward)
+    said = describe_plan(plan)
+    assert "batch      4 prompts x 8 answers = 32 per step, 2 optimizer steps of 32" in said
+    assert "length     3 steps = 12 epochs" in said  # of one prompt
