@@ -148,9 +148,9 @@ def test_engines_follow_the_trainer(
     restart(trainer, model, stage)
     canary = Canary(list(range(5, 37)), 1e-3)
     sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, "float32", False)
+    sync.publish(0)
     sync.calibrate()
     assert sync.floor < TOLERANCE
-    sync.publish(0)
     first_weights = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT)) if stage < 3 else {}
     for version in range(1, UPDATES + 1):
         samples = sample_all(pool, loop, 1.0, version)

@@ -3,6 +3,7 @@
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trueline.data.types import Sample
 from trueline.trainers.guard import Guard
 from trueline.trainers.rl import RLTrainer
 from trueline.trainers.state import RLState
+from trueline.training.group import LossSettings
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 
@@ -159,6 +161,26 @@ def test_assess_takes_the_coefficient_that_has_adapted() -> None:
         bare_trainer(config, kl_coefficient=adapted).assess(samples)
         assert samples[0].reward == pytest.approx(1.0 - 4 * coefficient)
         assert samples[0].task_reward == 1.0
+
+
+def test_losses_get_the_temperature_the_adapted_coefficient_and_the_good_tokens() -> None:
+    told: list[tuple[str, LossSettings]] = []
+
+    class Listening:
+        def update(self, minibatch: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
+            told.append((loss, settings))
+            return {}
+
+    algorithm = {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 1.0}}
+    config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8, "temperature": 0.7}})
+    trainer = bare_trainer(config, kl_coefficient=0.25)
+    trainer.guard, trainer.models = Listening(), SimpleNamespace(critic=None)  # type: ignore[assignment]
+    samples = [answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)]
+    trainer.assess(samples)
+    trainer.update(samples)
+    ((loss, settings),) = told
+    assert (loss, settings.temperature, settings.algorithm) == ("policy", 0.7, config.algorithm)
+    assert settings.statistics == {"positive_tokens": 7.0, "kl_coefficient": 0.25}
 
 
 def test_a_minibatch_without_weight_is_not_stepped_on() -> None:
