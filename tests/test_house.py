@@ -47,6 +47,7 @@ HOMES = {  # third-party library -> the files that may import it
     "wandb": r"monitoring/trackers\.py",
 }
 USER_CODE = {"rewards/process.py", "rollout/episode.py"}  # the boundary where user code runs
+REMOTE_CALLS = {"submit", "call", "_submit", "_engines"}
 HOMELESS = {"utils.py", "common.py", "helpers.py", "misc.py", "constants.py"}
 
 FILE_LINES, FUNCTION_LINES, MEDIAN_LINES, PERCENTILE_95_LINES = 400, 80, 12, 60
@@ -243,6 +244,16 @@ def catches_all(node: ast.AST) -> bool:
         return False
     caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
     return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in caught)
+
+
+def test_no_method_of_another_process_is_called_by_a_string() -> None:
+    """`actor.submit(Worker.score, ...)`: a type checker sees whether both sides agree."""
+
+    def by_string(name: str, node: ast.AST) -> str | None:
+        asked = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in REMOTE_CALLS
+        return "a string" if asked and node.args and isinstance(node.args[0], ast.Constant) else None
+
+    accept(places(by_string))
 
 
 def test_no_print() -> None:

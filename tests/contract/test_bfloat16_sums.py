@@ -11,7 +11,7 @@ from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.weighting import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.types import pack_samples
-from trueline.training.group import LossSettings
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 SAMPLES = 128

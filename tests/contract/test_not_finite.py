@@ -12,8 +12,8 @@ from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.types import pack_samples
-from trueline.training.group import LossSettings
-from trueline.training.worker import Report, Worker, WorkerSpec
+from trueline.training.report import LossSettings, Report
+from trueline.training.worker import Worker, WorkerSpec
 
 COURSE = {"learning_rate": 1e-3, "schedule": "linear", "weight_decay": 0.1, "ema_decay": 0.8}
 RANKS, SAMPLES = 2, 8

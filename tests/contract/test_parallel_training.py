@@ -14,7 +14,7 @@ from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.preference import KTOConfig, PreferenceConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
-from trueline.training.group import LossSettings
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 SAMPLES = 10  # five pairs

@@ -14,7 +14,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import pack_samples
-from trueline.training.group import LossSettings
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 STAGES = (0, 1, 2, 3)

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import make_tiny_model
 from trueline.data.types import Completion
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import Actor, RayActor, Spot, Target
 from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine
 
 TIMEOUT = 300.0
 PROMPT = [10, 20, 30, 40, 50]
-TARGETS = {
+TARGETS: dict[str, Target[RolloutEngine]] = {
     "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
     "vllm": Target("tests.support.small_cache:SmallCacheEngine", asynchronous=True),
 }
@@ -46,7 +46,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Actor]]:
+def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Actor[RolloutEngine]]]:
     spec = EngineSpec(
         model=model,
         dtype="float32",
@@ -66,7 +66,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 
 @pytest.fixture(params=list(TARGETS))
-def engine(request: pytest.FixtureRequest, engines: dict[str, Actor]) -> Actor:
+def engine(request: pytest.FixtureRequest, engines: dict[str, Actor[RolloutEngine]]) -> Actor[RolloutEngine]:
     return engines[request.param]
 
 
@@ -74,8 +74,10 @@ def params(temperature: float, tokens: int = 16, stop: tuple[int, ...] = (), see
     return SamplingParams(temperature, tokens, stop, seed)
 
 
-def ask(run: Run, engine: Actor, request: str, settings: SamplingParams, prompt: list[int] = PROMPT) -> Completion:
-    return run(engine.call("generate", prompt, settings, request))
+def ask(
+    run: Run, engine: Actor[RolloutEngine], request: str, settings: SamplingParams, prompt: list[int] = PROMPT
+) -> Completion:
+    return run(engine.call(RolloutEngine.generate, prompt, settings, request))
 
 
 def true_logprobs(plain: Any, tokens: list[int], temperature: float) -> torch.Tensor:
@@ -86,7 +88,7 @@ def true_logprobs(plain: Any, tokens: list[int], temperature: float) -> torch.Te
     return scores.gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def test_greedy_is_the_most_likely_token(engine: Actor, plain: Any, run: Run) -> None:
+def test_greedy_is_the_most_likely_token(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
     answer = ask(run, engine, "greedy", params(0.0))
     tokens = list(PROMPT)
     for token in answer.tokens:
@@ -97,26 +99,26 @@ def test_greedy_is_the_most_likely_token(engine: Actor, plain: Any, run: Run) ->
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_sampled_distribution(
-    engine: Actor, plain: Any, run: Run, temperature: float
+    engine: Actor[RolloutEngine], plain: Any, run: Run, temperature: float
 ) -> None:
     answer = ask(run, engine, f"logprobs-{temperature}", params(temperature))
     expected = true_logprobs(plain, PROMPT + answer.tokens, temperature)[len(PROMPT) - 1 :]
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_score_is_that_of_the_plain_model(engine: Actor, plain: Any, run: Run) -> None:
-    scores = run(engine.call("score", PROMPT))
+def test_score_is_that_of_the_plain_model(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
+    scores = run(engine.call(RolloutEngine.score, PROMPT))
     torch.testing.assert_close(torch.tensor(scores), true_logprobs(plain, PROMPT, 1.0), atol=1e-4, rtol=0)
 
 
-def test_a_seed_repeats_an_answer(engine: Actor, run: Run) -> None:
+def test_a_seed_repeats_an_answer(engine: Actor[RolloutEngine], run: Run) -> None:
     first, again = (ask(run, engine, f"seed-{number}", params(1.0, seed=5)) for number in range(2))
     other = ask(run, engine, "seed-other", params(1.0, seed=6))
     assert first.tokens == again.tokens
     assert first.tokens != other.tokens
 
 
-def test_an_answer_ends_at_a_stop_token_or_at_its_limit(engine: Actor, run: Run) -> None:
+def test_an_answer_ends_at_a_stop_token_or_at_its_limit(engine: Actor[RolloutEngine], run: Run) -> None:
     free = ask(run, engine, "free", params(1.0, seed=9))
     assert free.finish_reason == "length" and len(free.tokens) == 16
     stop = free.tokens[4]
@@ -126,13 +128,13 @@ def test_an_answer_ends_at_a_stop_token_or_at_its_limit(engine: Actor, run: Run)
     assert len(stopped.logprobs) == len(stopped.tokens)
 
 
-def test_requests_of_many_lengths_are_served_together(engine: Actor, plain: Any, run: Run) -> None:
+def test_requests_of_many_lengths_are_served_together(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
     """More tokens than the engine reads in one go, so prompts queue; seeds must survive that."""
     prompts = [[3 + (number + at) % 250 for at in range(20 + 2 * number)] for number in range(40)]
 
     async def all_answers() -> list[Completion]:
         calls = [
-            engine.call("generate", prompt, params(1.0, tokens=4, seed=number), f"many-{number}")
+            engine.call(RolloutEngine.generate, prompt, params(1.0, tokens=4, seed=number), f"many-{number}")
             for number, prompt in enumerate(prompts)
         ]
         return list(await asyncio.gather(*calls))
@@ -142,13 +144,13 @@ def test_requests_of_many_lengths_are_served_together(engine: Actor, plain: Any,
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_a_paused_engine_answers_after_it_resumes(engine: Actor, run: Run) -> None:
+def test_a_paused_engine_answers_after_it_resumes(engine: Actor[RolloutEngine], run: Run) -> None:
     async def pause_then_ask() -> tuple[bool, Completion]:
-        await engine.call("pause")
-        request = asyncio.ensure_future(engine.call("generate", PROMPT, params(1.0), "paused"))
+        await engine.call(RolloutEngine.pause)
+        request = asyncio.ensure_future(engine.call(RolloutEngine.generate, PROMPT, params(1.0), "paused"))
         await asyncio.sleep(0.5)
         waited = not request.done()
-        await engine.call("resume")
+        await engine.call(RolloutEngine.resume)
         return waited, await request
 
     waited, answer = run(pause_then_ask())
@@ -156,17 +158,19 @@ def test_a_paused_engine_answers_after_it_resumes(engine: Actor, run: Run) -> No
     assert len(answer.tokens) == 16
 
 
-def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor], run: Run) -> None:
+def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor[RolloutEngine]], run: Run) -> None:
     """Eight requests of up to 105 tokens in room for two: vLLM preempts some, and its own pause forgets those."""
     engine = engines["vllm"]
 
     async def ask_then_pause() -> int:
-        calls = [engine.call("generate", PROMPT, params(1.0, 100, seed=one), f"drain-{one}") for one in range(8)]
+        calls = [
+            engine.call(RolloutEngine.generate, PROMPT, params(1.0, 100, seed=one), f"drain-{one}") for one in range(8)
+        ]
         requests = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(0.3)  # some run, some are preempted; the pause comes in their midst
-        await engine.call("pause")
+        await engine.call(RolloutEngine.pause)
         done, _ = await asyncio.wait(requests, timeout=20)  # for answers on their way; one that is frozen never comes
-        await engine.call("resume")
+        await engine.call(RolloutEngine.resume)
         await asyncio.gather(*requests)
         return len(done)
 

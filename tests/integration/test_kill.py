@@ -27,7 +27,8 @@ from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import UNFINISHED, Checkpoints, load_tensors
-from trueline.training.group import LossSettings, ModelGroup, write_model
+from trueline.training.group import ModelGroup, write_model
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 KILLS = 30
@@ -58,7 +59,7 @@ class Course:
         self.step = 0
         newest = checkpoints_of(run).newest() if run else None
         if run and newest:
-            self.group.call("load", str(newest))
+            self.group.call(Worker.load, str(newest))
             self.step = checkpoints_of(run).read_state(newest)["step"]
 
     def learn(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.restartable import RestartableWorker
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
@@ -19,8 +20,9 @@ from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import RayActor, Spot, Target
 from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine, worker_environment
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
-from trueline.training.group import LossSettings, ModelGroup
-from trueline.training.worker import WorkerSpec
+from trueline.training.group import ModelGroup
+from trueline.training.report import LossSettings
+from trueline.training.worker import Worker, WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 400.0
@@ -93,7 +95,7 @@ def restart(trainer: ModelGroup, model: str, stage: int) -> None:
     config = TrainingConfig(zero_stage=stage, learning_rate=1e-2)  # type: ignore[arg-type]
     model_config = ModelConfig(path=model, dtype="float32")
     specs = [WorkerSpec(model_config, config, rank, 2, 100, 0) for rank in range(2)]
-    calls = [actor.submit("restart", spec) for actor, spec in zip(trainer.actors, specs, strict=True)]
+    calls = [actor.submit(RestartableWorker.restart, spec) for actor, spec in zip(trainer.actors, specs, strict=True)]
     for call in calls:
         call.result(TIMEOUT)
     trainer.start()
@@ -151,7 +153,7 @@ def test_engines_follow_the_trainer(
     sync.publish(0)
     sync.calibrate()
     assert sync.floor < TOLERANCE
-    first_weights = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT)) if stage < 3 else {}
+    first_weights = dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT)) if stage < 3 else {}
     for version in range(1, UPDATES + 1):
         samples = sample_all(pool, loop, 1.0, version)
         assert all(sample.version == version - 1 for sample in samples)
@@ -163,7 +165,7 @@ def test_engines_follow_the_trainer(
         assert largest_gap(trainer, sample_all(pool, loop, 1.0, 100 + version), 1.0) < TOLERANCE
         assert largest_gap(trainer, sample_all(pool, loop, 0.7, 200 + version), 0.7) < TOLERANCE
     if first_weights:
-        now = dict(trainer.actors[0].submit("copy_weights").result(TIMEOUT))
+        now = dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT))
         assert all(not torch.equal(first_weights[name], now[name]) for name in now)
 
 

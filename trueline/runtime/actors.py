@@ -1,15 +1,19 @@
-"""Objects that live in processes of their own (Ray) or in this one, behind the same three calls."""
+"""Objects that live in processes of their own (Ray) or in this one, behind the same three calls.
+
+A call names the method itself, `actor.submit(Worker.score, ...)`, so that its arguments and result are checked; what
+travels is the method's name.
+"""
 
 import os
 import pkgutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -17,72 +21,108 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 CONCURRENT_CALLS = 4096
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+Object = TypeVar("Object")
+Object_co = TypeVar("Object_co", covariant=True)
+
 
 class ActorFailure(RuntimeError):
     """A process of the run failed; the message names it, what it was doing and where its log is."""
 
 
-class Pending(Protocol):
+class Pending(Protocol[Result_co]):
     """A call under way."""
 
     @property
     def who(self) -> str: ...
 
-    def result(self, timeout_seconds: float) -> Any: ...
+    def result(self, timeout_seconds: float) -> Result_co: ...
+
+    async def awaited(self) -> Result_co:
+        """Give the result to callers inside an event loop."""
 
 
-class Actor(Protocol):
+class Actor(Protocol[Object_co]):
+    """One object; `submit` takes its ordinary methods, `call` its coroutines."""
+
     name: str
 
-    def submit(self, method: str, *args: Any) -> Pending: ...
+    def submit(
+        self, method: Callable[Concatenate[Object_co, Given], Result], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[Result]: ...
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Like `submit`, for callers inside an event loop."""
+    async def call(
+        self,
+        method: Callable[Concatenate[Object_co, Given], Coroutine[Any, Any, Result]],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> Result: ...
 
     def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Done(Generic[Result]):
     who: str
-    value: Any
+    value: Result
 
-    def result(self, timeout_seconds: float) -> Any:
+    def result(self, timeout_seconds: float) -> Result:
+        return self.value
+
+    async def awaited(self) -> Result:
         return self.value
 
 
 LOCAL_CALLS = threading.RLock()  # models of one process share the state of a forward pass
 
 
-class LocalActor:
+class LocalActor(Generic[Object]):
     """An object of this process; calls run at once, one after the other."""
 
-    def __init__(self, name: str, target: Any) -> None:
+    def __init__(self, name: str, target: Object) -> None:
         self.name, self.target = name, target
 
-    def submit(self, method: str, *args: Any) -> Pending:
+    def submit(
+        self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[Result]:
         with LOCAL_CALLS:
-            return Done(self.name, methodcaller(method, *args)(self.target))
+            return Done(self.name, methodcaller(method.__name__, *args, **named)(self.target))
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await methodcaller(method, *args)(self.target)
+    async def call(
+        self,
+        method: Callable[Concatenate[Object, Given], Coroutine[Any, Any, Result]],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> Result:
+        result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
+        return result
 
     def stop(self) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
-class RayPending:
+class RayPending(Generic[Result]):
     who: str
     reference: Any
     log: Path
 
-    def result(self, timeout_seconds: float) -> Any:
+    def result(self, timeout_seconds: float) -> Result:
         try:
-            return ray.get(self.reference, timeout=timeout_seconds)
+            value: Result = ray.get(self.reference, timeout=timeout_seconds)
+            return value
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
+        except (RayActorError, RayTaskError) as error:
+            raise failure(self.who, error, self.log) from error
+
+    async def awaited(self) -> Result:
+        try:
+            value: Result = await self.reference
+            return value
         except (RayActorError, RayTaskError) as error:
             raise failure(self.who, error, self.log) from error
 
@@ -119,8 +159,8 @@ class Host:
         redirect_output(Path(log))
         self.target = build(target, args)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return methodcaller(method, *args)(self.target)
+    def call(self, method: str, *args: Any, **named: Any) -> Any:
+        return methodcaller(method, *args, **named)(self.target)
 
     def home(self) -> tuple[str, list[str]]:
         """The node and the GPUs that this process was given, for others that share them."""
@@ -128,8 +168,8 @@ class Host:
 
 
 class AsyncHost(Host):
-    async def call(self, method: str, *args: Any) -> Any:
-        return await methodcaller(method, *args)(self.target)
+    async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        return await methodcaller(method, *args, **named)(self.target)
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
@@ -137,25 +177,33 @@ def build(target: str, args: Sequence[Any]) -> Any:
     return pkgutil.resolve_name(target)(*args)
 
 
-class RayActor:
+class RayActor(Generic[Object]):
     """An object in a Ray process; what it prints goes to `log`."""
 
-    def __init__(self, name: str, target: "Target", args: Sequence[Any], spot: Spot, log: Path) -> None:
+    def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Spot, log: Path) -> None:
         self.name, self.log = name, log
         options = spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if target.asynchronous else {})
         host: Any = ray.remote(AsyncHost if target.asynchronous else Host)
         self.handle = host.options(**options).remote(str(log), target.path, args)
 
-    def submit(self, method: str, *args: Any) -> Pending:
-        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args), self.log)
+    def submit(
+        self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[Result]:
+        return self._pending(method.__name__, *args, **named)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        try:
-            return await self.handle.call.remote(method, *args)
-        except (RayActorError, RayTaskError) as error:
-            raise failure(f"{self.name}.{method}", error, self.log) from error
+    async def call(
+        self,
+        method: Callable[Concatenate[Object, Given], Coroutine[Any, Any, Result]],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> Result:
+        pending: RayPending[Result] = self._pending(method.__name__, *args, **named)
+        return await pending.awaited()
 
-    def home(self) -> Pending:
+    def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
+        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log)
+
+    def home(self) -> Pending[tuple[str, list[str]]]:
         return RayPending(f"{self.name}.home", self.handle.home.remote(), self.log)
 
     def stop(self) -> None:
@@ -163,7 +211,7 @@ class RayActor:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Target(Generic[Object]):
     """A class by its import path, and whether its methods are coroutines."""
 
     path: str
@@ -195,7 +243,7 @@ def last_line(log: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "without a word")
 
 
-def wait_all(pendings: Sequence[Pending], timeout_seconds: float) -> list[Any]:
+def wait_all(pendings: Sequence[Pending[Result]], timeout_seconds: float) -> list[Result]:
     """All results in order. The first failure is raised as soon as it is known, not after its peers' deadline."""
     deadline = time.monotonic() + timeout_seconds
     waiting = {pending.reference: pending for pending in pendings if isinstance(pending, RayPending)}
@@ -210,6 +258,7 @@ def wait_all(pendings: Sequence[Pending], timeout_seconds: float) -> list[Any]:
     return [pending.result(timeout_seconds) for pending in pendings]
 
 
-def share(value: Any) -> Any:
-    """Put a value that several actors read into the object store once."""
-    return ray.put(value) if ray.is_initialized() else value
+def share(value: Result) -> Result:
+    """Put a value that several actors read into the object store once; Ray hands it to them as itself."""
+    shared: Any = ray.put(value) if ray.is_initialized() else value
+    return shared

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.config.base import ConfigError
-from trueline.runtime.actors import Actor, LocalActor, RayActor, Spot, Target, build, wait_all
+from trueline.runtime.actors import Actor, LocalActor, Object, RayActor, Spot, Target, build, wait_all
 from trueline.runtime.cluster import START_SECONDS, Machine, engine_environment, reserve, worker_environment
 
 
@@ -85,7 +85,7 @@ class Processes:
     local: bool
     homes: list[tuple[str, list[str]]] = field(default_factory=list)
 
-    def policy(self, target: Target, specs: list[Any]) -> list[Actor]:
+    def policy(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         actors = self._start("policy", target, specs, self._own_spots(len(specs)))
         if self.machine.gpus:
             homes = [actor.home() for actor in actors if isinstance(actor, RayActor)]
@@ -99,13 +99,13 @@ class Processes:
         group = None if self.local else reserve([{"CPU": 1, "GPU": 1}] * count)
         return [Spot(group, bundle, cpus=1, gpus=1, environment=environment) for bundle in range(count)]
 
-    def beside(self, one: Beside, target: Target, specs: list[Any]) -> list[Actor]:
+    def beside(self, one: Beside, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         """The ranks of a model beside the policy."""
         environment = worker_environment(self.machine, len(specs))
         shared = [self._beside([number], environment) for number in range(len(specs))]
         return self._start(one.name, target, specs, shared if one.shared else self._own_spots(len(specs)))
 
-    def engines(self, target: Target, specs: list[Any], cpu_cache_gib: float) -> list[Actor]:
+    def engines(self, target: Target[Object], specs: list[Any], cpu_cache_gib: float) -> list[Actor[Object]]:
         environment = engine_environment(self.machine, cpu_cache_gib)
         width = self.layout.tensor_parallel
         if not self.machine.gpus or self.layout.colocated:
@@ -124,7 +124,7 @@ class Processes:
         devices = ",".join(gpu for _, gpus in homes for gpu in gpus)
         return Spot(node=homes[0][0], environment=environment | {"CUDA_VISIBLE_DEVICES": devices})
 
-    def _start(self, role: str, target: Target, specs: list[Any], spots: list[Spot]) -> list[Actor]:
+    def _start(self, role: str, target: Target[Object], specs: list[Any], spots: list[Spot]) -> list[Actor[Object]]:
         if self.local:
             return [LocalActor(role, build(target.path, [spec])) for spec in specs]
         return [

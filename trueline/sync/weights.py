@@ -2,24 +2,29 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, TypeVar
 
 import torch
 
 from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
+from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop
+from trueline.runtime.actors import Given, Result
 from trueline.runtime.transport import Bucket, plan_buckets
 from trueline.training.group import ModelGroup
+from trueline.training.worker import Worker
 
 
 class SyncFailure(RuntimeError):
     """An engine does not hold the weights that were sent."""
 
 
+Sent = TypeVar("Sent")
+Got = TypeVar("Got")
 NOISE = 4.0  # how many times their gap on the same weights trainer and engines may be apart after an update
 STRANGE = 10.0  # how many times `Canary.least` they may be apart on the same weights
 
@@ -50,34 +55,36 @@ class WeightSync:
     ) -> None:
         self.policy, self.pool, self.loop = policy, pool, loop
         self.canary, self.check, self.in_process = canary, config.check, in_process
-        specs = policy.call("weight_specs", dtype)[0]
+        specs = policy.call(Worker.weight_specs, dtype)[0]
         self.bytes = sum(spec.nbytes() for spec in specs)
         self.buckets: list[Bucket] = plan_buckets(specs, config.bucket_mib * 2**20)
         if not in_process:
             self._connect()
 
     def _connect(self) -> None:
-        address = self.policy.actors[0].submit("listen").result(self.policy.timeout_seconds)
-        sizes = self._engines("processes")
+        address = self.policy.actors[0].submit(Worker.listen).result(self.policy.timeout_seconds)
+        sizes = self._engines(RolloutEngine.processes)
         world, seconds = 1 + sum(sizes), self.policy.timeout_seconds
         firsts = [1 + sum(sizes[:number]) for number in range(len(sizes))]
         self._both(
-            [actor.call("connect", address, world, seconds) for actor in self.policy.actors],
+            [actor.submit(Worker.connect, address, world, seconds).awaited() for actor in self.policy.actors],
             [
-                actor.call("connect", address, first, world, seconds)
+                actor.call(RolloutEngine.connect, address, first, world, seconds)
                 for actor, first in zip(self.pool.actors, firsts, strict=True)
             ],
             "connecting engines to the trainer",
         )
 
-    def _both(self, ranks: list[Awaitable[Any]], engines: list[Awaitable[Any]], what: str) -> tuple[list, list]:
+    def _both(
+        self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Got]], what: str
+    ) -> tuple[list[Sent], list[Got]]:
         """Wait for both sides; the first failure of either is raised at once, while its peers still wait for it."""
 
-        async def all_of_them() -> list[Any]:
-            return list(await asyncio.gather(*ranks, *engines))
+        async def all_of_them() -> tuple[list[Sent], list[Got]]:
+            sent, got = await asyncio.gather(asyncio.gather(*ranks), asyncio.gather(*engines))
+            return list(sent), list(got)
 
-        results = self.loop.run(all_of_them(), what)
-        return results[: len(ranks)], results[len(ranks) :]
+        return self.loop.run(all_of_them(), what)
 
     def calibrate(self) -> str:
         """Measure the gap while trainer and engines hold the same checkpoint, as later gaps are judged by it."""
@@ -102,13 +109,13 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Make the trainer's weights live in every engine."""
         start = time.perf_counter()
-        self._engines("pause")
+        self._engines(RolloutEngine.pause)
         if self.in_process:
-            self._engines("load", self.policy.call("copy_weights")[0], version)
+            self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
         else:
             self._broadcast(version)
         seconds = time.perf_counter() - start
-        self._engines("resume")
+        self._engines(RolloutEngine.resume)
         return {"sync/seconds": seconds, "sync/gb_per_second": self.bytes / 1e9 / seconds, "sync/version": version}
 
     def verify(self) -> dict[str, float]:
@@ -126,8 +133,8 @@ class WeightSync:
 
     def _broadcast(self, version: int) -> None:
         sent, received = self._both(
-            [actor.call("send_weights", self.buckets) for actor in self.policy.actors],
-            [actor.call("receive", self.buckets, version) for actor in self.pool.actors],
+            [actor.submit(Worker.send_weights, self.buckets).awaited() for actor in self.policy.actors],
+            [actor.call(RolloutEngine.receive, self.buckets, version) for actor in self.pool.actors],
             "sending weights to the engines",
         )
         for engine, processes in enumerate(received):
@@ -139,8 +146,14 @@ class WeightSync:
         tokens = torch.tensor(self.canary.tokens)
         sample = Sample(tokens, torch.arange(len(tokens)) > 0)
         ours = self.policy.score([sample], temperature=1.0)[0][1:]
-        theirs = self._engines("score", self.canary.tokens)
+        theirs = self._engines(RolloutEngine.score, self.canary.tokens)
         return torch.stack([(ours - torch.tensor(scores)).abs().mean() for scores in theirs]).max().item()  # NaN too
 
-    def _engines(self, method: str, *args: Any) -> list[Any]:
-        return self.loop.run(self.pool.call(method, *args), f"{method} on {len(self.pool.actors)} engines")
+    def _engines(
+        self,
+        method: Callable[Concatenate[RolloutEngine, Given], Coroutine[Any, Any, Result]],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> list[Result]:
+        what = f"{method.__name__} on {len(self.pool.actors)} engines"
+        return self.loop.run(self.pool.call(method, *args, **named), what)

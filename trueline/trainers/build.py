@@ -15,7 +15,7 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import EnginePool
@@ -35,11 +35,10 @@ from trueline.trainers.roles import RoleModel
 from trueline.trainers.state import RLState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.worker import WorkerSpec
+from trueline.training.worker import WORKER, Worker, WorkerSpec
 
 CANARY_TOKENS = 32
-WORKER = Target("trueline.training.worker:Worker")
-ENGINES = {
+ENGINES: dict[str, Target[RolloutEngine]] = {
     "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
     "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
 }
@@ -144,11 +143,11 @@ def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerS
     ]
 
 
-def model_group(name: str, actors: list[Actor], specs: list[WorkerSpec]) -> ModelGroup:
+def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
     return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
 
 
-def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor]:
+def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor[RolloutEngine]]:
     return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
 
 

@@ -8,7 +8,9 @@ import numpy as np
 
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Sample
-from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.group import ModelGroup
+from trueline.training.report import LossSettings
+from trueline.training.worker import Worker
 
 WINDOW = 20  # steps after which a run is asked whether it gets anywhere; again after twice as many
 SAMPLED = 256  # weights of each tensor
@@ -49,9 +51,9 @@ class Guard:
 
     def watch(self) -> None:
         """Remember the weights that training starts from."""
-        self.at_start = self.model.call("fingerprints")[0]
+        self.at_start = self.model.call(Worker.fingerprints)[0]
         if self.suited:
-            self.sampled = self.model.call("weight_sample", SAMPLED)[0]
+            self.sampled = self.model.call(Worker.weight_sample, SAMPLED)[0]
 
     def follow(self, name: str, value: float) -> None:
         """After a step: a number that training should move. Where it does not, and weights hardly do, that is said."""
@@ -61,7 +63,7 @@ class Guard:
         windows, rest = divmod(len(self.history), WINDOW)
         if rest or windows & (windows - 1) or moved(self.history):
             return
-        change = relative_change(self.sampled, self.model.call("weight_sample", SAMPLED)[0])
+        change = relative_change(self.sampled, self.model.call(Worker.weight_sample, SAMPLED)[0])
         if change < STILL:
             low = self.config.learning_rate < self.suited
             advice = "raise it" if low else "it is not too small, so look at data and rewards, or give it more steps"
@@ -96,7 +98,7 @@ class Guard:
         self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row)")
 
     def _compare(self) -> None:
-        now = self.model.call("fingerprints")[0]
+        now = self.model.call(Worker.fingerprints)[0]
         still = [name for name, before in self.at_start.items() if now[name] == before]
         self.note(
             f"changed    {len(now) - len(still)} of {len(now)} trained tensors ({self.section}) after step {self.made}"

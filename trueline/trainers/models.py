@@ -10,6 +10,7 @@ from torch import Tensor
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Sample
 from trueline.training.group import ModelGroup, write_model
+from trueline.training.worker import Worker
 
 CRITIC = "critic"  # folder inside a checkpoint
 
@@ -56,6 +57,6 @@ class Models:
             write_model(self.critic, folder / CRITIC)
 
     def load(self, checkpoint: Path) -> None:
-        self.policy.call("load", str(checkpoint))
+        self.policy.call(Worker.load, str(checkpoint))
         if self.critic is not None:
-            self.critic.call("load", str(checkpoint / CRITIC))
+            self.critic.call(Worker.load, str(checkpoint / CRITIC))

@@ -1,9 +1,10 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Concatenate
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.failures import NothingToLearn
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group, Rollouts
+from trueline.runtime.actors import Given
 from trueline.sync.weights import WeightSync
 from trueline.trainers.evaluation import Evaluator
 from trueline.trainers.guard import Guard
@@ -27,7 +30,7 @@ from trueline.trainers.rescue import Rescue
 from trueline.trainers.state import RLState
 from trueline.trainers.step_metrics import describe_models, describe_step, first_step_warnings, over_updates, transcript
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import LossSettings
+from trueline.training.report import LossSettings
 
 
 class Turns:
@@ -36,20 +39,25 @@ class Turns:
     def __init__(self, pool: EnginePool, loop: EventLoop, shared: bool) -> None:
         self.pool, self.loop, self.shared = pool, loop, shared
 
-    def _engines(self, method: str, *args: str) -> None:
+    def _engines(
+        self,
+        method: Callable[Concatenate[RolloutEngine, Given], Coroutine[Any, Any, None]],
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> None:
         if self.shared:
-            self.loop.run(self.pool.call(method, *args), f"{method} of the engines")
+            self.loop.run(self.pool.call(method, *args, **named), f"{method.__name__} of the engines")
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        self._engines("sleep")
+        self._engines(RolloutEngine.sleep)
         yield
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        self._engines("wake", "weights")
+        self._engines(RolloutEngine.wake, "weights")
         yield
-        self._engines("wake", "kv_cache")
+        self._engines(RolloutEngine.wake, "kv_cache")
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from trueline.environments.base import Environment, Step
 from trueline.environments.single_turn import SingleTurn
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
+from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.failures import FailureBudget, RolloutFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop, Group
@@ -26,7 +27,6 @@ from trueline.runtime.cluster import ray_cluster
 from trueline.runtime.placement import Processes, crowding
 from trueline.trainers.answers import Answers, Numbered
 from trueline.trainers.build import (
-    WORKER,
     Conversations,
     converse,
     engine_specs,
@@ -51,6 +51,7 @@ from trueline.trainers.samples import (
 )
 from trueline.trainers.sampling_plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.training.group import ModelGroup, start_groups
+from trueline.training.worker import WORKER
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
@@ -83,7 +84,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
         specs = engine_specs(config.model, config.rollout, plan.layout, config.seed)
         pool = EnginePool(start_engines(processes, config.rollout, specs))
         judges = start_judges(plan, processes)
-        loop.run(pool.call("processes"), "starting the engines")  # so that only sampling is timed
+        loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         environment: Callable[[], Environment] = Unjudged
         if config.judged():
             rewards = open_rewards(config.reward, plan.judges, judges, folder.logs)

@@ -22,12 +22,12 @@ from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port, serve_until
-from trueline.runtime.actors import ActorFailure, Target
+from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
 from trueline.runtime.placement import Beside, Layout, Processes
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.training.group import ModelGroup
-from trueline.training.worker import WorkerSpec
+from trueline.training.worker import WORKER, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
     ]
     place = Beside("reward_model", world, shared=False)
     processes = Processes(plan.machine, Layout(0, beside=(place,)), Path(config.logs).resolve(), local)
-    actors = processes.beside(place, Target("trueline.training.worker:Worker"), specs)
+    actors = processes.beside(place, WORKER, specs)
     group = ModelGroup(place.name, actors, plan.ranks, config.timeout_seconds, specs[0].mesh())
     group.start()
     return group

@@ -23,7 +23,6 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.speed import flops_per_token, speed_metrics
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.runtime.actors import Target
 from trueline.runtime.cluster import Machine, ray_cluster, this_machine
 from trueline.runtime.placement import Layout, Processes, check_devices, crowding
 from trueline.trainers.dataset import Dataset, Material, check_longest, load_material
@@ -37,8 +36,9 @@ from trueline.trainers.rescue import Rescue
 from trueline.trainers.resolve import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.trainers.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import LossSettings, ModelGroup, write_model
-from trueline.training.worker import WorkerSpec
+from trueline.training.group import ModelGroup, write_model
+from trueline.training.report import LossSettings
+from trueline.training.worker import WORKER, Worker, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class SupervisedTrainer:
     def store_scale(self, samples: list[Sample]) -> None:
         """Mean and deviation of a reward model's scores are saved with it, for whoever normalises rewards."""
         scores = [float(scores[-1, 0]) for scores in self.model.score(samples)]
-        self.model.call("annotate", {"reward_mean": fmean(scores), "reward_std": pstdev(scores)})
+        self.model.call(Worker.annotate, {"reward_mean": fmean(scores), "reward_std": pstdev(scores)})
 
     def speed(self, samples: list[Sample], seconds: float) -> dict[str, float]:
         plan, tokens = self.plan, sum(sample.length() for sample in samples)
@@ -278,13 +278,13 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
             stack.enter_context(ray_cluster(plan.machine))
         specs = worker_specs(plan)
         processes = Processes(plan.machine, plan.layout, folder.logs, local)
-        actors = processes.policy(Target("trueline.training.worker:Worker"), specs)
+        actors = processes.policy(WORKER, specs)
         model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
         model.start()
         if task.reference(config):
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
             fill_reference(model, used_samples(plan), cache, progress)
-        state = restore(SupervisedState, checkpoints, lambda newest: model.call("load", str(newest)), progress)
+        state = restore(SupervisedState, checkpoints, lambda newest: model.call(Worker.load, str(newest)), progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
         state.tracker, state.data = tracker.run_id, data

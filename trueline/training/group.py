@@ -1,34 +1,30 @@
 """The controller's view of all ranks of one model."""
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Concatenate
 
 import torch
 from torch import Tensor
 
 from trueline.config.model import RanksConfig
-from trueline.data.batching import FILLER, Budget, Plan, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
-from trueline.runtime.actors import Actor, share, wait_all
+from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
+from trueline.data.types import PackedSamples, Sample, pack_samples
+from trueline.runtime.actors import Actor, Given, Result, share, wait_all
 from trueline.training.mesh import Mesh
-from trueline.training.worker import Report
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """What a loss needs besides the samples."""
-
-    temperature: float = 1.0
-    algorithm: Any = None
-    statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
+from trueline.training.report import LossSettings, Report
+from trueline.training.worker import Worker
 
 
 class ModelGroup:
     def __init__(
-        self, name: str, actors: Sequence[Actor], config: RanksConfig, timeout_seconds: float, mesh: Mesh | None = None
+        self,
+        name: str,
+        actors: Sequence[Actor[Worker]],
+        config: RanksConfig,
+        timeout_seconds: float,
+        mesh: Mesh | None = None,
     ) -> None:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
@@ -39,18 +35,20 @@ class ModelGroup:
     def start(self) -> None:
         start_groups([self])
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(
+        self, method: Callable[Concatenate[Worker, Given], Result], *args: Given.args, **named: Given.kwargs
+    ) -> list[Result]:
         """The same call on every rank; their results in rank order."""
-        return wait_all([actor.submit(method, *args) for actor in self.actors], self.timeout_seconds)
+        return wait_all([actor.submit(method, *args, **named) for actor in self.actors], self.timeout_seconds)
 
     def wait_until_idle(self, seconds: float) -> None:
         """Return once every rank has nothing else to do; ActorFailure where one does not get there."""
-        wait_all([actor.submit("ready") for actor in self.actors], seconds)
+        wait_all([actor.submit(Worker.ready) for actor in self.actors], seconds)
 
     def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
         """[T] log-probs of each sample's tokens under this model; [T, K] scores of a scoring head."""
         plan = self.plan(samples)
-        flats = self._submit("score", samples, plan, temperature, reference)
+        flats = self._submit(Worker.score, samples, plan, temperature, reference)
         scores: dict[int, Tensor] = {}
         for passes, flat in zip(plan, flats, strict=True):
             places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
@@ -62,24 +60,31 @@ class ModelGroup:
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
         """Exactly one optimizer step on the whole minibatch."""
-        return joined(self._submit("update", samples, self.plan(samples, together), loss, settings))
+        return joined(self._submit(Worker.update, samples, self.plan(samples, together), loss, settings))
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
         """The gradients of `update` without its step."""
-        return joined(self._submit("accumulate", samples, self.plan(samples), loss, settings))
+        return joined(self._submit(Worker.accumulate, samples, self.plan(samples), loss, settings))
 
     def evaluate(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
         """The loss and its numbers without a gradient."""
-        return joined(self._submit("evaluate", samples, self.plan(samples, together), loss, settings))
+        return joined(self._submit(Worker.evaluate, samples, self.plan(samples, together), loss, settings))
 
-    def _submit(self, method: str, samples: list[Sample], plan: Plan, *args: Any) -> list[Any]:
+    def _submit(
+        self,
+        method: Callable[Concatenate[Worker, PackedSamples, list[MicroBatch], Given], Result],
+        samples: list[Sample],
+        plan: Plan,
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> list[Result]:
         """One result for each data place: ranks that share its samples return the same."""
         packed = share(pack_samples(samples))
         with self.submitting:  # from several threads: every rank must get the calls in one order
             calls = [
-                actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args)
+                actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args, **named)
                 for rank, actor in enumerate(self.actors)
             ]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
@@ -94,7 +99,7 @@ class ModelGroup:
 
 def write_model(model: ModelGroup, folder: Path) -> None:
     """Every rank takes part in a checkpoint; the disk's refusal is raised here, when all have done so."""
-    problems = [problem for problem in model.call("save", str(folder)) if problem]
+    problems = [problem for problem in model.call(Worker.save, str(folder)) if problem]
     if problems:
         raise OSError(problems[0])
 
@@ -102,9 +107,9 @@ def write_model(model: ModelGroup, folder: Path) -> None:
 def start_groups(groups: Sequence[ModelGroup]) -> None:
     """Start the ranks of several models at once; each model's ranks meet at its rank 0."""
     seconds = groups[0].timeout_seconds
-    addresses = wait_all([group.actors[0].submit("listen") for group in groups], seconds)
+    addresses = wait_all([group.actors[0].submit(Worker.listen) for group in groups], seconds)
     starts = [
-        actor.submit("start", address)
+        actor.submit(Worker.start, address)
         for group, address in zip(groups, addresses, strict=True)
         for actor in group.actors
     ]

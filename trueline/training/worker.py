@@ -23,6 +23,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer, Teacher
+from trueline.runtime.actors import Target
 from trueline.runtime.transport import (
     Address,
     BroadcastGroup,
@@ -36,6 +37,7 @@ from trueline.runtime.transport import (
 from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
 from trueline.training.engine import TrainEngine
 from trueline.training.mesh import Mesh
+from trueline.training.report import LossSettings, Report, weights_of
 from trueline.training.torch_engine import TorchEngine
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
@@ -162,7 +164,7 @@ class Worker:
     def _as_reference(self, reference: bool) -> AbstractContextManager[None]:
         return adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
 
-    def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
+    def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         """One optimizer step on this rank's share of a minibatch."""
         report = self.accumulate(packed, passes, loss, settings)
         info = self.engine.step()
@@ -174,7 +176,7 @@ class Worker:
         }
         return report
 
-    def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
+    def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
         for number, micro_batch in enumerate(passes, 1):
             batch, values = self._loss(packed, micro_batch, loss, settings)
@@ -185,7 +187,7 @@ class Worker:
             report.add(values, batch)
         return report
 
-    def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: Any) -> "Report":
+    def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
         with self._judging():
             for micro_batch in passes:
@@ -307,6 +309,9 @@ class Worker:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
 
 
+WORKER: Target[Worker] = Target("trueline.training.worker:Worker")
+
+
 def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Copies of what a generator yields, or nothing at all while it still runs to its end."""
     return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
@@ -349,27 +354,3 @@ def make_engine(scorer: Scorer, spec: WorkerSpec, device: torch.device) -> Train
     from trueline.training.deepspeed_engine import DeepSpeedEngine  # noqa: PLC0415
 
     return DeepSpeedEngine(scorer, spec.ranks, spec.total_steps, device, spec.model.tensor_parallel)
-
-
-@dataclass(slots=True)
-class Report:
-    """What one rank has to say of an update: weighted sums and maxima, to be joined over ranks."""
-
-    sums: dict[str, float]
-    maxima: dict[str, float]
-    step: dict[str, float]
-
-    def add(self, loss: LossOutput, batch: Batch) -> None:
-        weights = weights_of(loss, batch)
-        sums = {name: (weights * values).sum() for name, values in loss.means.items()}
-        sums["loss"] = (weights * loss.values).sum().detach()
-        sums["weight"] = weights.sum()
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.item()
-        for name, values in loss.maxima.items():
-            largest = float(torch.where(weights > 0, values, -torch.inf).max())
-            self.maxima[name] = max(self.maxima.get(name, -float("inf")), largest)
-
-
-def weights_of(loss: LossOutput, batch: Batch) -> Tensor:
-    return batch.shares if loss.per_sequence else batch.token_weights()

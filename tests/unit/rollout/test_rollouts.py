@@ -42,8 +42,8 @@ class FakeEngine:
         self.most_running = 0
         self.delay: Callable[[list[int]], float] = lambda tokens: 0.0
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self, method)(*args)
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return await getattr(self, method.__name__)(*args)
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         self.requests.append((request, params.seed))
@@ -54,7 +54,7 @@ class FakeEngine:
         self.running -= 1
         return Completion([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop")
 
-    def submit(self, method: str, *args: Any) -> Any:
+    def submit(self, method: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError
 
     def stop(self) -> None:

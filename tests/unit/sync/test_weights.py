@@ -1,11 +1,12 @@
 """Weight sync between a real worker and real engines over gloo, in threads of one process; some engines lie."""
 
 import asyncio
-import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import pytest
 import torch
@@ -20,15 +21,29 @@ from trueline.rollout.engine import EngineSpec
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import EventLoop
-from trueline.runtime.actors import Done, Pending, Target
+from trueline.runtime.actors import Pending, Result, Target
 from trueline.runtime.transport import Bucket
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
 from trueline.trainers.build import ENGINES
-from trueline.training.group import LossSettings, ModelGroup
+from trueline.training.group import ModelGroup
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 SECONDS = 120.0
 TOKENS = list(range(5, 37))
+THREADS = ThreadPoolExecutor()
+
+
+@dataclass(frozen=True)
+class Running(Generic[Result]):
+    who: str
+    work: Future[Result]
+
+    def result(self, timeout_seconds: float) -> Result:
+        return self.work.result(timeout_seconds)
+
+    async def awaited(self) -> Result:
+        return await asyncio.wrap_future(self.work)
 
 
 class InThread:
@@ -37,14 +52,11 @@ class InThread:
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target = name, target
 
-    def submit(self, method: str, *args: Any) -> Pending:
-        return Done(self.name, getattr(self.target, method)(*args))
+    def submit(self, method: Callable[..., Any], *args: Any, **named: Any) -> Pending[Any]:
+        return Running(self.name, THREADS.submit(getattr(self.target, method.__name__), *args, **named))
 
-    async def call(self, method: str, *args: Any) -> Any:
-        function = getattr(self.target, method)
-        if inspect.iscoroutinefunction(function):
-            return await function(*args)
-        return await asyncio.to_thread(function, *args)
+    async def call(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return await getattr(self.target, method.__name__)(*args, **named)
 
     def stop(self) -> None:
         pass

@@ -37,7 +37,7 @@ class IndexEngine:
         self.running = self.most_running = 0
         self.delay: Callable[[str], float] = lambda prompt: 0.0
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         return await self.generate(*args)
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
@@ -51,7 +51,7 @@ class IndexEngine:
         answer = [*self.tokenizer(request.split("-")[2])["input_ids"], STOP]
         return Completion(answer, [-1.0] * len(answer), 0, "stop")
 
-    def submit(self, method: str, *args: Any) -> Any:
+    def submit(self, method: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError
 
     def stop(self) -> None:

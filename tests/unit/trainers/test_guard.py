@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ class Weights:
         self.marks = dict.fromkeys(names, 0)
         self.drift = 0.0
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return {"fingerprints": [dict(self.marks)], "weight_sample": [np.array([3.0, 4.0]) * (1 + self.drift)]}[method]
+    def call(self, method: Callable[..., Any], *args: Any) -> list[Any]:
+        sample = np.array([3.0, 4.0]) * (1 + self.drift)
+        return {"fingerprints": [dict(self.marks)], "weight_sample": [sample]}[method.__name__]
 
     def change(self, *names: str) -> None:
         self.marks |= {name: self.marks[name] + 1 for name in names}

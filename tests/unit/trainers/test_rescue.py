@@ -5,6 +5,7 @@ import pty
 import re
 import signal
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
     calls: list[int] = []
     whole = getattr(owner, method)
 
+    @wraps(whole)  # the name is what travels to an actor
     def counted(self: Any, *args: Any) -> Any:
         calls.append(1)
         if len(calls) == call:

@@ -17,7 +17,7 @@ from trueline.data.types import Sample
 from trueline.trainers.guard import Guard
 from trueline.trainers.rl import RLTrainer
 from trueline.trainers.state import RLState
-from trueline.training.group import LossSettings
+from trueline.training.report import LossSettings
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 

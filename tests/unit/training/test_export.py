@@ -18,7 +18,8 @@ from trueline.data.types import Sample
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.export import Export, export
-from trueline.training.group import LossSettings, ModelGroup, write_model
+from trueline.training.group import ModelGroup, write_model
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 TOKENS = torch.tensor([[5, 80, 33, 7, 120, 64]])

@@ -9,7 +9,7 @@ from trueline.data.types import Sample
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup, joined
 from trueline.training.mesh import Mesh
-from trueline.training.worker import Report
+from trueline.training.report import Report
 
 
 class Echo:

@@ -26,7 +26,8 @@ from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, Training
 from trueline.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample
 from trueline.runtime.actors import LocalActor
-from trueline.training.group import LossSettings, ModelGroup, write_model
+from trueline.training.group import ModelGroup, write_model
+from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 SETTINGS = LossSettings(0.8, AlgorithmConfig(preset="grpo", entropy_coefficient=0.01))
