@@ -38,8 +38,8 @@ from trueline.data.types import Sample
 from trueline.models.loading import load_tokenizer, padding_token
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.trainers import supervised
-from trueline.trainers.reference import fill_reference
+from trueline.offline import trainer as supervised
+from trueline.offline.reference import fill_reference
 
 LARGEST_GAP = 1e-4
 MAX_TOKENS = 512

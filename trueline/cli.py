@@ -9,36 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.config.algorithm import PRESETS
 from trueline.config.base import Config, ConfigError, read_tree
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import FLAGS as RL_FLAGS
-from trueline.config.rounds import ROUND_VERBS
 from trueline.config.run import RunConfig
-from trueline.config.sampling import SAMPLING_VERBS, JobVerb
 from trueline.config.serving import ServingConfig
-from trueline.config.supervised import TASK_VERBS, SupervisedConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.verbs import TASK_VERBS, VERBS, Verb
 
-LAUNCH = "trueline.trainers.launch:"
-TASK_FLAGS = {"--model": "model.path", "--data": "data.path", "--eval-data": "evaluation.data", "--name": "name"}
-COMMANDS: dict[str, JobVerb] = {  # that make a run
-    **{
-        preset: JobVerb(
-            RLConfig,
-            f"reinforcement learning with {preset}",
-            RL_FLAGS,
-            LAUNCH + "launch_rl",
-            {"algorithm": {"preset": preset}},
-        )
-        for preset in PRESETS
-    },
-    **{
-        name: JobVerb(task.kind, task.meaning, TASK_FLAGS, LAUNCH + "launch_supervised", task.defaults)
-        for name, task in TASK_VERBS.items()
-    },
-    **SAMPLING_VERBS,
-    **ROUND_VERBS,
-}
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 
@@ -73,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trueline", description="Train language models from feedback.")
     parser.set_defaults(takes_overrides=False)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    for name, command in COMMANDS.items():
+    for name, command in VERBS.items():
         verb = verbs.add_parser(name, help=command.meaning)
         add_run_options(verb, command)
         verb.set_defaults(run=run_command, verb=name)
@@ -81,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_config_options(serve, SERVE_FLAGS)
     serve.set_defaults(run=serve_reward)
     config = verbs.add_parser("config", help="list every key with its default and meaning")
-    every = [*COMMANDS, "serve-reward"]
+    every = [*VERBS, "serve-reward"]
     config.add_argument("of", nargs="?", default="grpo", choices=every, metavar="VERB", help="verb whose keys to list")
     config.set_defaults(run=show_config)
     add_data_verbs(verbs)
@@ -99,7 +76,7 @@ def add_data_verbs(verbs: Any) -> None:
     preview = kinds.add_parser("preview", help="show three rows as they will be trained on, learnt tokens marked")
     preview.add_argument("--task", dest="verb", default="sft", choices=list(TASK_VERBS), help="verb that will train")
     preview.add_argument("--rows", type=int, default=3)
-    add_config_options(preview, TASK_FLAGS)
+    add_config_options(preview, VERBS["sft"].flags)
     preview.set_defaults(run=preview_data, resume=False)
 
 
@@ -113,7 +90,7 @@ def add_export(verbs: Any) -> None:
     export.set_defaults(run=run_export)
 
 
-def add_run_options(verb: argparse.ArgumentParser, command: JobVerb) -> None:
+def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
     add_config_options(verb, command.flags)
     verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
     verb.add_argument("--resume", action="store_true", help="go on with the run --name, or that touched last")
@@ -124,7 +101,7 @@ def add_run_options(verb: argparse.ArgumentParser, command: JobVerb) -> None:
         verb.set_defaults(restart=False)
 
 
-def trains(command: JobVerb) -> bool:
+def trains(command: Verb) -> bool:
     """Whether it goes on from checkpoints; other jobs do from what they have written."""
     return issubclass(command.kind, RLConfig | SupervisedConfig)
 
@@ -142,7 +119,7 @@ def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> list[str]
     return [f"{key}={values[key]}" for key in flags.values() if values[key] is not None]
 
 
-def load(command: JobVerb, options: argparse.Namespace) -> RunConfig:
+def load(command: Verb, options: argparse.Namespace) -> RunConfig:
     kind, base = command.kind, command.defaults
     overrides = [*given_flags(options, command.flags), *options.overrides]
     if options.resume:
@@ -173,7 +150,7 @@ def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    command = COMMANDS[options.verb]
+    command = VERBS[options.verb]
     if options.restart and not options.resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
     config = load(command, options)
@@ -185,15 +162,15 @@ def run_command(options: argparse.Namespace) -> int:
 def serve_reward(options: argparse.Namespace) -> int:
     config = ServingConfig.load(options.config, [*given_flags(options, SERVE_FLAGS), *options.overrides])
     quiet_libraries()
-    from trueline.trainers.serving import serve  # noqa: PLC0415
+    from trueline.jobs.serve_reward import serve  # noqa: PLC0415
 
     return serve(config)
 
 
 def preview_data(options: argparse.Namespace) -> int:
-    config = load(COMMANDS[options.verb], options)
+    config = load(VERBS[options.verb], options)
     quiet_libraries()
-    from trueline.trainers.launch import show_preview  # noqa: PLC0415
+    from trueline.offline.launch import show_preview  # noqa: PLC0415
 
     assert isinstance(config, SupervisedConfig)
     return show_preview(config, options.rows)
@@ -218,8 +195,8 @@ def run_demo(options: argparse.Namespace) -> int:
 
 def show_config(options: argparse.Namespace) -> int:
     config: Config = ServingConfig()
-    if options.of in COMMANDS:
-        config = COMMANDS[options.of].kind.parse(COMMANDS[options.of].defaults)
+    if options.of in VERBS:
+        config = VERBS[options.of].kind.parse(VERBS[options.of].defaults)
     for key in config.leaves():
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0

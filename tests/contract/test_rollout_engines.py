@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny import make_tiny_model
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
-from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import Actor, RayActor, Spot, Target
 from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine
+from trueline.runtime.event_loop import EventLoop
 
 TIMEOUT = 300.0
 PROMPT = [10, 20, 30, 40, 50]
@@ -181,7 +181,7 @@ def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
-        "from trueline.trainers.resolve import VLLM_CPU_HEAD_SIZES\n"
+        "from trueline.runs.preflight import VLLM_CPU_HEAD_SIZES\n"
         "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEAD_SIZES\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

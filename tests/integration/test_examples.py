@@ -10,7 +10,7 @@ import pytest
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
 from trueline.config.algorithm import PRESETS
-from trueline.config.supervised import TASK_VERBS
+from trueline.verbs import TASK_VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file.stem in {*PRESETS, *TASK_VERBS}]

@@ -20,11 +20,11 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RemoteConfig, RewardPartConfig
 from trueline.config.serving import ServingConfig
+from trueline.jobs.serve_reward import plan_serving
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
 from trueline.rewards.model import ModelReward
 from trueline.rewards.remote import ScorerReward
-from trueline.trainers.serving import plan_serving
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = [

@@ -16,9 +16,9 @@ from trueline.config.rl import SyncConfig
 from trueline.data.types import Completion, Sample
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import RayActor, Spot, Target
 from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine, worker_environment
+from trueline.runtime.event_loop import EventLoop
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.support.tiny import make_tiny_model
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.cli import main
-from trueline.config.supervised import TASK_VERBS
 from trueline.data.types import Sample
 from trueline.models.loading import padding_token
 from trueline.training.group import ModelGroup
+from trueline.verbs import TASK_VERBS
 
 STEPS = 12
 PROMPTS = 16

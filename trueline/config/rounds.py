@@ -8,10 +8,8 @@ from trueline.config.base import Tree
 from trueline.config.model import check_training
 from trueline.config.preference import PreferenceConfig
 from trueline.config.rl import EvaluationConfig
-from trueline.config.sampling import MODEL_FLAGS, JobVerb, SelectionConfig
+from trueline.config.sampling import SelectionConfig
 from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig, SupervisedTrainingConfig
-
-LAUNCH = "trueline.trainers.rounds:launch_rounds"
 
 
 class RoundTrainingConfig(SupervisedTrainingConfig):
@@ -97,17 +95,3 @@ class IterativeDPOConfig(RoundsConfig):
 
     def training_keys(self) -> Tree:
         return super().training_keys() | {"preference": self.preference.model_dump()}
-
-
-FLAGS = {**MODEL_FLAGS, "--data": "data.path", "--eval-data": "evaluation.data"}
-
-ROUND_VERBS: dict[str, JobVerb] = {
-    "raft": JobVerb(RaftConfig, "rounds of best-of-n or rejection sampling, each followed by sft", FLAGS, LAUNCH),
-    "iterative_dpo": JobVerb(
-        IterativeDPOConfig,
-        "rounds of best-against-worst pairs, each followed by dpo against the present model",
-        FLAGS,
-        LAUNCH,
-        {"training": {"learning_rate": 1e-6}},
-    ),
-}

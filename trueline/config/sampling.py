@@ -1,11 +1,9 @@
 """The configurations of jobs that sample and judge but train nothing."""
 
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
@@ -90,32 +88,3 @@ class EvalConfig(SamplingConfig):
                 "keys of `data` say how"
             )
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class JobVerb:
-    """A command that is made of sampling: its kind of configuration, its flags, and what starts it."""
-
-    kind: type[RunConfig]
-    meaning: str
-    flags: dict[str, str]
-    launch: str  # `package.module:function`
-    defaults: Tree = field(default_factory=dict)
-
-
-MODEL_FLAGS = {"--model": "model.path", "--reward": "reward.function", "--name": "name"}
-
-SAMPLING_VERBS: dict[str, JobVerb] = {
-    "generate": JobVerb(
-        GenerateConfig,
-        "sample answers with rewards to a file: best-of-n, rejection sampling, preference pairs",
-        {**MODEL_FLAGS, "--data": "data.path"},
-        "trueline.trainers.sampling:launch_generate",
-    ),
-    "eval": JobVerb(
-        EvalConfig,
-        "sample held-out prompts and report mean@k, pass@k and maj@k",
-        {**MODEL_FLAGS, "--eval-data": "evaluation.data"},
-        "trueline.trainers.sampling:launch_eval",
-    ),
-}

@@ -1,11 +1,10 @@
-"""The configurations of offline training, and one row per verb that names one."""
+"""The configurations of offline training."""
 
-from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Config, Tree
+from trueline.config.base import Config
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig, TrainingConfig, check_training
 from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
@@ -101,30 +100,3 @@ class RewardModelRunConfig(SupervisedConfig):
 
 class ProcessRewardRunConfig(SupervisedConfig):
     task: ClassVar[str] = "prm"
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A command: the kind of configuration it reads, and what it sets before files and overrides."""
-
-    kind: type[SupervisedConfig]
-    meaning: str
-    defaults: Tree = field(default_factory=dict)
-
-
-def preference_verb(meaning: str, preference: Tree) -> Verb:
-    return Verb(PreferenceRunConfig, meaning, {"preference": preference, "training": {"learning_rate": 1e-6}})
-
-
-TASK_VERBS: dict[str, Verb] = {
-    "sft": Verb(SftConfig, "supervised fine-tuning on conversations, answers or plain text"),
-    "rm": Verb(RewardModelRunConfig, "train a reward model on pairs of answers"),
-    "prm": Verb(ProcessRewardRunConfig, "train a process reward model on rated steps"),
-    "dpo": preference_verb("direct preference optimisation on pairs", {"loss": "sigmoid", "beta": 0.1}),
-    "cdpo": preference_verb("DPO with noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
-    "ipo": preference_verb("identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
-    "simpo": preference_verb("preferences without a reference model", {"loss": "simpo", "beta": 2.0, "gamma": 1.0}),
-    "orpo": preference_verb("supervised loss plus odds ratio, without a reference model", {"loss": "orpo"}),
-    "kto": Verb(KTORunConfig, "learn from answers labelled good or bad", {"training": {"learning_rate": 1e-6}}),
-    "distill": Verb(DistillRunConfig, "learn a teacher's next-token distributions"),
-}

@@ -12,7 +12,8 @@ from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 from trueline.demo.material import make_data, make_model
 from trueline.monitoring.run_folder import RunFolder
-from trueline.trainers.launch import launch_rl, launch_supervised
+from trueline.offline.launch import launch_supervised
+from trueline.rl.launch import launch_rl
 from trueline.training.checkpoints import Checkpoints
 
 SHOWN_TRANSCRIPTS = 3

@@ -1,12 +1,9 @@
 """A bounded first-in first-out line of prompt groups, filled in the background."""
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +14,9 @@ from trueline.environments.base import Environment
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
+from trueline.runtime.event_loop import EventLoop
 
-STOP_SECONDS = 10
 SAME_REWARD = 1e-6
-Result = TypeVar("Result")
 Group = list[Trajectory]
 
 
@@ -51,39 +47,6 @@ class Dropped:
 
     def group_count(self) -> int:
         return self.groups + len(self.uniform)
-
-
-class EventLoop:
-    """An event loop in a thread of its own, for a controller that is not asynchronous."""
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="rollouts", daemon=True)
-        self.thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Result], what: str, *, bounded: bool = True) -> Result:
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result(self.timeout_seconds if bounded else None)
-        except FutureTimeout:
-            future.cancel()
-            raise RolloutFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
-
-    def stop(self) -> None:
-        """End what still runs, then the loop and its thread."""
-        asyncio.run_coroutine_threadsafe(cancel_others(), self.loop).result(STOP_SECONDS)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(STOP_SECONDS)
-        self.loop.close()
-
-
-async def cancel_others() -> None:
-    """Python 3.11's `wait_for` loses a cancellation that meets a result, so it is asked for until it is heard."""
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others, timeout=0.2)
 
 
 class Rollouts:

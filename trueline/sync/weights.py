@@ -12,8 +12,8 @@ from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop
 from trueline.runtime.actors import Given, Result
+from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.transport import Bucket, plan_buckets
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker

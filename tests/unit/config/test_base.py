@@ -5,7 +5,8 @@ from pydantic import Field
 
 from trueline.config.base import Config, ConfigError, merge, parse_override, read_tree
 from trueline.config.rl import RLConfig
-from trueline.config.supervised import TASK_VERBS, SupervisedConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.verbs import TASK_VERBS
 
 
 class Engine(Config):

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.config.supervised import TASK_VERBS, PreferenceRunConfig, SftConfig, SupervisedConfig
+from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig
+from trueline.verbs import TASK_VERBS
 
 
 def test_the_dump_loads_back_equal(tmp_path: Path) -> None:

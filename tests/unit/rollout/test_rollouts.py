@@ -23,8 +23,9 @@ from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop, GroupSampler, RolloutPlan, Rollouts
+from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
+from trueline.runtime.event_loop import EventLoop
 
 PROMPTS = [Prompt(number, [{"role": "user", "content": f"{number:02d}"}], label=number) for number in range(40)]
 STOP = 2

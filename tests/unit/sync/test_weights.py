@@ -20,11 +20,11 @@ from trueline.config.rl import SyncConfig
 from trueline.rollout.engine import EngineSpec
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import EventLoop
+from trueline.runs.processes import ENGINES
 from trueline.runtime.actors import Pending, Result, Target
+from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.transport import Bucket
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
-from trueline.trainers.build import ENGINES
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec

@@ -1,0 +1,303 @@
+"""From rows in files to the plan of a run, and what the loop asks of its parts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
+from trueline.config.base import ConfigError
+from trueline.config.supervised import SupervisedConfig
+from trueline.data.batching import Budget
+from trueline.data.chat import ChatFormat
+from trueline.data.sources import open_source
+from trueline.data.types import Sample
+from trueline.models.loading import ModelFacts
+from trueline.offline import trainer as supervised
+from trueline.offline.dataset import Dataset, check_longest, encode_sources, load_material
+from trueline.offline.tasks import TASKS
+from trueline.offline.trainer import describe_plan, kl_estimate, plan_supervised, shown, worker_specs
+from trueline.runs.launch import show_preview
+from trueline.runtime.cluster import Machine
+from trueline.verbs import TASK_VERBS
+
+PAIRS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0" * (1 + n % 3)} for n in range(6)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(6)],
+    "preference": PAIRS,
+    "rm": PAIRS,
+    "kto": [{"prompt": f"{n}+1=", "completion": str(n + 1), "label": n % 2 == 0} for n in range(6)],
+    "prm": [{"prompt": f"{n}+1=", "completions": [f"{n}", f"{n + 1}"], "labels": [True, n % 2 == 0]} for n in range(6)],
+}
+ROWS["distill"] = ROWS["sft"]
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def load(model_folder: Path, tmp_path: Path) -> Any:
+    def make(verb: str, *overrides: str, rows: list[dict[str, Any]] | None = None) -> SupervisedConfig:
+        chosen = TASK_VERBS[verb]
+        file = write(tmp_path, rows or ROWS[chosen.kind.task])
+        given = [f"model.path={model_folder}", f"data.path={file}", "runtime=local", "samples_per_step=2"]
+        teacher = [f"distill.teacher={model_folder}"] if verb == "distill" else []
+        return chosen.kind.load([], [*given, *teacher, *overrides], chosen.defaults)
+
+    return make
+
+
+@pytest.mark.parametrize("verb", sorted(TASK_VERBS))
+def test_every_verb_makes_a_plan(load: Any, verb: str) -> None:
+    plan = plan_supervised(load(verb))
+    train = plan.material.train
+    assert (train.rows(), plan.steps) == (6, 3)
+    assert len(train.samples) == 6 * train.task.together
+    assert all(sample.sampled_tokens() > 0 for sample in train.samples)
+    assert len(train.mismatched) == (6 if verb == "kto" else 0)
+    assert plan.config.max_tokens == 64  # the model's context
+
+
+@pytest.mark.parametrize("verb", sorted(TASK_VERBS))
+def test_a_task_names_a_loss_and_settings_of_its_own(load: Any, verb: str) -> None:
+    config = load(verb)
+    task = TASKS[config.task]
+    assert task.reference(config) == (verb in ("dpo", "cdpo", "ipo", "kto"))
+    assert task.together == (2 if verb in ("dpo", "cdpo", "ipo", "simpo", "orpo", "rm") else 1)
+    assert task.head == {"rm": "reward", "prm": "steps"}.get(verb, "language")
+
+
+def test_the_completion_and_its_end_are_learnt(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    sample = plan_supervised(load("sft")).material.train.samples[0]
+    prompt = len(tokenizer("0+1=")["input_ids"])
+    assert sample.mask.tolist() == [False] * prompt + [True, True]
+    assert sample.tokens[-1] == tokenizer.eos_token_id
+
+
+def test_a_row_that_is_too_long_is_named(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*6 tokens are more than max_tokens=5"):
+        plan_supervised(load("sft", "max_tokens=5"))
+
+
+def test_epochs_and_rows_make_the_steps(load: Any) -> None:
+    assert plan_supervised(load("sft", "epochs=4")).steps == 12
+    assert plan_supervised(load("sft", "samples_per_step=100")).steps == 1
+    assert plan_supervised(load("sft", "steps=7")).steps == 7
+
+
+def test_held_out_rows_are_never_trained_on(load: Any) -> None:
+    material = plan_supervised(load("sft", "evaluation.share=0.5")).material
+    assert material.held_out is not None
+    assert material.train.rows() + material.held_out.rows() == 6
+    train, held_out = (
+        {tuple(sample.tokens.tolist()) for sample in part.samples} for part in (material.train, material.held_out)
+    )
+    assert not train & held_out
+
+
+def test_held_out_rows_come_from_a_file_of_their_own(load: Any, tmp_path: Path) -> None:
+    file = write(tmp_path, ROWS["sft"][:3], "held_out.jsonl")
+    material = plan_supervised(load("sft", f"evaluation.data={file}", "evaluation.limit=2")).material
+    assert material.held_out is not None
+    assert (material.train.rows(), material.held_out.rows()) == (6, 2)
+
+
+def test_a_mixture_has_rows_of_every_source(load: Any, tmp_path: Path) -> None:
+    one, two = write(tmp_path, ROWS["sft"][:2], "one.jsonl"), write(tmp_path, ROWS["sft"][2:], "two.jsonl")
+    config = load("sft").replaced({"data": {"path": "", "mixture": {str(one): 0.5, str(two): 0.5}}})
+    train = plan_supervised(config).material.train
+    assert train.sizes == [2, 4]
+    order = train.order(seed=0, shuffle=True, position=0)
+    assert {next(order) for _ in range(100)} == set(range(6))
+
+
+def make_dataset(lengths: list[int], together: int) -> Dataset:
+    task = TASKS["preference" if together == 2 else "sft"]
+    samples = [Sample(torch.arange(length), torch.arange(length) > 0) for length in lengths]
+    return Dataset(task, samples, [], [len(lengths) // together], [""], [1.0], {}, [])
+
+
+def test_taken_samples_weigh_one_minibatch() -> None:
+    tokens, pairs = make_dataset([3, 4, 6], 1), make_dataset([3, 4, 6, 5], 2)
+    assert [sample.weight for sample in tokens.take([2, 0])] == [1 / 7, 1 / 7]  # masked: 5 and 2
+    taken = pairs.take([1, 0])
+    assert [sample.length() for sample in taken] == [6, 5, 3, 4]
+    assert [sample.weight for sample in taken] == [0.25] * 4
+
+
+def test_all_that_a_loss_may_ask_of_rows_is_found_once() -> None:
+    pairs = make_dataset([3, 4, 6, 5], 2)
+    assert [sample.length() for sample in pairs.samples_of([1, 0, 1])] == [3, 4, 6, 5]
+
+
+def test_the_longest_row_is_the_longest_pair() -> None:
+    assert check_longest(make_dataset([3, 4, 6], 1), Budget(6)) == 6
+    assert check_longest(make_dataset([3, 4, 6, 5], 2), Budget(11)) == 11
+
+
+def test_a_row_that_fits_no_pass_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .*micro_batch_tokens x model\.ring = 5"):
+        check_longest(make_dataset([3, 4, 6], 1), Budget(5))
+    with pytest.raises(ConfigError, match=r"a row of 11 tokens \(both answers of a pair\) does not fit"):
+        check_longest(make_dataset([3, 4, 6, 5], 2), Budget(10))
+
+
+LONG_PAIR = [{"prompt": "1+1=", "chosen": "2" * 20, "rejected": "3"}]
+
+
+def test_padding_counts_when_a_pair_is_held_against_the_limit(load: Any) -> None:
+    """Padded, 25 and 6 tokens are 50: a plan that accepts them breaks at the first step."""
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        plan_supervised(load("dpo", "training.micro_batch_tokens=40", "training.packing=false", rows=LONG_PAIR))
+
+
+def test_held_out_pairs_are_held_against_the_limit_too(load: Any, tmp_path: Path) -> None:
+    long = write(tmp_path, [LONG_PAIR[0] | {"rejected": "3" * 20}], "held_out.jsonl")
+    with pytest.raises(ConfigError, match="micro_batch_tokens"):
+        plan_supervised(load("dpo", "training.micro_batch_tokens=40", f"evaluation.data={long}"))
+
+
+def test_a_missing_teacher_is_asked_for(load: Any) -> None:
+    with pytest.raises(ConfigError, match=r"distill\.teacher is empty"):
+        plan_supervised(load("distill", "distill.teacher="))
+
+
+def test_ktos_kl_is_the_mean_log_ratio_and_never_below_zero() -> None:
+    samples = [Sample(torch.arange(3), torch.tensor([False, True, True])) for _ in range(2)]
+    for sample, value in zip(samples, (1.0, 3.0), strict=True):
+        sample.ref_logprobs = torch.tensor([9.0, -value, -value])
+    zeros = [torch.zeros(3), torch.zeros(3)]
+    assert kl_estimate(samples, zeros) == pytest.approx((2.0 + 6.0) / 2)
+    assert kl_estimate(samples, [torch.full((3,), -10.0)] * 2) == 0.0
+
+
+def test_the_numbers_before_the_first_step_are_one_line() -> None:
+    assert shown({"evaluation/loss": 0.5, "evaluation/accuracy": 0.25}) == (
+        "start      evaluation/loss 0.5000  evaluation/accuracy 0.2500"
+    )
+
+
+def test_material_is_the_same_every_time(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    config = load("kto", "evaluation.share=0.3", "max_tokens=32")
+    chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
+    first, second = load_material(config, chat), load_material(config, chat)
+    assert (first.train.rows(), len(first.train.mismatched)) == (4, 4)
+    pairs = zip(*(one.train.samples_of(range(4)) for one in (first, second)), strict=True)
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in pairs)
+
+
+def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    config = load("sft", "max_tokens=5", "data.too_long=truncate")
+    rows = open_source(str(write(tmp_path, ROWS["sft"], "again.jsonl")), "data.path")
+    chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
+    dataset, records = encode_sources([rows, rows[:2]], [0.5, 0.5], config, chat)
+    assert len(records) == 8
+    assert dataset.counts["rows"] == dataset.counts["truncated"] == 8
+    assert len(dataset.formats) == 2
+
+
+def test_rows_may_have_what_a_pass_of_all_ring_ranks_holds(load: Any) -> None:
+    asked = load("sft", "max_tokens=200", "training.micro_batch_tokens=100")
+    assert supervised.budget_of(asked).tokens == 100
+    assert (
+        supervised.budget_of(
+            asked.replaced({"runtime": "ray", "training": {"engine": "deepspeed"}, "model": {"ring": 2}})
+        ).tokens
+        == 200
+    )
+    assert plan_supervised(load("sft", "max_tokens=60", "training.micro_batch_tokens=6")).longest == 6
+    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .*= 5: raise it, or lower max_tokens"):
+        plan_supervised(load("sft", "max_tokens=60", "training.micro_batch_tokens=5"))
+
+
+BIG = ModelFacts(
+    10**9,
+    context=4096,
+    heads=8,
+    key_heads=8,
+    head_size=64,
+    vocabulary=1000,
+    hidden_size=2048,
+    layers=16,
+    intermediate_size=8192,
+)
+
+
+@pytest.fixture
+def elsewhere(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan for a model of a billion parameters on a machine with so much memory."""
+
+    def make(verb: str, memory_gib: float, *overrides: str) -> supervised.SupervisedPlan:
+        there = Machine(cpus=2, memory_bytes=int(memory_gib * 2**30), gpus=0, gpu_bytes=0)
+        monkeypatch.setattr(supervised, "this_machine", lambda: there)
+        monkeypatch.setattr(supervised, "check_model", lambda config: BIG)
+        return plan_supervised(load(verb, "samples_per_step=10000", *overrides))
+
+    return make
+
+
+def test_passes_follow_memory_and_are_said(elsewhere: Any) -> None:
+    plans = {gib: elsewhere("sft", gib) for gib in (200, 32, 20)}
+    sizes = {gib: plan.config.training.micro_batch_tokens for gib, plan in plans.items()}
+    assert sizes[200] == 16384 > sizes[32] >= sizes[20]
+    assert [plan.config.model.gradient_checkpointing for plan in plans.values()] == [False, False, True]
+    assert f"ZeRO 2, passes of up to {sizes[20]} tokens, activations computed again" in describe_plan(plans[20])
+    words = [f"training.micro_batch_tokens={sizes[20]}", "model.gradient_checkpointing=true", "max_tokens=4096"]
+    resumed = elsewhere("sft", 200, *words).config
+    assert (resumed.training.micro_batch_tokens, resumed.model.gradient_checkpointing) == (sizes[20], True)
+
+
+def test_every_rank_takes_memory(elsewhere: Any) -> None:
+    one, three = (
+        elsewhere("sft", 60, "runtime=ray", "training.engine=deepspeed", f"training.ranks={n}") for n in (1, 3)
+    )
+    assert three.config.training.micro_batch_tokens < one.config.training.micro_batch_tokens
+
+
+def test_rows_can_be_looked_at_where_the_model_cannot_be_trained(
+    elsewhere: Any, load: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="needs about"):
+        elsewhere("sft", 2)
+    assert show_preview(load("sft"), 1) == 0
+    assert "passes as memory allows" in capsys.readouterr().out
+
+
+def test_a_teacher_takes_memory_too(elsewhere: Any) -> None:
+    elsewhere("sft", 18)
+    with pytest.raises(ConfigError, match=r"1 x model [\d.]+, 1 x teacher [\d.]+\), 18.0 GiB are free here"):
+        elsewhere("distill", 18)
+
+
+def test_an_offline_plan_warns_of_rates_idle_keys_and_crowded_cores(elsewhere: Any) -> None:
+    words = ["training.learning_rate=1e-9", "training.decay_share=0.5"]
+    warnings = [line for line in describe_plan(elsewhere("dpo", 200, *words)).splitlines() if "warning" in line]
+    assert ["training.learning_rate=1e-09" in warnings[0], "training.decay_share=0.5" in warnings[1]] == [True, True]
+    crowded = elsewhere("dpo", 900, "runtime=ray", "training.ranks=3", "training.learning_rate=5e-6")
+    assert describe_plan(crowded).splitlines()[-1].startswith("warning: training.ranks=3: 3 processes on 2 CPU cores")
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(load: Any, tmp_path: Path) -> None:
+    assert "template   none: messages are joined by line breaks" in describe_plan(plan_supervised(load("dpo")))
+    assert "template " not in describe_plan(plan_supervised(load("sft", rows=[{"text": "plain"}])))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    plan = plan_supervised(load("dpo", f"data.chat_template={file}"))
+    assert "template " not in describe_plan(plan)
+    assert plan.chat.tokenizer.decode(plan.material.train.samples[0].tokens) == "<user>0+1=</s>\n<assistant>1</s>"
+    assert [spec.chat_template for spec in worker_specs(plan)] == [TOOL_TEMPLATE]
+
+
+def test_a_preview_shows_calls_and_tools(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    rows = [{"messages": TOOL_TALK[:2], "tools": TOOLS}]
+    assert show_preview(load("sft", f"data.chat_template={file}", rows=rows), 1) == 0
+    shown = '<tools>add;</s>\n<user>1+1=</s>\n<assistant>⟦<call>add{"a": 1, "b": 1}</s>⟧'
+    assert shown in capsys.readouterr().out

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_sample
+from trueline.rl.metrics import describe_step, over_updates
+from trueline.rollout.rollouts import Dropped
+
+
+def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, cut: bool = False) -> Trajectory:
+    made = Trajectory.start(Prompt(0, [{"role": "user", "content": "?"}], source="a.jsonl"), group, [1, 2])
+    made.add_action(Completion([5] * tokens, [-1.0] * tokens, version, "length" if cut else "stop"))
+    made.add_reward(reward)
+    made.truncated = cut
+    made.metrics["reward/reward"] = reward
+    return made
+
+
+def described(groups: list[list[Trajectory]], dropped: Dropped | None = None, version: int = 7) -> dict[str, float]:
+    samples: list[Sample] = [to_sample(one) for group in groups for one in group]
+    for sample in samples:
+        sample.reward -= 0.5  # as shaping may do
+    return describe_step(groups, samples, dropped or Dropped(), version)
+
+
+def test_staleness_is_the_largest_and_a_sample_is_as_old_as_its_oldest_token() -> None:
+    older = trajectory(1.0, 6)
+    older.add_action(Completion([5], [-1.0], 3, "stop"))
+    found = described([[trajectory(1.0, 7), older], [trajectory(0.0, 5, group=1), trajectory(0.0, 6, group=1)]])
+    assert found["rollout/staleness_max"] == 4
+
+
+def test_rewards_lengths_and_outcomes_of_a_step() -> None:
+    wrong = trajectory(0.0, 7, tokens=4)
+    wrong.outcome = Outcome.POLICY_ERROR
+    groups = [[trajectory(1.0, 7), wrong], [trajectory(2.0, 7, 6, group=1, cut=True), trajectory(2.0, 7, group=1)]]
+    found = described(groups, Dropped(answers=3, groups=2, uniform=[0.0, 2.0, 2.0]))
+    assert found["reward/mean"] == pytest.approx(1.25)
+    assert found["reward/std"] == pytest.approx(torch.tensor([1.0, 0.0, 2.0, 2.0]).std(correction=0).item())
+    assert found["reward/shaped_mean"] == pytest.approx(0.75)
+    assert found["reward/uniform_groups_share"] == 0.5
+    assert found["reward/failed"] == 3
+    assert found["reward/policy_errors"] == 1
+    assert found["answer/tokens_mean"] == pytest.approx(3.5)
+    assert found["answer/tokens_max"] == 6
+    assert found["answer/truncated_share"] == 0.25
+    assert found["rollout/groups"] == 2
+    assert found["rollout/dropped_groups"] == 5
+    assert found["speed/tokens"] == 4 * 2 + 14
+    assert found["rollout/uniform_share"] == pytest.approx(3 / 7)
+    assert found["rollout/uniform_highest_share"] == pytest.approx(2 / 7)
+    assert found["rollout/uniform_lowest_share"] == pytest.approx(1 / 7)
+
+
+def test_the_updates_of_a_step_are_reported_together() -> None:
+    """Means, but for maxima and what says where the run stands; what only some updates have counts where it is."""
+    updates = [
+        {"loss": 1.0, "x_max": 5.0, "learning_rate": 0.3, "skipped_steps": 0.0, "memory/peak_gib": 2.0},
+        {},
+        {"loss": 2.0, "x_max": 4.0, "learning_rate": 0.2, "skipped_steps": 1.0, "memory/peak_gib": 3.0},
+        {"loss": 6.0, "critic/skipped_steps": 2.0, "critic/learning_rate": 0.1, "critic/x_max": 1.0, "other": 8.0},
+    ]
+    assert over_updates(updates) == {
+        "loss": 3.0,
+        "x_max": 5.0,
+        "learning_rate": 0.2,
+        "skipped_steps": 1.0,
+        "memory/peak_gib": 3.0,
+        "critic/skipped_steps": 2.0,
+        "critic/learning_rate": 0.1,
+        "critic/x_max": 1.0,
+        "other": 8.0,
+    }

@@ -1,0 +1,362 @@
+"""What is decided before anything starts, for machines that this one is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
+from trueline.config.algorithm import PRESETS
+from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
+from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.models.loading import ModelFacts
+from trueline.rl import plan as planning
+from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
+from trueline.rl.metrics import transcript
+from trueline.rl.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
+from trueline.rl.recipe import describe_recipe
+from trueline.runs import roles as role_planning
+from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
+from trueline.runtime.cluster import Machine
+
+GIB = 2**30
+FACTS = ModelFacts(
+    10**9,
+    context=4096,
+    heads=8,
+    key_heads=4,
+    head_size=64,
+    vocabulary=1000,
+    hidden_size=512,
+    layers=4,
+    intermediate_size=2048,
+)
+
+
+def machine(gpus: int) -> Machine:
+    return Machine(cpus=8, memory_bytes=64 * GIB, gpus=gpus, gpu_bytes=80 * GIB)
+
+
+def resolved(gpus: int, *overrides: str, lengths: list[int] | None = None) -> RLConfig:
+    """What machine and policy decide; the models beside it are looked at in whole plans."""
+    config = RLConfig.load([], list(overrides))
+    ranks, engines, colocated = share_devices(config, machine(gpus))
+    dtype = resolve_dtype(config.model.dtype, config.training, machine(gpus))
+    return config.replaced(
+        {
+            "placement": "colocated" if colocated else "separate",
+            "model": {"dtype": dtype},
+            "training": {"ranks": ranks},
+            "rollout": resolved_rollout(config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype),
+        }
+    )
+
+
+def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
+    return config.training.ranks, config.rollout.engines, config.placement
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        (0, [], (1, 1, "separate")),
+        (0, ["training.ranks=2", "rollout.engines=3"], (2, 3, "separate")),
+        (1, [], (1, 1, "colocated")),
+        (8, [], (4, 4, "separate")),
+        (8, ["training.ranks=6"], (6, 2, "separate")),
+        (8, ["rollout.engines=2"], (6, 2, "separate")),
+        (8, ["rollout.tensor_parallel=2"], (4, 2, "separate")),
+        (8, ["placement=colocated"], (8, 8, "colocated")),
+        (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
+        (4, ["training.ranks=4"], (4, 4, "colocated")),
+        (8, ["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
+        (8, ["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
+    ],
+)
+def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:
+    assert shares(resolved(gpus, *overrides)) == expected
+
+
+def test_the_types_follow_the_machine() -> None:
+    assert (resolved(0).model.dtype, resolved(8).model.dtype) == ("float32", "bfloat16")
+    assert resolved(8).rollout.dtype == "bfloat16"
+    assert resolved(8, "rollout.dtype=float32").rollout.dtype == "float32"
+    assert resolved(1, "runtime=local").model.dtype == "float32"
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_a_local_run_has_one_rank_and_one_engine_on_any_machine(gpus: int) -> None:
+    config = resolved(gpus, "runtime=local")
+    assert (config.training.ranks, config.rollout.engines) == (1, 1)
+
+
+def test_the_prompts_limit_follows_the_data() -> None:
+    """Rounded up to a multiple of 64, up to what the context of 4096 leaves; a longer prompt counts for nothing."""
+    config = resolved(0, lengths=[7, 253])
+    assert (config.rollout.max_new_tokens, config.rollout.max_prompt_tokens) == (1024, 256)
+    assert resolved(0, lengths=[257, 3073]).rollout.max_prompt_tokens == 320
+    assert resolved(0, lengths=[3073]).rollout.max_prompt_tokens == 3072
+    assert resolved(0, "rollout.max_new_tokens=97", lengths=[3999]).rollout.max_prompt_tokens == 3999
+    assert resolved(0, "rollout.max_prompt_tokens=500", lengths=[253]).rollout.max_prompt_tokens == 500
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["rollout.max_prompt_tokens=4000", "rollout.max_new_tokens=97"],
+            ["rollout.max_prompt_tokens=4000", "rollout.max_new_tokens=97", "4096"],
+        ),
+        (
+            ["rollout.max_prompt_tokens=3072", "training.micro_batch_tokens=4095"],
+            ["training.micro_batch_tokens=4095", "rollout.max_new_tokens"],
+        ),
+        (["rollout.tensor_parallel=3"], ["rollout.tensor_parallel=3", "8 heads"]),
+    ],
+)
+def test_shapes_that_cannot_work_are_refused_by_key(overrides: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config = resolved(0, *overrides)
+        check_lengths(config, [], check_rollout(config.rollout, config.model, FACTS, machine(0)))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_names_are_looked_up_before_the_start() -> None:
+    check_names(RLConfig())
+    for override in ("algorithm.advantage=nonsense", "algorithm.loss=nonsense"):
+        with pytest.raises(ConfigError, match=override):
+            check_names(RLConfig.load([], [override]))
+
+
+@pytest.fixture
+def local_run(model_folder: Path, tmp_path: Path) -> Any:
+    def make(rows: list[dict[str, Any]], *overrides: str) -> RLConfig:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = [f"model.path={model_folder}", f"data.path={file}", "reward.function=exact", "runtime=local"]
+        return RLConfig.load([], [*given, *overrides])
+
+    return make
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+1=", "answer": "11"}]
+
+
+def test_a_whole_plan(local_run: Any) -> None:
+    plan = plan_rl(local_run(ROWS))
+    assert plan.longest_prompt == 5
+    assert [prompt.label for prompt in plan.prompts] == ["2", "11"]
+    assert (plan.config.rollout.max_new_tokens, plan.config.rollout.max_prompt_tokens) == (32, 32)
+
+
+def loaded(plan: RLPlan) -> dict[str, tuple[str, int]]:
+    return {role.name: (role.head, role.world()) for role in plan.roles}
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("ppo", {"reference", "critic"}),
+        ("reinforce++", {"reference"}),
+        ("grpo", {"reference"}),
+        ("dr_grpo", set()),
+        ("rloo", {"reference"}),
+        ("remax", {"reference"}),
+        ("dapo", set()),
+        ("gspo", set()),
+        ("cispo", set()),
+        ("vapo", {"critic"}),
+    ],
+)
+def test_a_model_that_the_algorithm_does_not_need_is_not_loaded(
+    local_run: Any, preset: str, expected: set[str]
+) -> None:
+    assert set(loaded(plan_rl(local_run(ROWS, f"algorithm.preset={preset}")))) == expected
+
+
+def test_no_kl_no_reference_and_adapters_are_their_own(local_run: Any) -> None:
+    assert loaded(plan_rl(local_run(ROWS, "algorithm.kl.coefficient=0"))) == {}
+    assert loaded(plan_rl(local_run(ROWS, "model.lora.rank=2"))) == {}
+
+
+def test_a_critic_starts_from_the_policy_or_from_what_it_is_told(local_run: Any, model_folder: Path) -> None:
+    plan = plan_rl(local_run(ROWS, "algorithm.preset=ppo"))
+    critic = next(role for role in plan.roles if role.name == "critic")
+    assert (critic.model.path, critic.head, critic.world()) == (str(model_folder), "value", 1)
+    with pytest.raises(ConfigError, match=r"critic: .*nowhere"):
+        plan_rl(local_run(ROWS, "algorithm.preset=ppo", "critic.path=./nowhere"))
+
+
+def test_a_teacher_must_be_named(local_run: Any, model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teacher\.path is empty"):
+        plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill"))
+    plan = plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill", f"teacher.path={model_folder}"))
+    assert loaded(plan) == {"teacher": ("language", 1)}
+
+
+def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:
+    rows = [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 9, "answer": "2"}]
+    with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl has 9 tokens.*rollout\.max_prompt_tokens=8"):
+        plan_rl(local_run(rows, "rollout.max_prompt_tokens=8"))
+    plan = plan_rl(local_run(rows, "rollout.max_prompt_tokens=8", "data.too_long=drop"))
+    assert (len(plan.prompts), plan.sources[0].dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_recipe_has_five_lines(preset: str) -> None:
+    lines = describe_recipe(RLConfig.parse({"algorithm": {"preset": preset}})).splitlines()
+    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "correction"]
+
+
+def test_the_recipe_tells_what_was_changed() -> None:
+    said = describe_recipe(RLConfig.parse({"algorithm": {"preset": "ppo", "clip_low": 0.125, "gae_lambda": 0.95}}))
+    for part in ("gae", "lambda 0.95", "whitened", "1 - 0.125", "token_mean", "k1", "0.01", "truncate"):
+        assert part in said
+
+
+SMOLLM2 = ModelFacts(
+    134_515_008,
+    context=8192,
+    heads=9,
+    key_heads=3,
+    head_size=64,
+    vocabulary=49_152,
+    hidden_size=576,
+    layers=30,
+    intermediate_size=1536,
+)
+
+
+@pytest.fixture
+def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan for SmolLM2-135M on a machine with so much memory and so many GPUs."""
+
+    def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
+        there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
+        monkeypatch.setattr(planning, "this_machine", lambda: there)
+        for module in (planning, role_planning):
+            monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
+        return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
+
+    return make
+
+
+def test_three_flags_fit(elsewhere: Any) -> None:
+    """Model, data and reward: lengths follow the prompts, and passes follow the memory."""
+    plan = elsewhere(23)
+    config = plan.config
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_new_tokens) == (256, 1024)
+    assert (config.training.micro_batch_tokens, config.model.gradient_checkpointing) == (8192, False)
+    assert [role.ranks.micro_batch_tokens for role in plan.roles] == [config.reference.micro_batch_tokens] == [8192]
+    assert sum(memory_bytes(plan).values()) < 0.9 * 23 * GIB
+    said = describe_plan(plan)
+    assert "policy     1 x deepspeed rank, ZeRO 2, passes of up to 8192 tokens, about" in said
+    assert "reference  1 x deepspeed rank, passes of up to 8192 tokens, about" in said
+
+
+def test_little_memory_computes_activations_again_in_every_trained_model(elsewhere: Any) -> None:
+    plan = elsewhere(14, "algorithm.preset=ppo")
+    assert plan.config.model.gradient_checkpointing
+    assert {role.name: role.model.gradient_checkpointing for role in plan.roles} == {"reference": True, "critic": True}
+    sizes = {role.section: role.ranks.micro_batch_tokens for role in plan.roles}
+    assert sizes == dict.fromkeys(("reference", "critic"), plan.config.training.micro_batch_tokens)
+    assert describe_plan(plan).count("activations computed again") == 2
+
+
+def test_a_run_that_goes_on_keeps_what_memory_decided(elsewhere: Any) -> None:
+    before = elsewhere(20).config
+    again = elsewhere(200, *(f"{key}={value}" for key, value in resolved_keys(before).items())).config
+    assert resolved_keys(again) == resolved_keys(before)
+    assert resolved_keys(elsewhere(200).config) != resolved_keys(before)
+
+
+def resolved_keys(config: RLConfig) -> dict[str, Any]:
+    names = ("micro_batch_tokens", "gradient_checkpointing", "max_prompt_tokens")
+    return {key.path: key.default for key in config.leaves() if key.path.endswith(names) and key.default is not None}
+
+
+def test_held_out_prompts_count_too(elsewhere: Any, tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "1" * 300, "answer": "2"}))
+    assert elsewhere(23, f"evaluation.data={tmp_path}/held_out.jsonl").config.rollout.max_prompt_tokens == 320
+
+
+def test_every_rank_takes_memory(elsewhere: Any) -> None:
+    one, three = elsewhere(23), elsewhere(23, "training.ranks=3")
+    assert three.config.training.micro_batch_tokens < one.config.training.micro_batch_tokens
+
+
+def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
+    words = ["algorithm.preset=ppo", "critic.micro_batch_tokens=300000", "groups_per_step=1000"]
+    with pytest.raises(ConfigError, match=r"needs about .*1 x critic .*: set critic\.micro_batch_tokens=\d+$"):
+        elsewhere(30, *words)
+
+
+def test_engines_on_the_same_gpu_leave_less_to_the_passes(elsewhere: Any) -> None:
+    alone = elsewhere(24, gpus=2).config
+    together = elsewhere(24, "rollout.gpu_memory_share=0.7", gpus=1).config
+    assert (alone.placement, alone.model.gradient_checkpointing) == ("separate", False)
+    assert (together.placement, together.model.gradient_checkpointing) == ("colocated", True)
+
+
+def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> None:
+    words = ["rollout.engines=8", "rollout.cpu_cache_gib=0.5", "algorithm.preset=ppo", "critic.learning_rate=10"]
+    warnings = [
+        line for line in describe_plan(elsewhere(64, *words, "teacher.ranks=1")).splitlines() if "warning" in line
+    ]
+    starts = [
+        "rollout.engines=8 x",
+        "training.learning_rate=1e-06 is far",
+        "critic.learning_rate=10 is far",
+        "teacher.ranks=1 has",
+    ]
+    assert len(warnings) == len(starts)
+    assert all(line.startswith(f"warning: {start}") for line, start in zip(warnings, starts, strict=True))
+    calm = ["rollout.engines=2", "training.learning_rate=1e-5"]
+    assert "warning" not in describe_plan(elsewhere(64, *calm))
+
+
+def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run: Any, tmp_path: Path) -> None:
+    """And of what the template does not show; the tools of a prompt count among its tokens."""
+    assert "template   none: messages are joined by line breaks" in describe_plan(plan_rl(local_run(ROWS)))
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    tools = [{**row, "tools": TOOLS} for row in ROWS]
+    words = [f"data.chat_template={file}", "rollout.max_new_tokens=8"]
+    plan = plan_rl(local_run(tools, *words))
+    assert "template " not in describe_plan(plan)
+    assert plan.longest_prompt == len("<tools>add;\n<user>10+1=\n<assistant>") + 2  # each end is one token
+    file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert "template   does not show, or not everywhere: tools" in describe_plan(plan_rl(local_run(tools, *words)))
+
+
+def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
+    rows = [{"messages": TOOL_TALK[:1], "answer": ""}, {"messages": TOOL_TALK[:3], "answer": ""}]
+    with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl: a message calls add"):
+        plan_rl(local_run(rows))
+
+
+@pytest.mark.parametrize(("last", "shown"), [(TOOL_TALK[2], "2"), (calling(), ""), ({"role": "tool"}, "")])
+def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, Any], shown: str) -> None:
+    trajectory = Trajectory(Prompt(0, [last]), 0, [], [], [], [], [], reward=1.0, outcome=Outcome.FINISHED)
+    assert transcript(trajectory, "train")["prompt"] == shown
+
+
+def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> None:
+    """Forward passes cost 2 per parameter and token, backward ones 4; sampling and scoring are forward passes."""
+    words = ["groups_per_step=4", "rollout.max_new_tokens=100", "epochs=2", "steps=3"]
+    grouped, alone = "algorithm.group_size=8", "algorithm.kl.coefficient=0"
+    for gpus, cores, speed in ((0, 2, 2 * 2e10), (2, 2, 2 * 2e14)):
+        plan = elsewhere(100, *words, grouped, alone, gpus=gpus, cpus=cores)
+        tokens = 4 * 8 * (plan.longest_prompt + 100)
+        forward = 2 * SMOLLM2.parameters * tokens / speed
+        assert seconds_per_step(plan) == pytest.approx((1 + 1 + 2 * 3) * forward)
+        with_reference = elsewhere(100, *words, grouped, gpus=gpus, cpus=cores)
+        assert seconds_per_step(with_reference) == pytest.approx((1 + 1 + 2 * 3 + 1) * forward)
+        with_critic = elsewhere(100, *words, grouped, alone, "algorithm.advantage=gae", gpus=gpus, cpus=cores)
+        assert seconds_per_step(with_critic) == pytest.approx((1 + 1 + 2 * 3 + 1 + 2 * 3) * forward)
+    said = describe_plan(plan)
+    assert "batch      4 prompts x 8 answers = 32 per step, 2 optimizer steps of 32" in said
+    assert "length     3 steps = 12 epochs" in said  # of one prompt

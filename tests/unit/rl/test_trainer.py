@@ -1,0 +1,193 @@
+"""The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process."""
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import losses
+from tests.support.letters import rows_of, run_letters
+from trueline.cli import main
+from trueline.config.rl import RLConfig
+from trueline.data.types import Sample
+from trueline.rl.trainer import RLTrainer
+from trueline.runs.guard import Guard
+from trueline.runs.state import RLState
+from trueline.training.report import LossSettings
+
+FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
+
+
+@pytest.mark.parametrize("words", [[], ["model.lora.rank=4"]])
+def test_at_another_temperature_models_and_engine_still_agree(words: list[str], tmp_path: Path) -> None:
+    """Engine, old log-probs, update and reference divide by one temperature, so ratio is 1 and gap and KL are 0."""
+    assert run_letters(tmp_path, "grpo", "algorithm.kl.coefficient=0.1", *FIRST_STEP, *words) == 0
+    for row in rows_of(tmp_path)[1:]:
+        assert row["mismatch/logprob_gap_max"] < 1e-4
+        assert row["policy/ratio_deviation_max"] < 1e-4
+    assert abs(rows_of(tmp_path)[1]["policy/kl"]) < 1e-6  # before the first update the policy is its reference
+    assert rows_of(tmp_path)[2]["policy/kl"] > 1e-5
+
+
+def test_at_another_temperature_a_teacher_that_is_the_policy_has_nothing_to_say(tmp_path: Path) -> None:
+    run_letters(tmp_path, "grpo", "--dry-run")  # makes the model
+    words = [f"teacher.path={tmp_path}/model", "reward.function=", *FIRST_STEP]
+    assert run_letters(tmp_path, "on_policy_distill", *words) == 0
+    assert abs(rows_of(tmp_path)[1]["distill/kl_per_token"]) < 1e-5
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(2, 1), (4, 2)])
+def test_minibatches_are_parts_of_the_whole(
+    minibatches: int, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every epoch each sample is in one minibatch, in another order each time; all of them are reported."""
+    seen: list[list[int]] = []
+    found: list[dict[str, float]] = []
+    whole = Guard.update
+
+    def spy(self: Guard, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
+        seen.append([id(sample) for sample in samples])
+        found.append(whole(self, samples, *args, **named))
+        return found[-1]
+
+    monkeypatch.setattr(Guard, "update", spy)
+    words = [f"minibatches={minibatches}", f"epochs={epochs}", "steps=1"]
+    assert run_letters(tmp_path, "grpo", *words, "training.schedule=linear") == 0
+    assert len(seen) == minibatches * epochs
+    assert {len(part) for part in seen} == {64 // minibatches}
+    orders = [list(chain(*seen[start : start + minibatches])) for start in range(0, len(seen), minibatches)]
+    assert all(Counter(order) == Counter(orders[0]) and len(set(order)) == 64 for order in orders)
+    assert epochs == 1 or orders[0] != orders[1]
+    row = rows_of(tmp_path)[1]
+    for name in ("loss", "grad_norm", "policy/entropy"):
+        values = [metrics[name] for metrics in found]
+        assert len(set(values)) > 1
+        assert row[name] == pytest.approx(sum(values) / len(values))
+    largest = max(metrics["policy/ratio_deviation_max"] for metrics in found)
+    assert row["policy/ratio_deviation_max"] == largest > 1e-4
+    assert row["learning_rate"] == found[-1]["learning_rate"] < found[0]["learning_rate"]
+
+
+def test_a_critic_learns_from_every_minibatch(tmp_path: Path) -> None:
+    """Two steps of one minibatch and one step of two make as many optimizer steps of policy and critic."""
+    words = ["groups_per_step=16", "critic.schedule=linear", "critic.learning_rate=1e-3"]
+    assert run_letters(tmp_path, "ppo", *words, "minibatches=2", "steps=1") == 0
+    row = rows_of(tmp_path)[1]
+    assert row["critic/learning_rate"] == pytest.approx(5e-4)  # the second of two
+
+
+def test_the_checkpoint_with_the_best_held_out_reward_stays(tmp_path: Path) -> None:
+    """A rate that ruins the model again makes an early step the best one."""
+    words = [f"evaluation.data={tmp_path}/prompts.jsonl", "evaluation.every=1", "evaluation.limit=8", "steps=6"]
+    kept = ["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=1", "training.learning_rate=0.05"]
+    assert run_letters(tmp_path, "dr_grpo", *words, *kept) == 0
+    rewards = {row["step"]: row["evaluation/reward"] for row in rows_of(tmp_path) if row["step"]}
+    best = max(rewards, key=lambda step: rewards[step])
+    assert best != 6
+    found = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert found == {f"step_{best:06d}", "step_000006"}
+
+
+def split_run(folder: Path, verb: str, *words: str) -> list[list[dict[str, Any]]]:
+    """What four steps report, made at a stretch and in two parts."""
+    losses.CALLS.clear()
+    assert run_letters(folder / "whole", verb, "steps=4", *words) == 0
+    losses.CALLS.clear()
+    assert run_letters(folder / "parts", verb, "steps=2", *words) == 0
+    assert main([verb, "--resume", "--name", "run", f"folder={folder}/parts", "steps=4"]) == 0
+    return [rows_of(folder / name)[1:] for name in ("whole", "parts")]
+
+
+def test_a_run_resumes_behind_the_groups_that_dynamic_sampling_dropped(tmp_path: Path) -> None:
+    """A third of the prompts earn one reward whatever is answered; those drawn before the stop do not come again."""
+    words = [f"reward.function={tmp_path}/whole/reward.py:some_uniform", "algorithm.shaping.overlong_factor=0"]
+    whole, parts = split_run(tmp_path, "dapo", *words)
+    assert sum(row["rollout/dropped_groups"] for row in whole[:2]) > 0
+    for name in ("loss", "grad_norm", "reward/mean", "rollout/dropped_groups"):
+        assert [row[name] for row in whole] == [row[name] for row in parts]
+
+
+def test_a_run_resumes_with_its_count_of_skipped_steps(tmp_path: Path) -> None:
+    """Step 2 of 4 is skipped; a rate that falls step by step shows that the skipped one is not counted as made."""
+    words = ["algorithm.loss=tests.support.losses:bad_once", "training.schedule=linear", "training.warmup_steps=3"]
+    whole, parts = split_run(tmp_path, "grpo", *words)
+    assert [row["skipped_steps"] for row in whole] == [0, 1, 1, 1]
+    for name in ("skipped_steps", "learning_rate", "reward/mean"):
+        assert [row[name] for row in whole] == [row[name] for row in parts]
+    assert whole[2]["learning_rate"] == whole[1]["learning_rate"]
+
+
+def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:
+    """One that has a configuration and counters, and no models."""
+    nothing: Any = None
+    parts = (nothing,) * 8
+    return RLTrainer(config, *parts, RLState(**state), nothing, nothing, None)
+
+
+def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = False) -> Sample:
+    """Of a prompt of two tokens; policy and reference are a nat apart on every token."""
+    sample = Sample(torch.arange(2 + tokens), torch.arange(2 + tokens) >= 2, group=group, truncated=truncated)
+    sample.task_reward = sample.reward = reward
+    sample.token_rewards = torch.zeros(2 + tokens)
+    sample.token_rewards[-1] = reward
+    sample.rollout_logprobs = sample.old_logprobs = -1.0 * sample.mask
+    sample.ref_logprobs = -2.0 * sample.mask
+    return sample
+
+
+def test_assess_shapes_then_compares_then_labels() -> None:
+    algorithm = {"preset": "dr_grpo", "shaping": {"overlong_factor": 0.5, "overlong_share": 0.5}}
+    config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
+    samples = [answer(4, 1.0), answer(8, 1.0), answer(4, -1.0), answer(4, 0.0)]
+    bare_trainer(config).assess(samples)
+    assert [sample.reward for sample in samples] == [1.0, 0.5, -1.0, 0.0]  # 8 of 8 tokens: the whole punishment
+    assert [sample.task_reward for sample in samples] == [1.0, 1.0, -1.0, 0.0]
+    assert [sample.label for sample in samples] == [1.0, 1.0, 0.0, 0.0]
+    mean = (1.0 + 0.5 - 1.0) / 4
+    expected = [1.0 - mean, 0.5 - mean, -1.0 - mean, -mean]
+    assert [sample.advantages[-1].item() for sample in samples] == pytest.approx(expected)
+    assert all(not sample.advantages[:2].any() for sample in samples)
+
+
+def test_assess_takes_the_coefficient_that_has_adapted() -> None:
+    algorithm = {"preset": "reinforce++", "whiten": False, "kl": {"coefficient": 0.1, "target": 1.0}}
+    config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
+    for adapted, coefficient in ((None, 0.1), (0.25, 0.25)):
+        samples = [answer(4, 1.0)]
+        bare_trainer(config, kl_coefficient=adapted).assess(samples)
+        assert samples[0].reward == pytest.approx(1.0 - 4 * coefficient)
+        assert samples[0].task_reward == 1.0
+
+
+def test_losses_get_the_temperature_the_adapted_coefficient_and_the_good_tokens() -> None:
+    told: list[tuple[str, LossSettings]] = []
+
+    class Listening:
+        def update(self, minibatch: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
+            told.append((loss, settings))
+            return {}
+
+    algorithm = {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 1.0}}
+    config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8, "temperature": 0.7}})
+    trainer = bare_trainer(config, kl_coefficient=0.25)
+    trainer.guard, trainer.models = Listening(), SimpleNamespace(critic=None)  # type: ignore[assignment]
+    samples = [answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)]
+    trainer.assess(samples)
+    trainer.update(samples)
+    ((loss, settings),) = told
+    assert (loss, settings.temperature, settings.algorithm) == ("policy", 0.7, config.algorithm)
+    assert settings.statistics == {"positive_tokens": 7.0, "kl_coefficient": 0.25}
+
+
+def test_a_minibatch_without_weight_is_not_stepped_on() -> None:
+    """All of its answers are filtered: an optimizer step would only decay weights and moments."""
+    algorithm = {"preset": "dapo", "shaping": {"overlong_filter": True, "overlong_factor": 0.0}}
+    config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
+    samples = [answer(8, 1.0, truncated=True), answer(8, 0.0, truncated=True)]
+    trainer = bare_trainer(config)
+    trainer.assess(samples)
+    assert trainer.update(samples) == {}

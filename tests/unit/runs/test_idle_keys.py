@@ -1,0 +1,93 @@
+"""Keys that change nothing are named; keys that change something are not."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trueline.config.run import RunConfig
+from trueline.runs.idle_keys import idle_keys
+from trueline.verbs import VERBS
+
+
+def load(verb: str, *overrides: str) -> RunConfig:
+    command = VERBS[verb]
+    return command.kind.load([], list(overrides), command.defaults)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("raft", "iterative_dpo")])
+@pytest.mark.parametrize("runtime", ["ray", "local"])
+def test_what_a_verb_sets_itself_is_never_named(verb: str, runtime: str) -> None:
+    assert idle_keys(load(verb, f"runtime={runtime}")) == []
+
+
+IDLE = [
+    ("grpo", "critic.learning_rate=0.001", "has no critic"),
+    ("grpo", "critic.path=somewhere", "has no critic"),
+    ("grpo", "algorithm.gae_lambda=0.5", "algorithm.advantage=group_norm"),
+    ("vapo", "algorithm.gae_lambda=0.5", "length_adaptive"),
+    ("grpo", "algorithm.value_clip=0.1", "algorithm.advantage=group_norm"),
+    ("grpo", "algorithm.gamma=0.5", "algorithm.advantage=group_norm"),
+    ("dr_grpo", "reference.ranks=2", "algorithm.kl.coefficient=0"),
+    ("dr_grpo", "algorithm.kl.place=reward", "algorithm.kl.coefficient=0"),
+    ("ppo", "algorithm.kl.estimator=k2", "algorithm.kl.place=reward"),
+    ("grpo", "algorithm.kl.horizon=5", "algorithm.kl.target=null"),
+    ("grpo", "teacher.path=somewhere", "has no teacher"),
+    ("grpo", "reward_model.ranks=2", "no reward is a model"),
+    ("cispo", "algorithm.clip_high=0.5", "algorithm.loss=cispo"),
+    ("gspo", "algorithm.dual_clip=3.0", "algorithm.loss=gspo"),
+    ("grpo", "algorithm.ratio_cap=3.0", "algorithm.loss=ppo_clip"),
+    ("grpo", "algorithm.correction.high=3.0", "algorithm.correction.kind=truncate"),
+    ("grpo", "algorithm.correction.sequence_low=0.5", "algorithm.correction.kind=truncate"),
+    ("grpo", "algorithm.dynamic_sampling.max_batches=3", "enabled=false"),
+    ("grpo", "algorithm.shaping.overlong_share=0.5", "overlong_factor=0"),
+    ("grpo", "algorithm.shaping.truncated_value=0.5", "truncated=keep"),
+    ("grpo", "evaluation.every=5", "evaluation.data"),
+    ("grpo", "model.lora.alpha=5.0", "model.lora.rank=0"),
+    ("grpo", "training.decay_share=0.5", "training.schedule=wsd"),
+    ("sft", "training.decay_share=0.5", "training.schedule=wsd"),
+    ("sft", "evaluation.every=5", "held out"),
+    ("sft", "monitoring.transcripts_per_step=1", "nothing is sampled"),
+    ("dpo", "preference.gamma=0.5", "preference.loss=simpo"),
+    ("generate", "checkpoint.every=5", "nothing is trained"),
+    ("generate", "reward_model.ranks=2", "no reward is a model"),
+    ("eval", "evaluation.every=5", "nothing is trained"),
+]
+
+
+@pytest.mark.parametrize(("verb", "override", "why"), IDLE)
+def test_a_key_without_effect_is_named_with_the_reason(verb: str, override: str, why: str) -> None:
+    (found,) = idle_keys(load(verb, override))
+    assert found.startswith(f"{override} has no effect: ") and why in found
+
+
+@pytest.mark.parametrize(("verb", "override"), [(verb, override) for verb, override, _ in IDLE])
+def test_a_run_that_goes_on_names_the_same(verb: str, override: str, tmp_path: Path) -> None:
+    """Its config.yaml holds every key."""
+    config = load(verb, override)
+    again = type(config).parse(yaml.safe_load(config.dump()))
+    assert idle_keys(again) == idle_keys(config) != []
+
+
+@pytest.mark.parametrize(
+    ("verb", "overrides"),
+    [
+        ("ppo", ["critic.learning_rate=0.001", "algorithm.gae_lambda=0.5", "algorithm.gamma=0.5"]),
+        ("reinforce++", ["algorithm.gamma=0.5", "reference.ranks=2"]),
+        ("grpo", ["algorithm.advantage=mine.py:one", "algorithm.gamma=0.5", "algorithm.gae_lambda=0.5"]),
+        ("grpo", ["algorithm.loss=mine.py:one", "algorithm.clip_low=0.5", "algorithm.ratio_cap=2"]),
+        ("grpo", ["evaluation.data=rows.jsonl", "evaluation.every=5", "reward.function=exact"]),
+        ("on_policy_distill", ["teacher.path=somewhere", "teacher.ranks=2"]),
+        ("simpo", ["preference.gamma=0.5"]),
+        ("sft", ["evaluation.share=0.5", "evaluation.every=5", "training.zero_stage=3"]),
+    ],
+)
+def test_a_key_with_an_effect_is_not_named(verb: str, overrides: list[str]) -> None:
+    assert idle_keys(load(verb, *overrides)) == []
+
+
+def test_adapters_need_no_reference_and_plain_torch_shards_nothing() -> None:
+    (found,) = idle_keys(load("grpo", "model.lora.rank=8", "reference.ranks=2"))
+    assert "its own reference" in found
+    (found,) = idle_keys(load("ppo", "runtime=local", "critic.zero_stage=3"))
+    assert "critic.engine=torch" in found

@@ -1,0 +1,140 @@
+"""Before a sampling job starts: fill in what the machine and the model decide, refuse what cannot work."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from trueline.config.base import ConfigError, Tree
+from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.loader import make_order
+from trueline.data.types import Prompt
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rollout.answers import Numbered
+from trueline.runs.preflight import (
+    PromptSet,
+    check_installed,
+    check_rollout,
+    fitting_prompts,
+    load_prompts,
+    measured,
+    resolve_dtype,
+    resolve_path,
+    resolved_rollout,
+)
+from trueline.runs.rewards import check_rewards
+from trueline.runs.roles import RoleModel, reward_models
+from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.placement import Layout, check_devices
+
+Kind = TypeVar("Kind", bound=SamplingConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan(Generic[Kind]):
+    config: Kind  # resolved
+    machine: Machine
+    facts: ModelFacts
+    layout: Layout
+    judges: list[RoleModel]  # rewards that are models on this machine
+    sets: dict[str, PromptSet]
+    chat: ChatFormat
+
+    def prompts(self) -> int:
+        return sum(len(one.prompts) for one in self.sets.values())
+
+
+def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
+    if not config.judged() and (config.keep != "all" or config.pairs):
+        asked = "pairs=true" if config.pairs else f"keep={config.keep}"
+        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
+    sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
+    return plan_sampling(config, sources, judged=config.judged())
+
+
+def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
+    evaluation = config.evaluation
+    if not evaluation.named_sets():
+        raise ConfigError("evaluation.data is empty: name prompts with --eval-data, or several with evaluation.sets")
+    key = "evaluation.sets" if evaluation.sets else "evaluation.data"
+    sets = {name: load_prompts(config.data, path, key) for name, path in evaluation.named_sets().items()}
+    return plan_sampling(config, {name: prompts[: evaluation.limit] for name, prompts in sets.items()}, judged=True)
+
+
+def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) -> SamplingPlan[Kind]:
+    """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    firsts = [prompts[0] for prompts in sets.values()]
+    for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
+        check_rewards(config.reward, example, required=judged)
+    check_installed("rollout.engine", config.rollout.engine, "hf")
+    facts, machine = check_model(config.model), this_machine()
+    dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
+    values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
+    config = config.replaced(values)
+    judges = reward_models(config.reward, config.reward_model, config.model, 1)
+    engines = engine_count(config, judges, machine)
+    chat = load_chat(config.model, config.data.chat_template)
+    sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
+    config = config.replaced({"rollout": resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)})
+    layout = Layout(0, engines, config.rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
+    check_place(config, layout, judges, machine)
+    check_rollout(config.rollout, config.model, facts, machine)
+    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
+    return SamplingPlan(config, machine, facts, layout, judges, fitted, chat)
+
+
+def engine_count(config: SamplingConfig, judges: list[RoleModel], machine: Machine) -> int:
+    """One on a CPU; else all GPUs that reward models leave."""
+    if config.runtime == "local" or not machine.gpus:
+        return 1 if config.runtime == "local" else config.rollout.engines or 1
+    own = sum(judge.world() for judge in judges if not judge.beside().shared)
+    return config.rollout.engines or max((machine.gpus - own) // config.rollout.tensor_parallel, 1)
+
+
+def check_place(config: SamplingConfig, layout: Layout, judges: list[RoleModel], machine: Machine) -> None:
+    """Without a policy to sit beside, a shared reward model sits beside the first engine."""
+    own = tuple(one for one in layout.beside if not one.shared)
+    check_devices(Layout(0, layout.engines, layout.tensor_parallel, beside=own), machine)
+    width = 2 if config.model.dtype == "bfloat16" else 4
+    shared = sum(judge.facts.parameters * width for judge in judges if judge.beside().shared)
+    if not machine.gpus or not shared:
+        return
+    left = 0.95 - shared / machine.gpu_bytes
+    if config.rollout.gpu_memory_share > left:
+        raise ConfigError(
+            f"a reward model of {shared / 2**30:.1f} GiB shares a GPU with an engine that takes "
+            f"rollout.gpu_memory_share={config.rollout.gpu_memory_share} of it: lower that to {max(left, 0):.2f} or "
+            "less, or set reward_model.placement=separate"
+        )
+
+
+def describe(plan: SamplingPlan[Kind], work: str) -> str:
+    config, layout, machine = plan.config, plan.layout, plan.machine
+    devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
+    dropped = sum(one.dropped for one in plan.sets.values())
+    longest = max(one.longest for one in plan.sets.values())
+    rewards = ", ".join(part.function for part in config.reward.named_parts().values())
+    return "\n".join(
+        [
+            f"machine    {devices}",
+            f"model      {config.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {config.rollout.dtype}",
+            f"engines    {layout.engines} x {config.rollout.engine}, tensor parallel {layout.tensor_parallel}",
+            f"reward     {rewards or 'none'}",
+            f"data       {plan.prompts()} prompts"
+            + (f", {dropped} too long and left out" if dropped else "")
+            + f"; longest prompt {longest} tokens, answers up to {config.rollout.max_new_tokens}",
+            *plan.chat.remarks(),
+            f"work       {work}",
+        ]
+    )
+
+
+def chosen_prompts(plan: SamplingPlan[GenerateConfig]) -> list[Numbered]:
+    """Prompts and their places in the seeded order, which is endless; without a limit, up to the end of its round."""
+    config = plan.config
+    prompts = [prompt for source in plan.sets.values() for prompt in source.prompts]
+    sizes, weights = [len(source.prompts) for source in plan.sets.values()], list(config.data.sources().values())
+    order = make_order(sizes, weights, config.seed, config.data.shuffle, config.skip)
+    count = config.limit or len(prompts) - config.skip % len(prompts)
+    drawn = [(order.position, prompts[next(order)]) for _ in range(count)]
+    return [numbered for numbered in drawn if numbered[0] % config.shards == config.shard]

@@ -1,0 +1,183 @@
+"""Recipes that run rounds: sample from the present model, train it on the best of that, and again."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trueline.config.base import Tree
+from trueline.config.rounds import RoundsConfig
+from trueline.config.run import RunConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
+from trueline.jobs.plan import describe, plan_eval, plan_generate
+from trueline.jobs.sample_file import write_json
+from trueline.jobs.sampling import EVALUATION, SUMMARY, launch_eval, launch_generate, shown
+from trueline.monitoring.run_folder import RunFolder
+from trueline.offline.launch import launch_supervised
+from trueline.runs.launch import named
+from trueline.runs.preflight import check_installed
+from trueline.training.export import Export, export, find_checkpoint
+
+DONE, ROUNDS = "done.json", "rounds.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An ordinary run inside the folder of a recipe."""
+
+    round: int
+    launch: Callable[..., int]
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        return f"round_{self.round}/{self.config.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    config: RoundsConfig
+    folder: Path
+    prompts: int  # of each round
+
+    def stages(self) -> Iterator[Stage]:
+        """In their order. A stage's model is that of the rounds before it, so each is made when its turn comes."""
+        for number in range(self.config.rounds + 1):
+            if number > 0:
+                yield Stage(number, launch_generate, self.generation(number))
+                yield Stage(number, launch_supervised, self.training(number))
+            if self.config.evaluation.named_sets():
+                yield Stage(number, launch_eval, self.evaluation(number))
+
+    def generation(self, number: int) -> GenerateConfig:
+        place = {"skip": (number - 1) * self.prompts, "limit": self.prompts}
+        return GenerateConfig.parse(self.config.generate_keys() | place | self.keys(number, "generate", number - 1))
+
+    def training(self, number: int) -> RunConfig:
+        tree = self.config.training_keys() | self.keys(number, self.config.trainer, number - 1)
+        tree["data"] |= {"path": str(self.folder / f"round_{number}/generate" / self.config.learnt)}
+        return self.config.trained.parse(tree)
+
+    def evaluation(self, number: int) -> EvalConfig:
+        tree = self.config.model_dump(
+            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring"}
+        )
+        tree["data"] |= {"path": "", "mixture": {}}
+        return EvalConfig.parse(tree | self.keys(number, "eval", number))
+
+    def keys(self, number: int, name: str, rounds_before: int) -> Tree:
+        """Where a stage lives, and its model."""
+        model = self.config.model.replaced({"path": self.model_after(rounds_before)}).model_dump()
+        return {"folder": str(self.folder / f"round_{number}"), "name": name, "model": model}
+
+    def model_after(self, number: int) -> str:
+        """Adapters are added to the weights: engines and the next round's adapters need a whole model."""
+        if number == 0:
+            return self.config.model.path
+        run, merged = self.folder / f"round_{number}" / self.config.trainer, self.folder / f"round_{number}/model"
+        if not self.config.model.lora.rank:
+            return str(find_checkpoint(run) / "model")
+        if not merged.exists():
+            export(run, merged, Export(merge=True))
+        return str(merged)
+
+    def learnt(self, number: int) -> int:
+        """Rows that a round's samples gave to train on."""
+        return int(read(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
+
+    def result(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"round": number}
+        if self.config.evaluation.named_sets():
+            metrics = read(self.folder / f"round_{number}/eval" / EVALUATION)["metrics"]
+            found |= {name: value for name, value in metrics.items() if name.startswith("evaluation/reward")}
+        if number > 0:
+            summary = read(self.folder / f"round_{number}/generate" / SUMMARY)
+            found |= {name: summary.get(name) for name in ("reward_mean", "reward_best_mean")}
+            found["learnt"] = self.learnt(number)
+        return found
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+def launch_rounds(config: RoundsConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    config = named(config, verb)
+    folder = RunFolder(Path(config.folder).resolve() / str(config.name))
+    recipe, about = plan_rounds(config, folder.path)
+    config = recipe.config
+    if dry_run:
+        sys.stdout.write(f"{config.dump()}\n{about}\n")
+        return 0
+    RunFolder.open(config, verb, resume=resume)
+    console = Console(highlight=False)
+    console.print(f"{about}\nrun        {folder.path}", markup=False, soft_wrap=True)
+    status = run_stages(recipe, verb, console)
+    if status:
+        console.print(f"The rounds can go on with trueline {verb} --resume --name {config.name}", soft_wrap=True)
+        return status
+    results = [recipe.result(number) for number in range(config.rounds + 1)]
+    write_json(folder.path / ROUNDS, results)
+    console.print(rounds_table(results))
+    console.print(f"done: model in {recipe.model_after(config.rounds)}", markup=False, soft_wrap=True)
+    return 0
+
+
+def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
+    """Whatever can be told of all stages before the first one starts."""
+    check_installed("training.engine", config.training.engine, "torch")
+    first = Recipe(config, folder, config.prompts_per_round or 1)
+    plan = plan_generate(first.generation(1))
+    first.training(1)
+    if config.evaluation.named_sets():
+        plan_eval(first.evaluation(0))
+    config = config.replaced({"model": {"path": plan.config.model.path}})
+    recipe = Recipe(config, folder, config.prompts_per_round or plan.prompts())
+    work = f"{config.rounds} rounds of {recipe.prompts} prompts, answers to each: {config.samples}; each round then "
+    work += f"{config.trainer} on {config.learnt}" + (" and eval" if config.evaluation.named_sets() else "")
+    return recipe, describe(plan, work)
+
+
+def run_stages(recipe: Recipe, verb: str, console: Console) -> int:
+    """Those that are not done yet; the first one that does not come to its end gives the exit status."""
+    done = read(recipe.folder / DONE) if (recipe.folder / DONE).exists() else []
+    for stage in recipe.stages():
+        if stage.name in done:
+            continue
+        console.print(f"\n[bold]{verb} {stage.name}[/] of {recipe.config.rounds} rounds")
+        begun = (recipe.folder / stage.name).exists()
+        status = stage.launch(stage.config, stage.config.name, resume=begun)
+        if status:
+            return status
+        if stage.launch is launch_generate and not recipe.learnt(stage.round):
+            # Not done: with other keys of selection the same samples may give some.
+            console.print(
+                f"error: {stage.name} has nothing for {recipe.config.trainer} in {recipe.config.learnt}: take more "
+                "samples, other prompts, or a lower threshold",
+                soft_wrap=True,
+            )
+            return 1
+        done.append(stage.name)
+        write_json(recipe.folder / DONE, done)
+    return 0
+
+
+def rounds_table(results: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for column in ("round", "held-out reward", "mean of samples", "mean of the best", "learnt"):
+        table.add_column(column)
+    for row in results:
+        width = row.get("evaluation/reward_ci95")
+        table.add_row(
+            str(row["round"]),
+            shown(row.get("evaluation/reward")) + (f" ± {width:.3f}" if width is not None else ""),
+            shown(row.get("reward_mean")),
+            shown(row.get("reward_best_mean")),
+            str(row.get("learnt", "-")),
+        )
+    return table

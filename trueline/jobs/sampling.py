@@ -1,0 +1,308 @@
+"""Jobs that sample and judge but train nothing: `generate` and `eval`."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from rich.table import Table
+
+from trueline.config.base import ConfigError, read_tree
+from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.data.types import Message, Prompt
+from trueline.environments.base import Environment, Step
+from trueline.environments.single_turn import SingleTurn
+from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
+from trueline.jobs.sample_file import (
+    Row,
+    SampleFile,
+    described,
+    line_of,
+    row_of,
+    write_json,
+    write_selection,
+    written_aside,
+)
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
+from trueline.rollout.answers import Answers, Numbered
+from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.evaluation import Evaluator, prefix_of
+from trueline.rollout.failures import FailureBudget, RolloutFailure
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import Group
+from trueline.runs.idle_keys import idle_keys
+from trueline.runs.interrupts import Interrupts
+from trueline.runs.launch import Start, begin, named
+from trueline.runs.processes import (
+    Conversations,
+    converse,
+    engine_specs,
+    model_group,
+    opened,
+    opened_loop,
+    role_specs,
+    start_engines,
+)
+from trueline.runs.rewards import failure_files, open_rewards
+from trueline.runtime.actors import ActorFailure
+from trueline.runtime.placement import Processes, crowding
+from trueline.training.group import ModelGroup, start_groups
+from trueline.training.worker import WORKER
+
+SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
+REPORT_SECONDS = 5.0
+ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever resumes the run
+    "seed",
+    "samples",
+    "model.path",
+    "data.",
+    "rollout.temperature",
+    "rollout.max_new_tokens",
+    "rollout.max_prompt_tokens",
+    "shard",
+    *(f"reward.{key}" for key in ("function", "parts", "pattern", "options", "weight", "clip", "normalize")),
+    *(f"reward.{key}" for key in ("policy_error", "chat_template", "step", "judge")),
+)
+
+
+@contextmanager
+def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Conversations]:
+    """Starts engines and rewards, and ends them."""
+    config = plan.config
+    with ExitStack() as stack:
+        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        loop = stack.enter_context(opened_loop(config.timeout_seconds))
+        progress.note("starting   engines and rewards; each process imports its libraries first")
+        specs = engine_specs(config.model, config.rollout, plan.layout, config.seed)
+        pool = EnginePool(start_engines(processes, config.rollout, specs))
+        judges = start_judges(plan, processes)
+        loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
+        environment: Callable[[], Environment] = Unjudged
+        if config.judged():
+            rewards = open_rewards(config.reward, plan.judges, judges, folder.logs)
+            stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
+            environment = lambda: SingleTurn(rewards)  # noqa: E731
+        yield converse(plan.chat, pool, environment, loop)
+
+
+def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
+    """Rewards that are models on this machine, by name."""
+    groups = {}
+    for judge in plan.judges:
+        specs = role_specs(judge, plan.config, 0)
+        groups[judge.name] = model_group(judge.name, processes.beside(judge.beside(), WORKER, specs), specs)
+    if groups:
+        start_groups(list(groups.values()))
+    return groups
+
+
+class Unjudged(Environment):
+    """One question, one answer; the reward of 0 means nothing and is not written down."""
+
+    async def reset(self, prompt: Prompt) -> list[Message]:
+        return prompt.messages
+
+    async def step(self, reply: str) -> Step:
+        return Step(0.0, done=True)
+
+
+Job = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
+
+
+def launch_job(plan: SamplingPlan[Kind], start: Start, work: str, total: int, job: Job[Kind]) -> int:
+    config = plan.config
+    warnings = [*crowding(plan.layout, plan.machine), *idle_keys(config)]
+    about = "\n".join([describe(plan, work), *(f"warning: {text}" for text in warnings)])
+    if start.dry_run:
+        sys.stdout.write(f"{config.dump()}\n{about}\n")
+        return 0
+    folder, progress = begin(config, start, about, total)
+    try:
+        return job(plan, folder, progress)
+    except (ActorFailure, RolloutFailure) as error:
+        progress.note(f"error: {error}")
+        progress.note(f"The run can go on with --resume --name {config.name}")
+        return 1
+
+
+# generate
+
+
+def launch_generate(config: GenerateConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    plan = plan_generate(named(config, verb))
+    config, prompts = plan.config, chosen_prompts(plan)
+    if resume:
+        check_unchanged(config)
+    kept = {"all": "all answers", "best": "the best answer to each", "threshold": f"rewards from {config.threshold:g}"}
+    share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
+    work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
+    work += ", pairs of best and worst" if config.pairs else ""
+    return launch_job(plan, Start(verb, dry_run, resume), work, len(prompts), generate)
+
+
+def check_unchanged(config: GenerateConfig) -> None:
+    """A run that goes on must not mix the answers of two models, temperatures, datasets or rewards in one file."""
+    file = RunFolder(Path(config.folder).resolve() / str(config.name)).config
+    before = {key.path: key.default for key in GenerateConfig.parse(read_tree(file)).leaves()}
+    for key in config.leaves():
+        if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
+            raise ConfigError(
+                f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its answers would be "
+                "of two kinds; choose another --name"
+            )
+
+
+def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Progress) -> int:
+    """Whatever is not yet in samples.jsonl is sampled; then everything in it is selected from."""
+    prompts = chosen_prompts(plan)
+    with SampleFile(folder.path / SAMPLES) as file:
+        left = [numbered for numbered in prompts if numbered[0] not in file.places]
+        check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
+        if len(left) < len(prompts):
+            progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
+        pace = Pace(progress, len(prompts) - len(left), plan.config.judged())
+        if left and not sample(plan, left, file, folder, pace):
+            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered; go on with --resume")
+            return 130
+        rows = file.rows(number for number, _ in prompts)
+        summary = write_selection(rows, folder.path, plan.config) | pace.speed()
+    write_json(folder.path / SUMMARY, summary)
+    progress.note(summary_line(summary))
+    progress.note(f"done: {folder.path / 'kept.jsonl'}")
+    return 0
+
+
+def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
+    """A number is a place in an order: where the data has changed, it may stand for another prompt now."""
+    rows = file.rows(number for number, _ in answered)
+    for (number, prompt), row in zip(answered, rows, strict=True):
+        now = json.loads(line_of(described(prompt)))
+        if any(row.get(key) != now.get(key) for key in ("id", "source", "prompt", "tools")):
+            raise ConfigError(
+                f"{file.path}: number {number} answers another prompt than row {prompt.id} of {prompt.source}, which "
+                "has that number now: the data has changed since this run began; choose another --name"
+            )
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast answers come, said every few seconds."""
+
+    progress: Progress
+    done: int  # prompts
+    judged: bool = True
+    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    said: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> None:
+        self.started = self.said = self.progress.started = time.monotonic()
+        self.progress.first_step = self.done
+
+    def add(self, group: Group) -> None:
+        self.done += 1
+        self.tokens += sum(sum(one.mask) for one in group)
+        self.rewards += [one.reward for one in group if one.reward is not None and self.judged]
+        if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
+            self.said = time.monotonic()
+            mean = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
+            self.progress.step(self.done, mean | {"speed/tokens_per_second": self.tokens / (self.said - self.started)})
+
+    def speed(self) -> Row:
+        """Nothing where nothing was left to sample."""
+        seconds = self.said - self.started
+        return {"seconds": seconds, "tokens_per_second": self.tokens / seconds} if self.tokens else {}
+
+
+def sample(
+    plan: SamplingPlan[GenerateConfig], left: list[Numbered], file: SampleFile, folder: RunFolder, pace: Pace
+) -> bool:
+    """Whether it came to its end; what is under way when it is interrupted is given up and sampled again later."""
+    config = plan.config
+    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
+    under_way = 2 * config.rollout.max_sequences * plan.layout.engines
+
+    def told(message: str) -> None:
+        pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
+
+    with open_conversations(plan, folder, pace.progress) as talk, pace.progress, Interrupts(told) as interrupts:
+        params = talk.params(config.rollout.temperature, config.rollout.max_new_tokens)
+        answers = Answers(talk.episodes, talk.environment, params, talk.loop, config.samples, "generate")
+        pace.begin()
+        for place, group in answers.to(left, seed=config.seed if config.rollout.seeded else None, under_way=under_way):
+            file.add(row_of(left[place][0], group, config.judged()))
+            pace.add(group)
+            budget.add(group)
+            if interrupts.requested:
+                break
+    return pace.done == pace.progress.total
+
+
+def summary_line(summary: Row) -> str:
+    counts = ("prompts", "answers", "failed", "empty", "kept", "pairs", "prompts_without_pair")
+    said = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
+    rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
+    said += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
+    return "summary    " + ", ".join(said)
+
+
+# eval
+
+
+def launch_eval(config: EvalConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+    """An evaluation that goes on begins anew."""
+    plan = plan_eval(named(config, verb))
+    evaluation = plan.config.evaluation
+    work = f"{plan.prompts()} prompts, answers to each: {evaluation.samples}, temperature {evaluation.temperature:g}"
+    return launch_job(plan, Start(verb, dry_run, resume), work, plan.prompts(), evaluate)
+
+
+def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
+    config, evaluation = plan.config, plan.config.evaluation
+    sets = {name: one.prompts for name, one in plan.sets.items()}
+    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
+    pace = Pace(progress, 0)
+
+    def told(group: Group) -> None:
+        pace.add(group)
+        budget.add(group)
+
+    with open_conversations(plan, folder, progress) as talk, progress:
+        params = talk.params(evaluation.temperature, config.rollout.max_new_tokens)
+        evaluator = Evaluator(talk.episodes, talk.environment, sets, params, evaluation, talk.loop)
+        pace.begin()
+        metrics, trajectories = evaluator.run(config.seed, told)
+    groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
+    with written_aside(folder.transcripts) as stream:
+        stream.writelines(line_of(row_of(number, group, judged=True)) for number, group in enumerate(groups))
+    counts = {name: len(prompts) for name, prompts in sets.items()}
+    write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
+    progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
+    progress.note(f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}")
+    return 0
+
+
+def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples: int) -> Table:
+    """A row per set; `±` is the half width of the 95 % confidence interval over prompts."""
+    at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
+    table = Table()
+    for column in ("set", "prompts", f"mean@{samples}", *at_k, "failed"):
+        table.add_column(column)
+    for name, count in prompts.items():
+        found = {
+            key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")
+        }
+        mean = shown(found["reward"]) + (f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else "")
+        passes = [shown(found[key]) for key in at_k]
+        table.add_row(name or "evaluation", str(count), mean, *passes, f"{found['failed_share']:.1%}")
+    return table
+
+
+def shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

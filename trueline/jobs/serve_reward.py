@@ -1,0 +1,153 @@
+"""A reward model behind HTTP: loaded as a run loads it, and served until it is told to stop."""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+from trueline.config.reward import RewardPartConfig
+from trueline.config.roles import FrozenConfig
+from trueline.config.serving import ServingConfig
+from trueline.data.types import Sample
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
+from trueline.rewards.remote import THIS_MACHINE
+from trueline.rewards.server import RewardServer, open_port, serve_until
+from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runs.processes import opened
+from trueline.runtime.actors import ActorFailure
+from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.placement import Beside, Layout
+from trueline.training.group import ModelGroup
+from trueline.training.worker import WORKER, WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPlan:
+    config: ServingConfig
+    model: ModelConfig  # resolved
+    ranks: FrozenConfig  # resolved
+    part: RewardPartConfig
+    facts: ModelFacts
+    machine: Machine
+    max_tokens: int
+
+
+def serve(config: ServingConfig) -> int:
+    """Loads the model and answers until Ctrl-C or SIGTERM; 1 if the model's processes fail."""
+    plan = plan_serving(config)
+    with ExitStack() as stack:
+        # While the model loads, both signals end it the same way.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is told before the load
+        say(f"model      {plan.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {plan.model.dtype}")
+        try:
+            group = start_model(plan, stack)
+            asyncio.run(answer(plan, group, listener))
+        except ActorFailure as error:
+            say(f"error: {error}")
+            return 1
+    say("stopped")
+    return 0
+
+
+def plan_serving(config: ServingConfig) -> ServingPlan:
+    """Everything that can be known without loading the model."""
+    model = config.served_model()
+    facts, machine = check_model(model), this_machine()
+    check_installed("ranks.engine", config.ranks.engine, "torch")
+    check_parallel(model, facts)
+    model = model.replaced(
+        {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}
+    )
+    part = RewardPartConfig(
+        function=model.path,
+        normalize=config.normalize,
+        steps=config.steps,
+        step_separator=config.step_separator,
+    )
+    check_reward_model(part)
+    ranks = config.ranks.replaced({"ranks": config.ranks.ranks or fitting_ranks(config, machine)})
+    limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
+    if (config.max_tokens or 0) > limit:
+        raise ConfigError(
+            f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
+            f"ranks.micro_batch_tokens={ranks.tokens_per_pass()} allow: lower it"
+        )
+    if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
+        raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")
+    return ServingPlan(config, model, ranks, part, facts, machine, config.max_tokens or limit)
+
+
+def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
+    """All GPUs, where ranks can share the work; else as many as one copy of the model needs."""
+    model = config.served_model()
+    width = model.tensor_parallel * model.ring
+    return max(machine.gpus // width, 1) * width if config.ranks.engine == "deepspeed" else 1
+
+
+def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
+    config, world = plan.config, plan.ranks.ranks
+    assert world
+    head = reward_model_head(plan.model.path)
+    specs = [
+        WorkerSpec(plan.model, plan.ranks, rank, world, 0, 0, config.timeout_seconds, head=head)
+        for rank in range(world)
+    ]
+    place = Beside("reward_model", world, shared=False)
+    layout = Layout(0, beside=(place,))
+    processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
+    actors = processes.beside(place, WORKER, specs)
+    group = ModelGroup(place.name, actors, plan.ranks, config.timeout_seconds, specs[0].mesh())
+    group.start()
+    return group
+
+
+async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) -> None:
+    config, loop = plan.config, asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end(failure: ActorFailure | None = None) -> None:
+        if not ended.done():
+            ended.set_exception(failure) if failure else ended.set_result(None)
+
+    def score(samples: list[Sample]) -> list[Tensor]:
+        try:
+            return group.score(samples)
+        except ActorFailure as failure:  # nothing will be scored any more
+            loop.call_soon_threadsafe(end, failure)
+            raise
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+
+    chat = load_chat(plan.model, config.chat_template)
+    reward = ModelReward(score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
+    token = os.environ.get(config.token_variable, "").strip()
+    server = RewardServer(listener, reward, loop, token=token or secrets.token_urlsafe(32), name=config.model.path)
+    announce(config, server, shown="" if token else server.token.decode())
+    await serve_until(server, ended)
+
+
+def announce(config: ServingConfig, server: RewardServer, shown: str) -> None:
+    """Where it listens and which token it wants; one that the user has set is not repeated."""
+    host, port = server.server_address[:2]
+    name = f"[{host!s}]" if ":" in str(host) else str(host)
+    say(f"token      {shown or f'that of the environment variable {config.token_variable}'}")
+    if host not in THIS_MACHINE:
+        say(f"warning: host={config.host} is open to the network and HTTP is not encrypted: put TLS in front of it")
+    say(f"listening  http://{name}:{port}/score")
+
+
+def say(message: str) -> None:
+    sys.stdout.write(message + "\n")
+    sys.stdout.flush()

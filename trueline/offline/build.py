@@ -1,0 +1,73 @@
+"""From a plan to a trainer with all its processes, and back to nothing when it ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from trueline.config.supervised import DistillRunConfig
+from trueline.data.types import Sample
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.timing import Timer
+from trueline.monitoring.trackers import Tracker
+from trueline.offline.plan import SupervisedPlan
+from trueline.offline.reference import ReferenceCache, fill_reference
+from trueline.offline.trainer import SupervisedTrainer
+from trueline.runs.guard import Guard
+from trueline.runs.learning_rate import suited_rate
+from trueline.runs.processes import opened
+from trueline.runs.state import SupervisedState, check_data, restore
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.group import ModelGroup
+from trueline.training.worker import WORKER, Worker, WorkerSpec
+
+
+@contextmanager
+def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progress) -> Iterator[SupervisedTrainer]:
+    config, task = plan.config, plan.material.train.task
+    checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
+    data = plan.fingerprint()
+    check_data(checkpoints, data)
+    with ExitStack() as stack:
+        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        specs = worker_specs(plan)
+        actors = processes.policy(WORKER, specs)
+        model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
+        model.start()
+        if task.reference(config):
+            cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
+            fill_reference(model, used_samples(plan), cache, progress)
+        state = restore(SupervisedState, checkpoints, lambda newest: model.call(Worker.load, str(newest)), progress)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
+        stack.callback(tracker.close)
+        state.tracker, state.data = tracker.run_id, data
+        guard = Guard(model, config.training, progress.note)
+        guard.skipped = state.skipped_steps
+        guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)
+        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())
+
+
+def used_samples(plan: SupervisedPlan) -> list[Sample]:
+    """What the whole run will train and evaluate on; a short run over much data uses little of it."""
+    config, train, held_out = plan.config, plan.material.train, plan.material.held_out
+    order = train.order(config.seed, config.data.shuffle, 0)
+    samples = train.samples_of(next(order) for _ in range(plan.steps * config.samples_per_step))
+    return samples + (held_out.samples_of(range(held_out.rows())) if held_out else [])
+
+
+def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
+    config, world = plan.config, plan.layout.policy_ranks
+    return [
+        WorkerSpec(
+            config.model,
+            config.training,
+            rank,
+            world,
+            plan.steps,
+            config.seed,
+            config.timeout_seconds,
+            head=plan.material.train.task.head,
+            distill=config.distill if isinstance(config, DistillRunConfig) else None,
+            chat_template=plan.chat.tokenizer.chat_template,
+        )
+        for rank in range(world)
+    ]

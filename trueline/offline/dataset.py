@@ -1,0 +1,116 @@
+"""The samples of an offline run: read, checked and tokenized before any model is loaded."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trueline.algorithms.weighting import set_weights
+from trueline.config.base import ConfigError
+from trueline.config.supervised import SupervisedConfig
+from trueline.data.batching import Budget, pass_tokens
+from trueline.data.chat import ChatFormat
+from trueline.data.encoding import Encodings
+from trueline.data.loader import Mixture, Order, digest_rows, make_order, split_rows
+from trueline.data.sources import Located, open_source
+from trueline.data.types import Sample
+from trueline.offline.tasks import TASKS, Records, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Rows of `task.together` neighbouring samples, in one or several sources laid one after the other."""
+
+    task: Task
+    samples: list[Sample]
+    mismatched: list[Sample]  # KTO's: one for each sample
+    sizes: list[int]  # rows of each source
+    digests: list[str]  # of each source
+    probabilities: list[float]
+    counts: dict[str, int]
+    formats: list[str]
+
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    def order(self, seed: int, shuffle: bool, position: int) -> Order | Mixture:
+        return make_order(self.sizes, self.probabilities, seed, shuffle, position)
+
+    def take(self, rows: list[int]) -> list[Sample]:
+        """The samples of these rows, with their weights in a minibatch of just them."""
+        together = self.task.together
+        samples = [self.samples[row * together + at] for row in rows for at in range(together)]
+        set_weights(samples, "sequence_sum" if self.task.per_sequence else "token_mean", budget=0)
+        return samples
+
+    def samples_of(self, rows: Iterable[int]) -> list[Sample]:
+        """All that a loss may ask of these rows."""
+        wanted = sorted(set(rows))
+        together = self.task.together
+        samples = [self.samples[row * together + at] for row in wanted for at in range(together)]
+        return samples + ([self.mismatched[row] for row in wanted] if self.mismatched else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    train: Dataset
+    held_out: Dataset | None
+
+
+def load_material(config: SupervisedConfig, chat: ChatFormat) -> Material:
+    sources, evaluation = config.data.sources(), config.evaluation
+    opened = [open_source(path, config.data.source_key()) for path in sources]
+    parts = [split_rows(rows, evaluation.share, evaluation.by, config.seed) for rows in opened]
+    train, records = encode_sources([part for part, _ in parts], list(sources.values()), config, chat)
+    train.task.check(records)
+    held_out = [part for _, part in parts if part]
+    if evaluation.data:
+        held_out = [open_source(evaluation.data, "evaluation.data")]
+    if not held_out:
+        return Material(train, None)
+    shares = [part[: evaluation.limit] for part in held_out]
+    try:
+        return Material(train, encode_sources(shares, [1.0] * len(shares), config, chat)[0])
+    except ConfigError as error:
+        raise ConfigError(f"held-out rows (evaluation.*): {error}") from error
+
+
+def encode_sources(
+    sources: list[list[Located]], probabilities: list[float], config: SupervisedConfig, chat: ChatFormat
+) -> tuple[Dataset, Records]:
+    """The samples, and the records that they were made of."""
+    task = TASKS[config.task]
+    everything: Records = []
+    encodings: list[Encodings] = []
+    formats: list[str] = []
+    for rows in sources:
+        records, described = task.read(rows, config)
+        everything += records
+        encodings.append(task.encode(records, chat, config))
+        formats.append(described)
+    counts = {name: sum(one.counts.get(name, 0) for one in encodings) for one in encodings for name in one.counts}
+    dataset = Dataset(
+        task=task,
+        samples=[sample for one in encodings for sample in one.samples],
+        mismatched=[sample for one in encodings for sample in one.mismatched],
+        sizes=[len(one.samples) // task.together for one in encodings],
+        digests=[digest_rows(located.row for located in rows) for rows in sources],
+        probabilities=probabilities,
+        counts=counts,
+        formats=formats,
+    )
+    return dataset, everything
+
+
+def check_longest(dataset: Dataset, budget: Budget) -> int:
+    """The most tokens that must go into one pass together."""
+    together, limit = dataset.task.together, budget.tokens
+    lengths = [sample.length() for sample in dataset.samples]
+    units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+    longest = max(pass_tokens(unit, budget) for unit in units)
+    if budget.samples is not None and budget.samples < together:
+        raise ConfigError(f"training.micro_batch_samples={budget.samples} separates a pair: set it to 2 or more")
+    if longest > limit:
+        raise ConfigError(
+            f"a row of {longest} tokens{' (both answers of a pair)' if together == 2 else ''} does not fit into one "
+            f"pass of training.micro_batch_tokens x model.ring = {limit}: raise it, or lower max_tokens"
+        )
+    return longest

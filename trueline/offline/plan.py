@@ -1,0 +1,142 @@
+"""Before anything starts: rows read, checked and tokenized, keys filled in, the plan in words."""
+
+import math
+import sys
+from dataclasses import dataclass
+
+from trueline.config.base import ConfigError, Tree
+from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.supervised import DistillRunConfig, SupervisedConfig
+from trueline.data.batching import Budget
+from trueline.data.chat import ChatFormat
+from trueline.data.loader import fingerprint
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.offline.dataset import Material, check_longest, load_material
+from trueline.runs.idle_keys import idle_keys
+from trueline.runs.learning_rate import rate_warnings
+from trueline.runs.memory import Room, Tenant, describe_passes, settled
+from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.placement import Layout, check_devices, crowding
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    config: SupervisedConfig  # resolved
+    machine: Machine
+    facts: ModelFacts
+    layout: Layout
+    material: Material
+    steps: int
+    longest: int
+    chat: ChatFormat
+
+    def fingerprint(self) -> Tree:
+        data, train = self.config.data, self.material.train
+        return fingerprint(data.sources(), train.sizes, train.digests, self.config.seed, data.shuffle)
+
+
+def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
+    """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
+    check_installed("training.engine", config.training.engine, "torch")
+    facts, machine = check_model(config.model), this_machine()
+    config = resolve(config, facts, machine)
+    chat = load_chat(config.model, config.data.chat_template)
+    material = load_material(config, chat)
+    parts = [part for part in (material.train, material.held_out) if part is not None]
+    longest = max(check_longest(part, budget_of(config)) for part in parts)
+    config = settle_memory(config, facts, machine, longest) if here else config
+    steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
+    assert config.training.ranks
+    layout = Layout(config.training.ranks)
+    check_devices(layout, machine)
+    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
+
+
+def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
+    """Fill in every key that was left to the machine or the model."""
+    width = config.model.tensor_parallel * config.model.ring
+    ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
+    limit = config.training.micro_batch_tokens
+    resolved = config.replaced(
+        {
+            "model": {
+                "dtype": resolve_dtype(config.model.dtype, config.training, machine),
+                "path": resolve_path(config.model.path),
+            },
+            "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
+            "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
+        }
+    )
+    check_parallel(resolved.model, facts)
+    if isinstance(resolved, DistillRunConfig):
+        resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
+        check_teacher(resolved)
+    return resolved
+
+
+def budget_of(config: SupervisedConfig) -> Budget:
+    """What was asked for; passes that follow memory hold whatever the data has."""
+    training = config.training
+    limit = sys.maxsize if training.micro_batch_tokens is None else training.micro_batch_tokens * config.model.ring
+    return Budget(limit, training.micro_batch_samples, training.packing)
+
+
+def settle_memory(config: SupervisedConfig, facts: ModelFacts, machine: Machine, longest: int) -> SupervisedConfig:
+    """Fill in what memory decides; a teacher lives beside its student."""
+    world = config.training.ranks
+    assert world
+    tokens = config.samples_per_step * longest / world
+    tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
+    if isinstance(config, DistillRunConfig):
+        teacher, ranks = teacher_model(config), RanksConfig(micro_batch_tokens=config.training.micro_batch_tokens)
+        tenants.append(Tenant("teacher", "training", check_model(teacher), teacher, ranks, world, tokens))
+    if machine.gpus:
+        room = Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants])
+    else:
+        room = Room(machine.memory_bytes, "cpu", [(one, world) for one in tenants])
+    return config.replaced(settled([room], longest, "max_tokens").keys())
+
+
+def teacher_model(config: DistillRunConfig) -> ModelConfig:
+    path, trusted = config.distill.teacher, config.model.trust_remote_code
+    return ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=trusted)
+
+
+def check_teacher(config: DistillRunConfig) -> None:
+    if not config.distill.teacher:
+        raise ConfigError("distill.teacher is empty: name the model to learn from, e.g. distill.teacher=path/to/folder")
+    check_model(teacher_model(config))
+
+
+def describe_plan(plan: SupervisedPlan) -> str:
+    config, train, held_out = plan.config, plan.material.train, plan.material.held_out
+    devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
+    mesh = config.model
+    shape = f", tensor {mesh.tensor_parallel} x ring {mesh.ring}" if mesh.tensor_parallel * mesh.ring > 1 else ""
+    counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
+    data = [
+        f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
+        *(f"format     {described}" for described in train.formats),
+        *([f"held out   {held_out.rows()} rows"] if held_out else []),
+        *plan.chat.remarks(),
+    ]
+    return "\n".join(
+        [
+            f"machine    {devices}",
+            f"model      {mesh.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {mesh.dtype}"
+            + (f", LoRA of rank {mesh.lora.rank}" if mesh.lora.rank else ""),
+            f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, "
+            f"ZeRO {config.training.zero_stage}{shape}, {describe_passes(config.training, mesh)}",
+            *data,
+            f"length     {plan.steps} steps of {config.samples_per_step} rows",
+            *(f"warning: {text}" for text in plan_warnings(plan)),
+        ]
+    )
+
+
+def plan_warnings(plan: SupervisedPlan) -> list[str]:
+    """What will run, but hardly as it was meant."""
+    config = plan.config
+    rates = rate_warnings(plan.facts.parameters, config.task, config.model, config.training)
+    return [*crowding(plan.layout, plan.machine), *rates, *idle_keys(config)]

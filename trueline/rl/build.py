@@ -1,0 +1,157 @@
+"""From a plan to a trainer with all its processes, and back to nothing when it ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from trueline.data.loader import make_order
+from trueline.environments.single_turn import SingleTurn
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.timing import Timer
+from trueline.monitoring.trackers import Tracker
+from trueline.rl.device_sharing import DeviceSharing
+from trueline.rl.models import Models
+from trueline.rl.plan import RLPlan
+from trueline.rl.trainer import RLTrainer
+from trueline.rollout.evaluation import Evaluator
+from trueline.rollout.failures import FailureBudget
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
+from trueline.runs.guard import Guard
+from trueline.runs.learning_rate import suited_rate
+from trueline.runs.processes import (
+    Conversations,
+    converse,
+    engine_specs,
+    model_group,
+    opened,
+    opened_loop,
+    role_specs,
+    start_engines,
+)
+from trueline.runs.rewards import failure_files, open_rewards
+from trueline.runs.state import RLState, check_data, restore
+from trueline.runtime.placement import Processes
+from trueline.sync.weights import Canary, WeightSync
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.group import ModelGroup, start_groups
+from trueline.training.worker import WORKER, WorkerSpec
+
+CANARY_TOKENS = 32
+
+
+@contextmanager
+def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[RLTrainer]:
+    """Starts every process, hands out the trainer, and ends every process."""
+    config = plan.config
+    checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
+    data = plan.fingerprint()
+    check_data(checkpoints, data)
+    with ExitStack() as stack:
+        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        loop = stack.enter_context(opened_loop(config.timeout_seconds))
+        progress.note("starting   models and engines; each process imports its libraries first")
+        groups, pool = start_models(plan, processes)
+        models = Models(
+            config.algorithm,
+            config.rollout.temperature,
+            groups["policy"],
+            groups.get("reference"),
+            groups.get("teacher"),
+            groups.get("critic"),
+        )
+        rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
+        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
+        talk = converse(plan.chat, pool, lambda: SingleTurn(rewards), loop)
+        sync = make_sync(plan, models.policy, pool, talk)
+        progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
+        state = restore(RLState, checkpoints, models.load, progress)
+        tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
+        stack.callback(tracker.close)
+        state.tracker, state.data = tracker.run_id, data
+        guard = Guard(models.policy, config.training, progress.note)
+        guard.skipped = state.skipped_steps
+        guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
+        yield RLTrainer(
+            config=config,
+            models=models,
+            rollouts=make_rollouts(plan, talk, state, folder),
+            sync=sync,
+            sharing=DeviceSharing(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
+            evaluator=make_evaluator(plan, talk),
+            checkpoints=checkpoints,
+            tracker=tracker,
+            progress=progress,
+            state=state,
+            timer=Timer(),
+            guard=guard,
+            critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
+        )
+
+
+def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
+    """The policy and the models beside it by name, and the engines; all of them start at once."""
+    config, ranks = plan.config, plan.layout.policy_ranks
+    updates = config.steps * config.minibatches * config.epochs
+    waits = config.algorithm.critic_only_steps if config.algorithm.needs_critic() else 0
+    learns = max(config.steps - waits, 1) * config.minibatches * config.epochs
+    seconds = config.timeout_seconds
+    template = plan.chat.tokenizer.chat_template
+    specs = [
+        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
+        for rank in range(ranks)
+    ]
+    groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
+    engines = start_engines(
+        processes, config.rollout, engine_specs(config.model, config.rollout, plan.layout, config.seed)
+    )
+    for role in plan.roles:
+        specs = role_specs(role, config, updates)
+        groups[role.name] = model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
+    start_groups(list(groups.values()))
+    return groups, EnginePool(engines)
+
+
+def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:
+    config, rollout, algorithm = plan.config, plan.config.rollout, plan.config.algorithm
+    sizes = [len(source.prompts) for source in plan.sources]
+    weights = list(config.data.sources().values())
+    about = RolloutPlan(
+        groups_per_step=config.groups_per_step,
+        group_size=algorithm.group_size,
+        max_staleness=rollout.max_staleness,
+        seed=config.seed,
+        seeded=rollout.seeded,
+        greedy=algorithm.advantage == "greedy_baseline",
+        dynamic=algorithm.dynamic_sampling,
+    )
+    answers = config.groups_per_step * algorithm.group_size
+    params = talk.params(rollout.temperature, rollout.max_new_tokens)
+    return Rollouts(
+        GroupSampler(talk.episodes, talk.environment, params, about),
+        plan.prompts,
+        make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
+        about,
+        FailureBudget(config.reward.max_failure_share, answers, failure_files(config.reward, folder.path)),
+        talk.loop,
+    )
+
+
+def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversations) -> WeightSync:
+    config = plan.config
+    exact = config.model.dtype == config.rollout.dtype == "float32"
+    assert config.rollout.max_prompt_tokens
+    length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
+    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
+    tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
+    canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
+    in_process = config.runtime == "local"
+    return WeightSync(policy, pool, talk.loop, config.sync, canary, config.rollout.dtype, in_process)
+
+
+def make_evaluator(plan: RLPlan, talk: Conversations) -> Evaluator | None:
+    evaluation = plan.config.evaluation
+    if not plan.evaluation_sets:
+        return None
+    params = talk.params(evaluation.temperature, plan.config.rollout.max_new_tokens)
+    return Evaluator(talk.episodes, talk.environment, plan.evaluation_sets, params, evaluation, talk.loop)

@@ -1,0 +1,222 @@
+"""Before anything starts: fill in what the machine and the model decide, refuse what cannot work."""
+
+from dataclasses import dataclass, replace
+
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.lookup import lookup
+from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.config.base import ConfigError, Tree
+from trueline.config.model import RanksConfig
+from trueline.config.rl import RLConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.loader import digest_rows, fingerprint
+from trueline.data.types import Prompt
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rewards.combined import kind_of
+from trueline.runs.memory import Room, Tenant, engine_bytes, settled
+from trueline.runs.preflight import (
+    Measured,
+    PromptSet,
+    check_installed,
+    check_parallel,
+    check_rollout,
+    fitting_prompts,
+    load_prompts,
+    measured,
+    resolve_dtype,
+    resolve_path,
+    resolved_rollout,
+)
+from trueline.runs.rewards import check_rewards
+from trueline.runs.roles import RoleModel, roles_of
+from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.placement import Layout, check_devices
+
+
+@dataclass(frozen=True, slots=True)
+class RLPlan:
+    config: RLConfig  # resolved
+    machine: Machine
+    facts: ModelFacts
+    layout: Layout
+    roles: list[RoleModel]
+    sources: list[PromptSet]  # one for each dataset
+    evaluation_sets: dict[str, list[Prompt]]
+    chat: ChatFormat
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for source in self.sources for prompt in source.prompts]
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(source.longest for source in self.sources)
+
+    def fingerprint(self) -> Tree:
+        data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
+        digests, sizes = [digest_rows(part) for part in rows], [len(part) for part in rows]
+        return fingerprint(data.sources(), sizes, digests, self.config.seed, data.shuffle)
+
+    def model_facts(self) -> dict[str, ModelFacts]:
+        return {"policy": self.facts} | {role.name: role.facts for role in self.roles}
+
+
+def plan_rl(config: RLConfig) -> RLPlan:
+    """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
+    key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
+    held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
+    for source in sources:
+        check_rewards(config.reward, source[0], required=not config.algorithm.needs_teacher())
+    check_names(config)
+    check_installed("training.engine", config.training.engine, "torch")
+    check_installed("rollout.engine", config.rollout.engine, "hf")
+    facts = check_model(config.model)
+    machine = this_machine()
+    chat = load_chat(config.model, config.data.chat_template)
+    trained = [measured(source, chat) for source in sources]
+    tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
+    config, roles = resolve(config, facts, machine, [*trained, *tested.values()])
+    layout = layout_of(config, roles)
+    if config.runtime != "local":
+        check_devices(layout, machine)
+    check_lengths(config, roles, check_rollout(config.rollout, config.model, facts, machine))
+    check_parallel(config.model, facts)
+    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    fitted = [fitting_prompts(source, limit, too_long) for source in trained]
+    sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
+    return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets, chat))
+
+
+def check_names(config: RLConfig) -> None:
+    """Names of functions are looked up once before the start, not first in a worker."""
+    lookup(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
+    lookup(POLICY_LOSSES, config.algorithm.loss, "algorithm.loss")
+    part = config.algorithm.dynamic_sampling.reward
+    if part is not None and part not in config.reward.parts:
+        raise ConfigError(
+            f"algorithm.dynamic_sampling.reward={part} is none of reward.parts ({', '.join(config.reward.parts)})"
+        )
+
+
+def resolve(
+    config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
+) -> tuple[RLConfig, list[RoleModel]]:
+    """Fill in every key that was left to the machine, the model or the data, but for those of memory."""
+    dtype = resolve_dtype(config.model.dtype, config.training, machine)
+    ranks, engines, colocated = share_devices(config, machine)
+    values: Tree = {
+        "placement": "colocated" if colocated else "separate",
+        "model": {"dtype": dtype, "path": resolve_path(config.model.path)},
+        "training": {"ranks": ranks},
+        "rollout": resolved_rollout(config.rollout, facts, prompts, engines, dtype),
+        "teacher": {"path": resolve_path(config.teacher.path)},
+    }
+    config = config.replaced(values)
+    roles = roles_of(config, ranks)
+    return config.replaced({role.section: {"ranks": role.world()} for role in roles}), roles
+
+
+def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
+    """Ranks, engines, and whether they share GPUs. With two or more GPUs each side gets about half."""
+    width = config.rollout.tensor_parallel
+    if config.runtime == "local":
+        return 1, 1, False
+    if not machine.gpus:
+        return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
+    gpus = max(machine.gpus - own_gpus(config), 1)
+    wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
+    colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
+    if colocated:
+        return config.training.ranks or gpus, config.rollout.engines or max(gpus // width, 1), True
+    engines = config.rollout.engines or max((gpus - (config.training.ranks or gpus // 2)) // width, 1)
+    return config.training.ranks or max(gpus - engines * width, 1), engines, False
+
+
+def own_gpus(config: RLConfig) -> int:
+    """Of the models that this run needs and that share with no one."""
+    policy, algorithm = config.model, config.algorithm
+    needed = {
+        "reference": algorithm.needs_reference() and not policy.lora.rank,
+        "critic": algorithm.needs_critic(),
+        "teacher": algorithm.needs_teacher(),
+        "reward_model": any(kind_of(part) == "model" for part in config.reward.named_parts().values()),
+    }
+    own = {name: role for name, role in config.roles().items() if needed[name] and role.placement == "separate"}
+    width = policy.tensor_parallel * policy.ring
+    return sum(role.ranks or width for role in own.values())
+
+
+def layout_of(config: RLConfig, roles: list[RoleModel]) -> Layout:
+    assert config.training.ranks and config.rollout.engines
+    return Layout(
+        policy_ranks=config.training.ranks,
+        engines=config.rollout.engines,
+        tensor_parallel=config.rollout.tensor_parallel,
+        colocated=config.placement == "colocated",
+        beside=tuple(role.beside() for role in roles),
+    )
+
+
+def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> None:
+    """One sequence must fit into one pass of every model that reads it."""
+    readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.ring)}
+    for role in roles:
+        check_installed(f"{role.section}.engine", role.ranks.engine, "torch")
+        check_parallel(role.model, role.facts, role.section)
+    reading = [role for role in roles if role.section != "reward_model"]  # which refuses long answers one by one
+    readers |= {role.section: (role.ranks, role.model.ring) for role in reading}
+    for role in reading:
+        if longest > role.facts.context:
+            raise ConfigError(
+                f"{role.name}: {role.model.path} reads {role.facts.context} tokens, one sequence may have {longest}: "
+                "lower rollout.max_prompt_tokens or rollout.max_new_tokens, or choose another model"
+            )
+    for section, (ranks, ring) in readers.items():
+        if ranks.micro_batch_tokens is not None and longest > ranks.micro_batch_tokens * ring:
+            raise ConfigError(
+                f"one sequence may have {longest} tokens (rollout.max_prompt_tokens + rollout.max_new_tokens), more "
+                f"than {section}.micro_batch_tokens={ranks.micro_batch_tokens}: raise it, or lower one of the two"
+            )
+
+
+def settle_memory(plan: RLPlan) -> RLPlan:
+    """Fill in what memory decides, for the policy and the models beside it."""
+    rollout = plan.config.rollout
+    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+    longest = rollout.max_new_tokens + rollout.max_prompt_tokens
+    passes = settled(rooms_of(plan), longest, "rollout.max_prompt_tokens or rollout.max_new_tokens")
+    config = plan.config.replaced(passes.keys())
+    sections = config.roles()
+    again = {"gradient_checkpointing": passes.checkpointing}
+    roles = [replace(one, model=one.model.replaced(again), ranks=sections[one.section]) for one in plan.roles]
+    return replace(plan, config=config, roles=roles)
+
+
+def tenants_of(plan: RLPlan) -> list[Tenant]:
+    config, ranks = plan.config, plan.layout.policy_ranks
+    assert config.rollout.max_new_tokens
+    answers = config.groups_per_step * config.algorithm.group_size / config.minibatches / ranks
+    tokens = answers * (plan.longest_prompt + config.rollout.max_new_tokens)
+    policy = Tenant("policy", "training", plan.facts, config.model, config.training, ranks, tokens)
+    roles = plan.roles
+    return [
+        policy,
+        *(Tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world(), tokens) for one in roles),
+    ]
+
+
+def rooms_of(plan: RLPlan) -> list[Room]:
+    """On a CPU one for all processes; on GPUs the policy's, and one for each model with GPUs of its own."""
+    machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
+    engine = engine_bytes(plan.config.rollout, plan.facts, layout, machine)
+    if not machine.gpus:
+        local = plan.config.runtime == "local"
+        counted = [(one, 1 if local else one.world) for one in tenants]
+        return [Room(machine.memory_bytes, "cpu", counted, layout.engines, engine)]
+    own = {one.name for one in layout.beside if not one.shared}
+    shared = [(one, 1) for one in tenants if one.name not in own]
+    return [
+        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine),
+        *(Room(machine.gpu_bytes, "cuda", [(one, 1)]) for one in tenants if one.name in own),
+    ]

@@ -1,0 +1,210 @@
+"""The reinforcement-learning loop: it reads like the algorithm."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
+from trueline.algorithms.weighting import set_weights
+from trueline.config.rl import RLConfig
+from trueline.data.types import Sample, Trajectory, to_sample
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.timing import Timer
+from trueline.monitoring.trackers import Tracker
+from trueline.rl.device_sharing import DeviceSharing
+from trueline.rl.metrics import describe_models, describe_step, first_step_warnings, over_updates, transcript
+from trueline.rl.models import Models
+from trueline.rollout.evaluation import Evaluator
+from trueline.rollout.failures import NothingToLearn
+from trueline.rollout.rollouts import Group, Rollouts
+from trueline.runs.guard import Guard
+from trueline.runs.interrupts import Interrupts
+from trueline.runs.rescue import Rescue
+from trueline.runs.state import RLState
+from trueline.sync.weights import WeightSync
+from trueline.training.checkpoints import Checkpoints
+from trueline.training.report import LossSettings
+
+
+@dataclass(slots=True)
+class RLTrainer:
+    config: RLConfig  # resolved
+    models: Models
+    rollouts: Rollouts
+    sync: WeightSync
+    sharing: DeviceSharing
+    evaluator: Evaluator | None
+    checkpoints: Checkpoints
+    tracker: Tracker
+    progress: Progress
+    state: RLState
+    timer: Timer
+    guard: Guard
+    critic_guard: Guard | None
+
+    def fit(self) -> RLState:
+        state, config = self.state, self.config
+        for guard in self.guards():
+            guard.watch()
+        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.progress.note)
+        with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
+            self.publish()
+            self.catch_up()
+            if state.step < config.steps:
+                self.rollouts.start()
+            while state.step < config.steps and not interrupts.requested:
+                groups = self.sample()
+                trajectories = [trajectory for group in groups for trajectory in group]
+                samples = [to_sample(trajectory) for trajectory in trajectories]
+                with self.sharing.training():
+                    with self.timer.phase("score"):
+                        self.models.score(samples)
+                    self.assess(samples)
+                    metrics = self.learn(samples)
+                    metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
+                    metrics |= describe_models(samples, config) | self.adapt(samples)
+                    state.advance(len(groups) + self.rollouts.dropped.group_count())
+                    state.skipped_steps = self.guard.skipped
+                    for guard in self.guards():
+                        guard.whole = True
+                    self.save_if_due(metrics)
+                metrics |= self.publish()
+                if self.evaluation_due():
+                    metrics |= self.evaluate()
+                    self.checkpoints.tell(state.step, metrics)
+                if state.step < config.steps:
+                    self.rollouts.release()
+                self.report(metrics, trajectories)
+            self.save({})
+        return state
+
+    def catch_up(self) -> None:
+        """The row of the step that a run starts from, where it is not written yet."""
+        if self.tracker.last_step >= self.state.step:
+            return
+        known = self.checkpoints.newest_metrics()  # where a kill came between a step's checkpoint and its report
+        if self.state.step == 0 or (self.evaluation_due() and not any(key.startswith("evaluation/") for key in known)):
+            known |= self.evaluate() | self.timer.flush()
+        self.tracker.log(self.state.step, known)
+
+    def sample(self) -> list[Group]:
+        try:
+            with self.timer.phase("rollout"):
+                return self.rollouts.take(self.config.groups_per_step)
+        except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
+            self.state.groups += self.rollouts.dropped.group_count()
+            self.save({})
+            raise
+
+    def guards(self) -> list[Guard]:
+        return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
+
+    def publish(self) -> dict[str, float]:
+        """Make the newest weights live in the engines, and prove it."""
+        with self.timer.phase("sync"):
+            with self.sharing.syncing():
+                metrics = self.sync.publish(self.state.version)
+            return metrics | self.sync.verify()
+
+    def kl_coefficient(self) -> float:
+        """Fixed, or as it has adapted so far."""
+        adapted = self.state.kl_coefficient
+        return self.config.algorithm.kl.coefficient if adapted is None else adapted
+
+    def assess(self, samples: list[Sample]) -> None:
+        """Rewards -> what the losses read."""
+        algorithm, budget = self.config.algorithm, self.config.rollout.max_new_tokens
+        assert budget
+        shape_rewards(samples, algorithm, budget, self.kl_coefficient())
+        assign_advantages(samples, algorithm)
+        for sample in samples:
+            sample.label = float(sample.task_reward > 0)
+
+    def learn(self, samples: list[Sample]) -> dict[str, float]:
+        """One optimizer step of each trained model per minibatch; the numbers of all of them together."""
+        config = self.config
+        updates: list[dict[str, float]] = []
+        with self.timer.phase("train"):
+            for epoch in range(config.epochs):
+                order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(samples))
+                for part in np.array_split(order, config.minibatches):
+                    updates.append(self.update([samples[at] for at in part]))
+        return over_updates(updates)
+
+    def update(self, minibatch: list[Sample]) -> dict[str, float]:
+        config = self.config
+        assert config.rollout.max_new_tokens
+        set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
+        if not any(sample.weight for sample in minibatch):
+            return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
+        positive = sum(sample.sampled_tokens() for sample in minibatch if sample.label and sample.weight)
+        statistics = {"positive_tokens": float(positive), "kl_coefficient": self.kl_coefficient()}
+        settings = LossSettings(config.rollout.temperature, config.algorithm, statistics)
+        metrics: dict[str, float] = {}
+        if self.critic_guard is not None:
+            found = self.critic_guard.update(minibatch, "value", settings)
+            metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
+        if self.policy_learns():
+            metrics |= self.guard.update(minibatch, "policy", settings)
+        return metrics
+
+    def policy_learns(self) -> bool:
+        return self.models.critic is None or self.state.step >= self.config.algorithm.critic_only_steps
+
+    def adapt(self, samples: list[Sample]) -> dict[str, float]:
+        """After a step, an adaptive KL coefficient follows its target."""
+        kl = self.config.algorithm.kl
+        if kl.coefficient == 0:
+            return {}
+        found = sequence_kl(samples)
+        if kl.target is not None and self.policy_learns():
+            self.state.kl_coefficient = adapted_coefficient(self.kl_coefficient(), found, len(samples), kl)
+        return {"policy/sequence_kl": found, "policy/kl_coefficient": self.kl_coefficient()}
+
+    def evaluate(self) -> dict[str, float]:
+        if self.evaluator is None:
+            return {}
+        with self.timer.phase("evaluate"):
+            metrics, trajectories = self.evaluator.run(self.config.seed)
+        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in trajectories[:3]])
+        if "evaluation/reward" in metrics:
+            self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
+        return metrics
+
+    def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
+        times = self.timer.flush()
+        metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
+        if not self.config.reward.named_parts():
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
+        self.tracker.log(self.state.step, metrics)
+        shown = trajectories[: self.config.monitoring.transcripts_per_step]
+        self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
+        self.progress.step(self.state.step, metrics)
+        if metrics["rollout/groups"] < self.config.groups_per_step:
+            self.progress.note(
+                f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.groups_per_step} "
+                f"groups with different rewards in {self.config.algorithm.dynamic_sampling.max_batches} batches"
+            )
+        aim = "reward/mean" if self.config.reward.named_parts() else "distill/kl_per_token"
+        self.guard.follow(aim, metrics[aim])
+        if self.state.step == 1:
+            for warning in first_step_warnings(metrics, self.config):
+                self.progress.note(f"warning: {warning}")
+
+    def evaluation_due(self) -> bool:
+        every, step = self.config.evaluation.every, self.state.step
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
+    def save_if_due(self, metrics: dict[str, float]) -> None:
+        """The last step is saved before its evaluation, so that nothing trained can be lost to it."""
+        if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
+            with self.timer.phase("save"):
+                self.save(metrics)
+
+    def save(self, metrics: dict[str, float]) -> None:
+        self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
+
+    def _write(self, folder: Path) -> None:
+        self.models.write(folder)

@@ -1,0 +1,85 @@
+"""How good the policy is on prompts it does not train on."""
+
+from collections.abc import Callable
+from statistics import fmean
+
+from trueline.config.rl import EvaluationConfig
+from trueline.data.types import Prompt, Trajectory
+from trueline.environments.base import Environment
+from trueline.rollout.answers import Answers
+from trueline.rollout.engine import SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pass_at_k import Judged, set_metrics
+from trueline.rollout.rollouts import Group
+from trueline.runtime.event_loop import EventLoop
+
+UNDER_WAY = 4096  # answers of one engine, which queues what it cannot take at once
+PART = "reward/"
+
+
+class Evaluator:
+    """`samples` answers to every held-out prompt. Failed rewards are counted apart, never as zeros."""
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        environment: Callable[[], Environment],
+        sets: dict[str, list[Prompt]],
+        params: SamplingParams,
+        config: EvaluationConfig,
+        loop: EventLoop,
+    ) -> None:
+        self.sets, self.config = sets, config
+        self.answers = Answers(episodes, environment, params, loop, config.samples, "evaluate")
+        self.under_way = UNDER_WAY * len(episodes.pool.actors)
+
+    def run(
+        self, seed: int, told: Callable[[Group], None] = lambda group: None
+    ) -> tuple[dict[str, float], list[Trajectory]]:
+        """Metrics by name, and the answers in the order of sets, prompts and seeds; `told` hears of each prompt's."""
+        prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
+        groups: dict[int, Group] = {}
+        for place, group in self.answers.to(prompts, seed=seed, under_way=self.under_way):
+            groups[place] = group
+            told(group)
+        ordered = iter(groups[place] for place in range(len(prompts)))
+        metrics: dict[str, float] = {}
+        for name, members in self.sets.items():
+            found = self.describe([next(ordered) for _ in members])
+            metrics |= {f"{prefix_of(name)}{metric}": value for metric, value in found.items()}
+        rewards = [metrics[key] for name in self.sets if (key := f"{prefix_of(name)}reward") in metrics]
+        if rewards:
+            metrics["evaluation/reward"] = fmean(rewards)
+        return metrics, [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
+
+    def describe(self, groups: list[Group]) -> dict[str, float]:
+        """One set of prompts."""
+        everything = [one for group in groups for one in group]
+        return {
+            **set_metrics([judged(group) for group in groups], self.config.samples, self.config.pass_reward),
+            "answer_tokens": fmean(sum(one.mask) for one in everything),
+            "failed_share": fmean(one.reward is None for one in everything),
+            **part_means(groups),
+        }
+
+
+def prefix_of(name: str) -> str:
+    """The only set of a run has no name."""
+    return f"evaluation/{name}/" if name else "evaluation/"
+
+
+def judged(group: Group) -> Judged:
+    scored = [(one.reply, one.reward) for one in group if one.reward is not None]
+    return Judged([reply for reply, _ in scored], [reward for _, reward in scored])
+
+
+def part_means(groups: list[Group]) -> dict[str, float]:
+    """Of every reward that makes up the task reward, where there are several: the mean over prompts."""
+    names = sorted({name for group in groups for one in group for name in one.metrics if name.startswith(PART)})
+    if len(names) < 2:
+        return {}
+    means = {}
+    for name in names:
+        values = [[one.metrics[name] for one in group if name in one.metrics] for group in groups]
+        means[f"part/{name.removeprefix(PART)}"] = fmean(fmean(present) for present in values if present)
+    return means

@@ -1,0 +1,102 @@
+"""The one opening of processes: Ray, ranks, engines, and what turns prompts into judged answers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueline.config.model import ModelConfig
+from trueline.config.rl import RolloutConfig
+from trueline.config.run import RunConfig
+from trueline.data.chat import ChatFormat
+from trueline.environments.base import Environment
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pool import EnginePool
+from trueline.runs.roles import RoleModel
+from trueline.runtime.actors import Actor, Target
+from trueline.runtime.cluster import Machine, ray_cluster
+from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.placement import Layout, Processes
+from trueline.training.group import ModelGroup
+from trueline.training.worker import Worker, WorkerSpec
+
+ENGINES: dict[str, Target[RolloutEngine]] = {
+    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
+    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
+}
+
+
+@contextmanager
+def opened(machine: Machine, layout: Layout, logs: Path, runtime: str) -> Iterator[Processes]:
+    """Start Ray, unless everything stays in this process, and end it with all that was started."""
+    local = runtime == "local"
+    with ExitStack() as stack:
+        if not local:
+            stack.enter_context(ray_cluster(machine))
+        yield Processes(machine, layout, logs, local)
+
+
+@contextmanager
+def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
+    loop = EventLoop(timeout_seconds)
+    try:
+        yield loop
+    finally:
+        loop.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """All that turns prompts into judged answers."""
+
+    episodes: Episodes
+    environment: Callable[[], Environment]
+    stops: tuple[int, ...]
+    loop: EventLoop
+
+    def params(self, temperature: float, max_new_tokens: int | None) -> SamplingParams:
+        assert max_new_tokens
+        return SamplingParams(temperature, max_new_tokens, self.stops)
+
+
+def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
+    return [
+        WorkerSpec(
+            role.model, role.ranks, rank, role.world(), updates, config.seed, config.timeout_seconds, head=role.head
+        )
+        for rank in range(role.world())
+    ]
+
+
+def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
+    return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
+
+
+def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor[RolloutEngine]]:
+    return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
+
+
+def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
+    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+    return [
+        EngineSpec(
+            model=model.path,
+            dtype=rollout.dtype,
+            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            tensor_parallel=rollout.tensor_parallel,
+            max_sequences=rollout.max_sequences,
+            seed=seed + number,
+            gpu_memory_share=rollout.gpu_memory_share,
+            cuda_graphs=rollout.cuda_graphs,
+            sleeps=layout.colocated,
+            trust_remote_code=model.trust_remote_code,
+        )
+        for number in range(layout.engines)
+    ]
+
+
+def converse(
+    chat: ChatFormat, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
+) -> Conversations:
+    return Conversations(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)

@@ -1,0 +1,43 @@
+"""Whatever ends a run early, what it has trained is saved first, as long as its models still answer."""
+
+from collections.abc import Callable
+from types import TracebackType
+
+from trueline.runs.guard import Guard
+from trueline.runs.state import RLState, SupervisedState
+from trueline.runtime.actors import ActorFailure
+
+PATIENCE_SECONDS = 60.0
+
+
+class Rescue:
+    """Around a loop: an error that leaves it is passed on, after `save` was called where that makes sense."""
+
+    def __init__(
+        self,
+        state: RLState | SupervisedState,
+        guards: list[Guard],
+        save: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self.state, self.guards, self.save, self.note = state, guards, save, note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or not issubclass(kind, Exception) or self.state.step == 0:
+            return
+        if not all(guard.whole for guard in self.guards):
+            self.note(
+                f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save"
+            )
+            return
+        try:
+            for guard in self.guards:
+                guard.model.wait_until_idle(PATIENCE_SECONDS)
+            self.save()
+        except ActorFailure as failure:
+            self.note(f"warning: the steps since the last checkpoint could not be saved: {failure}")

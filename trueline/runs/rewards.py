@@ -1,0 +1,98 @@
+"""The rewards of a run: checked before the start, opened with the models they need, and files about failed ones."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from trueline.config.base import ConfigError
+from trueline.config.reward import RewardConfig, RewardPartConfig
+from trueline.data.types import Prompt, Trajectory
+from trueline.environments.single_turn import reward_call
+from trueline.models.loading import load_chat
+from trueline.rewards.base import Reward
+from trueline.rewards.combined import CombinedReward, kind_of
+from trueline.rewards.model import ModelReward, check_reward_model
+from trueline.rewards.pool import FunctionReward, check_function
+from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
+from trueline.rewards.replay import write_failure
+from trueline.rollout.failures import Report
+from trueline.runs.roles import RoleModel, reward_model_name
+from trueline.training.group import ModelGroup
+
+
+def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = True) -> None:
+    """Whatever can be told of the rewards before anything starts."""
+    parts = config.named_parts()
+    if required and not parts:
+        raise ConfigError(
+            "reward.function is empty: give --reward math, exact, regex or another built-in, file.py:function, "
+            "package.module:function, the folder of a reward model, or the http:// address of a scorer"
+        )
+    for name, part in parts.items():
+        try:
+            check_reward(part, config, example)
+        except ConfigError as error:
+            raise ConfigError(f"reward.parts.{name}: {error}" if config.parts else str(error)) from error
+
+
+def check_reward(part: RewardPartConfig, config: RewardConfig, example: Prompt) -> None:
+    columns, labelled, kind = list(example.columns), example.label is not None, kind_of(part)
+    if kind == "function":
+        check_function(part, config, columns, labelled)
+    elif kind == "judge":
+        check_judge(part, columns, labelled)
+    elif kind == "scorer":
+        check_scorer(part)
+    else:
+        check_reward_model(part)
+
+
+def open_rewards(
+    config: RewardConfig, roles: list[RoleModel], groups: dict[str, ModelGroup], logs: Path
+) -> CombinedReward:
+    """`groups` are the models of the run by the names of their roles."""
+    models = {role.name: role for role in roles}
+    parts: dict[str, tuple[Reward, RewardPartConfig]] = {}
+    for name, part in config.named_parts().items():
+        role = reward_model_name(name, config)
+        if role in models:
+            reward: Reward = model_reward(part, config, models[role], groups[role])
+        elif kind_of(part) == "scorer":
+            reward = ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch)
+        elif kind_of(part) == "judge":
+            reward = JudgeReward(part, config.timeout_seconds)
+        else:
+            reward = FunctionReward(part, config, logs / ("reward.log" if not config.parts else f"reward-{name}.log"))
+        parts[name] = (reward, part)
+    return CombinedReward(parts, config.policy_error)
+
+
+def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:
+    """The reward model reads messages through its own tokenizer and template."""
+    chat = load_chat(role.model, part.chat_template)
+    longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.ring)
+    return ModelReward(group.score, chat, part, max_tokens=longest, batch=config.batch)
+
+
+def failure_files(config: RewardConfig, folder: Path) -> Report:
+    """What writes, below a run folder, a file for each of some failed answers."""
+
+    def write(failed: list[Trajectory]) -> list[Path]:
+        files = []
+        for number, trajectory in enumerate(failed, 1):
+            part = failed_part(config, trajectory.error)
+            file = folder / "failures" / f"{number}.json"
+            if part is not None:
+                with suppress(OSError):  # a full disk must not hide why the run stops
+                    write_failure(file, part, reward_call(trajectory.prompt, trajectory.reply), trajectory.error)
+                    files.append(file)
+        return files
+
+    return write
+
+
+def failed_part(config: RewardConfig, error: str) -> RewardPartConfig | None:
+    """The function whose name the error begins with; the only one has no name there. Others cannot be run again."""
+    for name, part in config.named_parts().items():
+        if kind_of(part) == "function" and (not config.parts or error.startswith(f"{name}: ")):
+            return part
+    return None

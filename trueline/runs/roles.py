@@ -1,0 +1,104 @@
+"""Which models a run loads beside its policy, and what each of them is."""
+
+from dataclasses import dataclass
+
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+from trueline.config.reward import RewardConfig
+from trueline.config.rl import RLConfig
+from trueline.config.roles import FrozenConfig, Role
+from trueline.models.loading import ModelFacts, check_model, load_tokenizer
+from trueline.rewards.combined import kind_of
+from trueline.rewards.model import reward_model_head
+from trueline.runs.preflight import resolve_path
+from trueline.runtime.placement import Beside
+
+
+@dataclass(frozen=True, slots=True)
+class RoleModel:
+    """A model beside the policy; its configuration is resolved."""
+
+    name: str
+    section: str  # of the configuration
+    model: ModelConfig
+    ranks: Role
+    head: str
+    facts: ModelFacts
+
+    def world(self) -> int:
+        assert self.ranks.ranks
+        return self.ranks.ranks
+
+    def beside(self) -> Beside:
+        return Beside(self.name, self.world(), self.ranks.placement == "shared")
+
+
+def roles_of(config: RLConfig, policy_ranks: int) -> list[RoleModel]:
+    """What the algorithm and the rewards need; a model that they do not need is not loaded."""
+    algorithm, policy = config.algorithm, config.model
+    judges = reward_models(config.reward, config.reward_model, policy, policy_ranks)
+    roles = list(judges)
+    if algorithm.needs_reference() and not policy.lora.rank:  # a policy with adapters is its own reference
+        roles.append(role_model("reference", policy.path, config.reference, policy, policy_ranks))
+    if algorithm.needs_teacher():
+        check_teacher(config)
+        roles.append(role_model("teacher", config.teacher.path, config.teacher, policy, policy_ranks))
+    if algorithm.needs_critic():
+        start = critic_start(config, judges)
+        roles.append(role_model("critic", start, config.critic, policy, policy_ranks, head="value"))
+    return roles
+
+
+def reward_models(rewards: RewardConfig, ranks: FrozenConfig, policy: ModelConfig, world: int) -> list[RoleModel]:
+    """One for each reward that is a model on this machine."""
+    parts = {name: part for name, part in rewards.named_parts().items() if kind_of(part) == "model"}
+    return [
+        role_model(
+            reward_model_name(name, rewards), part.function, ranks, policy, world, head=reward_model_head(part.function)
+        )
+        for name, part in parts.items()
+    ]
+
+
+def reward_model_name(part: str, rewards: RewardConfig) -> str:
+    return f"reward_model-{part}" if rewards.parts else "reward_model"
+
+
+def role_model(
+    name: str, path: str, ranks: Role, policy: ModelConfig, policy_ranks: int, *, head: str = "language"
+) -> RoleModel:
+    section = name.partition("-")[0]
+    model = ranks.model_like(policy, resolve_path(path))
+    width = model.tensor_parallel * model.ring
+    own = ranks.placement == "separate"
+    world = ranks.ranks or (width if own else max(policy_ranks // width, 1) * width)
+    try:
+        facts = check_model(model)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    return RoleModel(name, section, model, ranks.replaced({"ranks": world}), head, facts)
+
+
+def critic_start(config: RLConfig, judges: list[RoleModel]) -> str:
+    """What is named, a reward model that reads the policy's tokens, or the policy's own model."""
+    named, policy = config.critic.path, config.model
+    if named is not None:
+        role_model("critic", named, config.critic, policy, 1)  # it is there at all
+        if not reads_alike(named, policy):
+            raise ConfigError(f"critic.path={named}: its tokenizer is not that of model.path={policy.path}")
+        return named
+    able = [one.model.path for one in judges if one.head == "reward" and reads_alike(one.model.path, policy)]
+    return able[0] if able else policy.path
+
+
+def check_teacher(config: RLConfig) -> None:
+    path = config.teacher.path
+    if not path:
+        raise ConfigError("teacher.path is empty: name the model to learn from, e.g. teacher.path=path/to/folder")
+    if not reads_alike(path, config.model):
+        raise ConfigError(f"teacher.path={path}: its tokenizer is not that of model.path={config.model.path}")
+
+
+def reads_alike(path: str, policy: ModelConfig) -> bool:
+    """Whether a model has the policy's tokens."""
+    return bool(load_tokenizer(policy.replaced({"path": path})).get_vocab() == load_tokenizer(policy).get_vocab())
