@@ -177,3 +177,20 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 FOREIGN_NAMES: dict[str, tuple[str, ...]] = {name: answers for names, answers in ROWS for name in names.split()}
+
+FOREIGN_VERBS: dict[str, tuple[str, ...]] = {
+    "train": ("sft", "dpo", "grpo"),
+    "rl": ("grpo", "ppo"),
+    "rlhf": ("grpo", "ppo"),
+    "rlvr": ("grpo", "ppo"),
+    "finetune": ("sft",),
+    "pretrain": ("sft",),
+    "reward": ("rm",),
+    "sample": ("generate",),
+    "inference": ("generate",),
+    "serve": ("serve-reward",),
+    "merge": ("export",),
+    "convert": ("export",),
+    "preview": ("data",),
+    "keys": ("config",),
+}
