@@ -1,15 +1,18 @@
 """The command line: one verb per algorithm and task. Heavy libraries are imported only once a run starts."""
 
 import argparse
+import difflib
 import errno
 import os
 import pkgutil
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.config.base import Config, ConfigError, read_tree
+from trueline.config.base import Config, ConfigError, likeness, read_tree, suggestion
+from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.serving import ServingConfig
@@ -22,10 +25,14 @@ SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
-    options, overrides = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verbs = parser.get_default("verbs")
+    if words and not words[0].startswith("-") and words[0] not in verbs:
+        parser.error(unknown_verb(words[0], verbs))
+    options, overrides = parser.parse_known_args(words)
     flags = [word for word in overrides if word.startswith("-")]
     if flags or (overrides and not options.takes_overrides):
-        parser.error(f"unknown option {(flags or overrides)[0]}; keys are written as key=value")
+        parser.error(unknown_option((flags or overrides)[0], options))
     options.overrides = overrides
     try:
         return int(options.run(options))
@@ -46,6 +53,43 @@ def say(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
+def unknown_option(word: str, options: argparse.Namespace) -> str:
+    said = f"unknown option {word}; keys are written as key=value"
+    if not options.takes_overrides or "verb" not in options:
+        return said
+    command = VERBS[options.verb]
+    if near := difflib.get_close_matches(word, command.flags, n=1, cutoff=0.8):
+        return f"{said}; did you mean {near[0]!r}?"
+    return said + suggestion(command.kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
+
+
+def unknown_verb(word: str, verbs: Collection[str]) -> str:
+    """Name the verb that is nearest, or part of the word (`train_ppo_ray`, `GRPOTrainer`), or that others call so."""
+    small = word.lower()
+    parts = dict.fromkeys([small, *re.split(r"train(?:er)?|[_-]", small)])
+    foreign = [verb for part in parts for verb in FOREIGN_VERBS.get(part, ())]
+    nearest = max(verbs, key=lambda verb: likeness(small, verb))
+    near = (
+        [nearest] * (likeness(small, nearest) >= 0.85)
+        or [part for part in parts if part in verbs]
+        or [verb for verb in foreign if verb in verbs]
+        or [nearest] * (likeness(small, nearest) >= 0.65)
+    )
+    remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`trueline -h` lists every verb"
+    return f"unknown verb {word!r}; {remedy}"
+
+
+def one_of(verbs: Collection[str]) -> Callable[[str], str]:
+    """Make a type for argparse, whose own error for `choices` would list all of them."""
+
+    def check(word: str) -> str:
+        if word not in verbs:
+            raise argparse.ArgumentTypeError(unknown_verb(word, verbs))
+        return word
+
+    return check
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trueline", description="Train language models from feedback.")
     parser.set_defaults(takes_overrides=False)
@@ -59,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=serve_reward)
     config = verbs.add_parser("config", help="list every key with its default and meaning")
     every = [*VERBS, "serve-reward"]
-    config.add_argument("of", nargs="?", default="grpo", choices=every, metavar="VERB", help="verb whose keys to list")
+    config.add_argument("of", nargs="?", default="grpo", type=one_of(every), metavar="VERB", help="verb of the keys")
     config.set_defaults(run=show_config)
     add_data_verbs(verbs)
     add_export(verbs)
@@ -67,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)
+    parser.set_defaults(verbs=list(verbs.choices))
     return parser
 
 
@@ -74,7 +119,8 @@ def add_data_verbs(verbs: Any) -> None:
     data = verbs.add_parser("data", help="look at what will be trained on")
     kinds = data.add_subparsers(required=True, metavar="WHAT")
     preview = kinds.add_parser("preview", help="show three rows as they will be trained on, learnt tokens marked")
-    preview.add_argument("--task", dest="verb", default="sft", choices=list(TASK_VERBS), help="verb that will train")
+    about = f"verb that will train: {', '.join(TASK_VERBS)}"
+    preview.add_argument("--task", dest="verb", default="sft", type=one_of(TASK_VERBS), metavar="VERB", help=about)
     preview.add_argument("--rows", type=int, default=3)
     add_config_options(preview, VERBS["sft"].flags)
     preview.set_defaults(run=preview_data, resume=False)

@@ -1,6 +1,7 @@
 """The strict base of every configuration, and how files and overrides become one validated tree."""
 
 import difflib
+import re
 import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,13 @@ from typing import Any, Self, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trueline.config.foreign_names import FOREIGN_NAMES
+
 Tree = dict[str, Any]
 TEXT_KINDS = ("str", "str | null")
+NEAR = 0.8  # one wrong letter in five
+POLICY = ("training", "model", "rollout", "algorithm", "data")  # sections that are meant most often
+ROLES = ("reference", "critic", "reward_model", "teacher")  # models beside the policy, which are meant least often
 
 
 class ConfigError(ValueError):
@@ -121,13 +127,24 @@ def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
 
 
 def explain(config: type[Config], error: ValidationError) -> str:
-    return "\n".join(explain_one(config, detail) for detail in error.errors())
+    return "\n".join(line for detail in error.errors() for line in explain_one(config, detail))
 
 
-def explain_one(config: type[Config], detail: Any) -> str:
+def explain_one(config: type[Config], detail: Any) -> list[str]:
     path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {path!r}{suggestion(config, path)}"
+        return [f"unknown key {key!r}{suggestion(config, key)}" for key in paths_below(path, detail["input"])]
+    return [explain_value(path, detail)]
+
+
+def paths_below(path: str, value: Any) -> list[str]:
+    """List the keys that an unknown section holds; pydantic names the section alone."""
+    if not isinstance(value, dict) or not value:
+        return [path]
+    return [below for name, inner in value.items() for below in paths_below(f"{path}.{name}", inner)]
+
+
+def explain_value(path: str, detail: Any) -> str:
     if detail["type"] == "missing":
         return f"{path} is required: set {path}=..."
     message = detail["msg"].removeprefix("Value error, ")
@@ -137,12 +154,45 @@ def explain_one(config: type[Config], detail: Any) -> str:
 
 
 def suggestion(config: type[Config], path: str) -> str:
-    """The nearest key: by whole path first, then by the last word alone."""
     keys = [key.path for key in config().leaves()]
-    sections = {key.rpartition(".")[0] for key in keys} - {""}
-    near = difflib.get_close_matches(path, [*keys, *sorted(sections)], n=1, cutoff=0.75)
-    if not near:
-        by_leaf = {key.rpartition(".")[2]: key for key in reversed(keys)}
-        leaves = difflib.get_close_matches(path.rpartition(".")[2], list(by_leaf), n=1, cutoff=0.6)
-        near = [by_leaf[leaf] for leaf in leaves]
-    return f"; did you mean {near[0]!r}?" if near else "; `trueline config` lists every key"
+    answer = known_answer(path, keys)
+    if answer is None:
+        answer = nearest(path, keys)
+    if not answer:
+        return "; `trueline config` lists every key"
+    return f"; {answer}" if " " in answer else f"; did you mean {answer!r}?"
+
+
+def known_answer(path: str, keys: list[str]) -> str | None:
+    """Answer the longest ending that is a key or a foreign name; the answer is empty where no key here is meant."""
+    section, *_ = words = path.split(".")
+    for ending in (".".join(words[start:]) for start in range(len(words))):
+        for answer in FOREIGN_NAMES.get(ending, (ending,)):
+            own = f"{section}.{answer.rpartition('.')[2]}"  # critic.lr asks for the critic's, not the policy's
+            if own in keys or set(keys_named(answer)) <= set(keys):
+                return own if own in keys else answer
+        if ending in FOREIGN_NAMES:
+            return ""
+    return None
+
+
+def keys_named(answer: str) -> list[str]:
+    return re.findall(r"`([\w.]+)", answer) if " " in answer else [answer]
+
+
+def nearest(path: str, keys: list[str]) -> str | None:
+    """Find a key or section with almost the same last word: best in the same section, last in another model's."""
+    section, _, word = path.rpartition(".")
+    near: list[tuple[bool, float, int, str]] = []
+    for key in [*keys, *dict.fromkeys(key.rpartition(".")[0] for key in keys if "." in key)]:
+        own_section, _, own_word = key.rpartition(".")
+        if (score := likeness(word, own_word)) >= NEAR:
+            preference = (own_section in POLICY) - (own_section in ROLES)
+            near.append((likeness(section, own_section) >= NEAR, score, preference, key))
+    return max(near, key=lambda found: found[:3])[3] if near else None
+
+
+def likeness(one: str, other: str) -> float:
+    """Compare from 0 to 1; the same letters in another order, the commonest slip, are much alike."""
+    swapped = 0.9 if sorted(one) == sorted(other) else 0.0
+    return max(swapped, difflib.SequenceMatcher(None, one, other).ratio())

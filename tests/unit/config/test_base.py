@@ -3,10 +3,11 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from trueline.config.base import Config, ConfigError, merge, parse_override, read_tree
+from trueline.config.base import POLICY, ROLES, Config, ConfigError, merge, parse_override, read_tree
+from trueline.config.foreign_names import FOREIGN_NAMES
 from trueline.config.rl import RLConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.verbs import TASK_VERBS
+from trueline.verbs import TASK_VERBS, VERBS
 
 
 class Engine(Config):
@@ -63,7 +64,9 @@ def test_merge_replaces_lists_as_a_whole() -> None:
         ("wheel=3", "'wheels'"),
         ("engine.powr=3", "'engine.power'"),
         ("power=3", "'engine.power'"),  # the right key in the wrong place
-        ("engin.power=3", "'engine'"),
+        ("engin.power=3", "'engine.power'"),
+        ("sepde=3", "'speed'"),  # letters swapped
+        ("engien=3", "'engine'"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(override: str, suggested: str) -> None:
@@ -74,9 +77,56 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, suggested: 
     assert f"did you mean {suggested}?" in message
 
 
-def test_an_unknown_key_without_a_neighbour_points_to_the_list_of_keys() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'xyzzy'.*trueline config"):
-        Car.load([], ["xyzzy=1"])
+NONSENSE = ["xyzzy", "foo", "bar", "banana", "my_key", "qwerty", "training.foo", "algorithm.unicorn", "zoo.bar.baz"]
+
+
+def complaints(kind: type[Config], *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        kind.load([], list(overrides))
+    return str(caught.value).splitlines()
+
+
+def suggested(kind: type[Config], path: str) -> str:
+    (line,) = complaints(kind, f"{path}=1")
+    return line.removeprefix(f"unknown key {path!r}; did you mean ").removesuffix("?").strip("'")
+
+
+@pytest.mark.parametrize("kind", [Car, RLConfig, TASK_VERBS["sft"].kind, TASK_VERBS["dpo"].kind])
+def test_an_unknown_key_without_a_neighbour_points_to_the_list_of_keys(kind: type[Config]) -> None:
+    for path in NONSENSE:
+        assert complaints(kind, f"{path}=1") == [f"unknown key {path!r}; `trueline config` lists every key"]
+
+
+def test_the_policys_keys_are_proposed_before_those_of_other_models() -> None:
+    roles = set(RLConfig().roles())
+    assert set(ROLES) == roles
+    sections: dict[str, set[str]] = {}
+    for key in RLConfig().leaves():
+        section, _, word = key.path.rpartition(".")
+        sections.setdefault(word, set()).add(section)
+    shared = {word for word, found in sections.items() if found & roles and found & set(POLICY)} - set(FOREIGN_NAMES)
+    assert {"learning_rate", "micro_batch_tokens", "tensor_parallel", "path"} <= shared
+    for word in shared:
+        assert suggested(RLConfig, word).rpartition(".")[0] in POLICY, word
+    assert suggested(RLConfig, "learning_rte") == "training.learning_rate"
+    assert suggested(RLConfig, "rollout.micro_batch_tokens") == "training.micro_batch_tokens"
+    assert suggested(VERBS["raft"].kind, "step") == "training.steps"  # reward.steps comes first in the tree
+
+
+def test_the_section_that_was_meant_is_kept() -> None:
+    assert suggested(RLConfig, "critic.learning_rte") == "critic.learning_rate"
+    assert suggested(RLConfig, "critc.learning_rate") == "critic.learning_rate"
+    assert suggested(RLConfig, "training.rank") == "training.ranks"  # though model.lora.rank has the very word
+    assert suggested(RLConfig, "critic.lr") == "critic.learning_rate"
+
+
+def test_every_key_of_an_unknown_section_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path, "car.yaml", "motor: {power: 3, a: {b: 1}, c: {}}\nwheels: 5\n")
+    with pytest.raises(ConfigError) as caught:
+        Car.load([file], [])
+    lines = str(caught.value).splitlines()
+    assert [line.split("'")[1] for line in lines] == ["motor.power", "motor.a.b", "motor.c"]
+    assert "'engine.power'" in lines[0]
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -1,0 +1,98 @@
+"""What the command line says to words it does not know; nothing here loads a model."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trueline.cli import main, make_parser
+from trueline.config.foreign_names import FOREIGN_VERBS
+
+
+def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The error line of a command that ends with status 2."""
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    assert status == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("gpro", "'grpo'"),  # though gspo has as many letters in place
+        ("GRPO", "'grpo'"),
+        ("stf", "'sft'"),
+        ("iterative-dpo", "'iterative_dpo'"),
+        ("serve_reward", "'serve-reward'"),
+        ("ppo_trainer", "'ppo'"),
+        ("GRPOTrainer", "'grpo'"),
+        ("train_ppo_ray", "'ppo'"),
+        ("train_rm", "'rm'"),
+        ("reward_model", "'rm'"),
+        ("train", "'sft' or 'dpo' or 'grpo'"),
+        ("finetune", "'sft'"),
+        ("evaluate", "'eval'"),
+    ],
+)
+def test_an_unknown_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+    assert said_to(capsys, word, "steps=3") == f"trueline: error: unknown verb {word!r}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("word", ["xyzzy", "foo", "banana", "steps=3"])
+def test_a_verb_like_no_other_points_to_the_list(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert said_to(capsys, word) == f"trueline: error: unknown verb {word!r}; `trueline -h` lists every verb"
+
+
+def test_an_unknown_verb_is_not_swamped_by_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gpro"])
+    assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] VERB ..."
+    for words in (["config", "gpro"], ["data", "preview", "--task", "dop"]):
+        line = said_to(capsys, *words)
+        assert f"unknown verb {words[-1]!r}; did you mean '{words[-1][0]}" in line
+        assert "choose from" not in line
+
+
+def test_verbs_that_others_use_lead_to_verbs_that_there_are() -> None:
+    verbs = make_parser().get_default("verbs")
+    assert {verb for answers in FOREIGN_VERBS.values() for verb in answers} <= set(verbs)
+    assert not set(FOREIGN_VERBS) & set(verbs)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--num_generations", "8"], "'algorithm.group_size'"),
+        (["--per-device-train-batch-size=8"], "`groups_per_step`"),
+        (["--seed", "3"], "'seed'"),
+        (["--modle", "x"], "'--model'"),
+        (["--xyzzy"], "`trueline config` lists every key"),
+    ],
+)
+def test_an_unknown_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str], words: list[str], meant: str) -> None:
+    line = said_to(capsys, "grpo", *words)
+    assert f"unknown option {words[0]}; keys are written as key=value; " in line
+    assert meant in line
+
+
+def test_options_of_verbs_without_keys_get_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said_to(capsys, "demo", "--lr").endswith("unknown option --lr; keys are written as key=value")
+    assert said_to(capsys, "serve-reward", "--lr").endswith("unknown option --lr; keys are written as key=value")
+
+
+def test_an_unknown_key_is_told_before_anything_heavy_is_loaded() -> None:
+    program = (
+        "import sys; from trueline.cli import main\n"
+        "assert main(['grpo', 'learning_rate=1e-5', 'beta=0.1', 'trainer.total_epochs=2']) == 2\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[:2] == [
+        "error: unknown key 'learning_rate'; did you mean 'training.learning_rate'?",
+        "unknown key 'beta'; did you mean 'algorithm.kl.coefficient'?",
+    ]
+    assert done.stderr.splitlines()[2].startswith("unknown key 'trainer.total_epochs'; set `steps`")
