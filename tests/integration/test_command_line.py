@@ -45,10 +45,8 @@ def command(home: Path, *words: str) -> list[str]:
     return [*TRUELINE, "grpo", *named, *words]
 
 
-def run(home: Path, *words: str, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, cwd=home, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
-    )
+def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=home, env=environment(), capture_output=True, text=True, check=False)
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -72,7 +70,7 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
         if re.match(r"mine 1/4 ", line):
             children = psutil.Process(started.pid).children(recursive=True)
             started.send_signal(signal.SIGINT)
-    assert started.wait(timeout=120) == 130, "".join(lines)
+    assert started.wait() == 130, "".join(lines)
     assert "stopping after this step" in "".join(lines)
     assert children and wait_until_gone(children)
     folder = home / "runs" / "mine"
@@ -85,7 +83,7 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=300)
     return not alive
 
 
@@ -125,7 +123,7 @@ def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
             (engine,) = [one for one in family if one.cmdline()[:1] == ["ray::AsyncHost"]]
             engine.kill()
     said = "".join(lines)
-    assert started.wait(timeout=120) == 1, said
+    assert started.wait() == 1, said
     assert "engine-0" in said and "its process died" in said
     folder = home / "runs" / "killed"
     reached = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))

@@ -94,6 +94,6 @@ assert "trueline" not in sys.modules
 def test_every_checkpoint_opens_in_a_fresh_process_with_plain_transformers(saved: Path, tmp_path: Path) -> None:
     """After the examples above have run, in the order of this file."""
     program = [sys.executable, "-c", OPEN, str(saved)]
-    opened = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    opened = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert opened.returncode == 0, opened.stderr
     assert set(opened.stdout.split()) == {example.stem for example in TRAINING}

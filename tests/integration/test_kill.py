@@ -273,7 +273,7 @@ def start(home: Path, *words: str) -> subprocess.Popen[str]:
 
 def finish(home: Path, *words: str) -> str:
     process = start(home, *words)
-    said, _ = process.communicate(timeout=400)
+    said, _ = process.communicate()
     assert process.returncode == 0, said
     return said
 
@@ -287,17 +287,16 @@ def kill_when(process: subprocess.Popen[str], folder: Path, come: Callable[[set[
     for member in family:
         if member.is_running():
             member.kill()
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=60)
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=300)
     assert not alive
     return seen
 
 
 def wait_for(process: subprocess.Popen[str], folder: Path, come: Callable[[set[str]], bool]) -> set[str]:
     names: set[str] = set()
-    deadline = time.monotonic() + 300
     while not come(names):
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended or hangs"
+        assert process.poll() is None, "the run ended"
         time.sleep(5e-4)
         names = set(os.listdir(folder)) if folder.is_dir() else set()
     return names

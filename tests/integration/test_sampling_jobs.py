@@ -77,15 +77,14 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 def finish(*words: str, status: int = 0) -> str:
     process = start(*words)
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate()
     assert process.returncode == status, said
     return said
 
 
 def wait_for_lines(process: subprocess.Popen[str], file: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
     while not file.exists() or file.read_bytes().count(b"\n") < count:
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended or hangs"
+        assert process.poll() is None, "the run ended"
         time.sleep(0.005)
 
 
@@ -93,7 +92,7 @@ def kill_after(lines: int, run: Path, *words: str) -> None:
     process = start(*words)
     wait_for_lines(process, run / "samples.jsonl", lines)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
 
 
 def ordered(run: Path) -> list[dict[str, Any]]:
@@ -152,7 +151,7 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(home: Path, whole: Path) -> Non
     process = start(*words)
     wait_for_lines(process, home / "runs/stopped/samples.jsonl", 2)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate()
     assert process.returncode == 130, said
     assert "interrupt again to stop at once" in said and "go on with --resume" in said
     assert "Traceback" not in said
@@ -312,11 +311,11 @@ def test_killed_rounds_go_on_to_the_same_end(home: Path, raft: Path) -> None:
     process = start(*words)
     wait_for_lines(process, run / "round_1/generate/samples.jsonl", 2)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
     process = start("raft", "--resume", "--name", "raft-killed")
     wait_for_lines(process, run / "round_2/sft/metrics.jsonl", 2)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
     assert not (run / "rounds.json").exists()
     said = finish("raft", "--resume", "--name", "raft-killed")
     assert "raft round_2/sft" in said and "round_1" not in said.split("raft round_2/sft")[0]

@@ -26,7 +26,7 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any
         command = [sys.executable, "-m", "tests.support.ranks", str(folder), str(rank)]
         with (folder / f"{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    codes = [process.wait(timeout=600) for process in processes]
+    codes = [process.wait() for process in processes]
     for rank, code in enumerate(codes):
         assert code == 0, (folder / f"{rank}.log").read_text()[-4000:]
     return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world)]

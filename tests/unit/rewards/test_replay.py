@@ -29,7 +29,7 @@ def functions(tmp_path: Path) -> Path:
 
 def replay(file: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trueline.rewards.replay", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def replayed(part: RewardPartConfig, tmp_path: Path) -> subprocess.CompletedProcess[str]:
