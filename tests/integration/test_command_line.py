@@ -121,6 +121,7 @@ def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
         if re.match(r"killed 2/", line):
             family = psutil.Process(started.pid).children(recursive=True)
             (engine,) = [one for one in family if one.cmdline()[:1] == ["ray::AsyncHost"]]
+            assert engine.nice() == 0  # another busy program leaves it its share of the cores
             engine.kill()
     said = "".join(lines)
     assert started.wait() == 1, said
