@@ -16,11 +16,13 @@ from trueline.data.chat import ChatFormat
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.models.loading import ModelFacts
-from trueline.offline import trainer as supervised
+from trueline.offline import plan as planning
+from trueline.offline.build import worker_specs
 from trueline.offline.dataset import Dataset, check_longest, encode_sources, load_material
+from trueline.offline.launch import show_preview
+from trueline.offline.plan import SupervisedPlan, describe_plan, plan_supervised
 from trueline.offline.tasks import TASKS
-from trueline.offline.trainer import describe_plan, kl_estimate, plan_supervised, shown, worker_specs
-from trueline.runs.launch import show_preview
+from trueline.offline.trainer import kl_estimate, shown
 from trueline.runtime.cluster import Machine
 from trueline.verbs import TASK_VERBS
 
@@ -204,9 +206,9 @@ def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokeniz
 
 def test_rows_may_have_what_a_pass_of_all_ring_ranks_holds(load: Any) -> None:
     asked = load("sft", "max_tokens=200", "training.micro_batch_tokens=100")
-    assert supervised.budget_of(asked).tokens == 100
+    assert planning.budget_of(asked).tokens == 100
     assert (
-        supervised.budget_of(
+        planning.budget_of(
             asked.replaced({"runtime": "ray", "training": {"engine": "deepspeed"}, "model": {"ring": 2}})
         ).tokens
         == 200
@@ -233,10 +235,10 @@ BIG = ModelFacts(
 def elsewhere(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A plan for a model of a billion parameters on a machine with so much memory."""
 
-    def make(verb: str, memory_gib: float, *overrides: str) -> supervised.SupervisedPlan:
+    def make(verb: str, memory_gib: float, *overrides: str) -> SupervisedPlan:
         there = Machine(cpus=2, memory_bytes=int(memory_gib * 2**30), gpus=0, gpu_bytes=0)
-        monkeypatch.setattr(supervised, "this_machine", lambda: there)
-        monkeypatch.setattr(supervised, "check_model", lambda config: BIG)
+        monkeypatch.setattr(planning, "this_machine", lambda: there)
+        monkeypatch.setattr(planning, "check_model", lambda config: BIG)
         return plan_supervised(load(verb, "samples_per_step=10000", *overrides))
 
     return make

@@ -18,9 +18,9 @@ from trueline.rollout.answers import Answers, answer_seed
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator, judged
-from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.pass_at_k import Judged
 from trueline.rollout.pool import EnginePool
+from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import EventLoop
 
 STOP = 2
@@ -219,7 +219,7 @@ def test_the_wait_for_one_prompt_is_bounded_not_that_for_all(episodes: Episodes,
     assert len(list(ask(episodes, loop).to(enumerate(prompts(*"abcdef")), seed=0, under_way=1))) == 6
     engine.delay = lambda prompt: 5.0
     engine.requests.clear()
-    with pytest.raises(RolloutFailure, match=r"sampling 2 answers .*timeout_seconds"):
+    with pytest.raises(ActorFailure, match=r"sampling 2 answers .*timeout_seconds"):
         list(ask(episodes, loop).to(enumerate(prompts("a")), seed=0, under_way=1))
     loop.stop()
 

@@ -369,7 +369,7 @@ def test_an_engine_that_fails_is_heard(build: Any) -> None:
 
 def test_waiting_has_an_end_that_says_what_was_waited_for() -> None:
     loop = EventLoop(timeout_seconds=0.05)
-    with pytest.raises(RolloutFailure, match=r"sampling three groups: not done within timeout_seconds"):
+    with pytest.raises(ActorFailure, match=r"sampling three groups: not done within timeout_seconds"):
         loop.run(asyncio.sleep(30), "sampling three groups")
     assert loop.run(asyncio.sleep(0, "fine"), "again") == "fine"
     loop.stop()
