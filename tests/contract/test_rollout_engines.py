@@ -177,6 +177,30 @@ def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor[RolloutE
     assert run(ask_then_pause()) == 8
 
 
+def test_a_prefix_cache_that_vllm_does_not_empty_is_an_error() -> None:
+    """It holds what old weights made of prompts. A stand-in says no: the real one does so only while requests run."""
+    code = """
+import asyncio
+from trueline.rollout.vllm_engine import VllmEngine
+
+class Keeping:
+    async def collective_rpc(self, method, args):
+        return [[]]
+    async def reset_prefix_cache(self):
+        return False
+
+engine = object.__new__(VllmEngine)
+engine.llm, engine.version = Keeping(), 0
+try:
+    asyncio.run(engine.receive([], 1))
+except RuntimeError as error:
+    assert "prefix cache" in str(error) and engine.version == 0
+else:
+    raise SystemExit("taken for empty")
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (
