@@ -1,8 +1,10 @@
 # Every target first makes .venv with the locked CPU stack, unless that is already done.
 PYTHON_RUN := .venv/bin/python
 READY := .venv/ready
+# Two at a time, the files with many processes first; one file stays in one process, so that its engines are shared.
+PYTEST := $(PYTHON_RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all check format setup
+.PHONY: demo test test-slow soak check format setup
 
 setup: $(READY)
 
@@ -13,10 +15,13 @@ demo: $(READY)
 	.venv/bin/trueline demo
 
 test: $(READY)
-	$(PYTHON_RUN) -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not soak and not gpu"
 
-test-all: $(READY)
-	$(PYTHON_RUN) -m pytest -m "not gpu"
+test-slow: $(READY)
+	$(PYTEST) -m "slow and not soak and not gpu"
+
+soak: $(READY)
+	$(PYTEST) -m "soak and not gpu"
 
 check: $(READY)
 	.venv/bin/ruff format --check .

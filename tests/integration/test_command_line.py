@@ -15,12 +15,15 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import make_tiny_model
+from trueline.cli import main
 
+Screen = pytest.CaptureFixture[str]
 TRUELINE = [sys.executable, "-m", "trueline.cli"]
 REWARD = """
 def digits(reply: str, wanted: str) -> float:
     return sum(character == wanted for character in reply) / max(len(reply), 1)
 """
+GRPO = ["grpo", "--model", "my model", "--data", "prompts.jsonl", "--reward", "my_reward.py:digits"]
 SMALL = ["groups_per_step=2", "algorithm.group_size=4", "rollout.max_new_tokens=8", "training.learning_rate=1e-3"]
 
 
@@ -40,9 +43,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(root), "PYTHONUNBUFFERED": "1"}
 
 
-def command(home: Path, *words: str) -> list[str]:
-    named = ["--model", "my model", "--data", "prompts.jsonl", "--reward", "my_reward.py:digits"]
-    return [*TRUELINE, "grpo", *named, *words]
+def command(*words: str) -> list[str]:
+    return [*TRUELINE, *GRPO, *words]
+
+
+@pytest.fixture
+def here(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen) -> Screen:
+    """What is said in this process, which stands where the user does."""
+    monkeypatch.chdir(home)
+    return capsys
 
 
 def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +65,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
     """Ctrl-C after the first step leaves a checkpoint and no process; --resume goes on to the end."""
     started = subprocess.Popen(
-        command(home, "--name", "mine", "steps=4", "evaluation.data=prompts.jsonl", "evaluation.limit=4", *SMALL),
+        command("--name", "mine", "steps=4", "evaluation.data=prompts.jsonl", "evaluation.limit=4", *SMALL),
         cwd=home,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -76,7 +85,7 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
     folder = home / "runs" / "mine"
     stopped_at = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))
     assert 1 <= stopped_at < 4
-    resumed = run(home, *command(home, "--name", "mine", "--resume"))
+    resumed = run(home, *command("--name", "mine", "--resume"))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"at step {stopped_at}" in resumed.stdout
     check_run_folder(folder)
@@ -115,7 +124,7 @@ def check_run_folder(folder: Path) -> None:
 def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
     """The trainer lives on in its own process; nothing that it has trained is lost."""
     started = subprocess.Popen(
-        command(home, "--name", "killed", "steps=100000", "rollout.engine=hf", "checkpoint.every=0", *SMALL),
+        command("--name", "killed", "steps=100000", "rollout.engine=hf", "checkpoint.every=0", *SMALL),
         cwd=home,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -140,13 +149,12 @@ def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
     assert wait_until_gone(family)
 
 
-def test_the_resolved_tree_is_valid_input(home: Path) -> None:
-    dry = run(home, *command(home, "--dry-run", *SMALL))
-    assert dry.returncode == 0, dry.stderr
-    tree, _, plan = dry.stdout.partition("\nmachine")
+def test_the_resolved_tree_is_valid_input(home: Path, here: Screen) -> None:
+    assert main([*GRPO, "--dry-run", *SMALL]) == 0
+    tree, _, plan = here.readouterr().out.partition("\nmachine")
     (home / "resolved.yaml").write_text(tree)
-    again = run(home, *TRUELINE, "grpo", "--config", "resolved.yaml", "--dry-run")
-    assert yaml.safe_load(again.stdout.partition("\nmachine")[0]) == yaml.safe_load(tree)
+    assert main(["grpo", "--config", "resolved.yaml", "--dry-run"]) == 0
+    assert yaml.safe_load(here.readouterr().out.partition("\nmachine")[0]) == yaml.safe_load(tree)
     assert "2 prompts x 4 answers = 8 per step" in plan
     assert not (home / "runs" / yaml.safe_load(tree)["name"]).exists()
 
@@ -172,13 +180,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_early_and_says_the_way_out(home: Path, mistake: str) -> None:
+def test_a_mistake_ends_early_and_says_the_way_out(home: Path, mistake: str, here: Screen) -> None:
     words, message = MISTAKES[mistake]
     prepare_mistakes(home)
-    ended = run(home, *command(home, *words))
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert re.search(message, ended.stderr, re.DOTALL), ended.stderr
-    assert "Traceback" not in ended.stderr or mistake == "does not import"
+    assert main([*GRPO, *words]) == 2
+    said = here.readouterr().err
+    assert re.search(message, said, re.DOTALL), said
+    assert "Traceback" not in said or mistake == "does not import"
 
 
 def prepare_mistakes(home: Path) -> None:
@@ -211,10 +219,10 @@ def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     AutoModelForCausalLM.from_pretrained(home / "runs" / "pairs" / "checkpoints" / "step_000004" / "model")
 
 
-def test_data_preview_marks_what_is_learnt(home: Path) -> None:
+def test_data_preview_marks_what_is_learnt(home: Path, here: Screen) -> None:
     row = {"messages": [{"role": "user", "content": "Say 5"}, {"role": "assistant", "content": "5"}]}
     (home / "chat.jsonl").write_text(json.dumps(row) + "\n")
-    shown = run(home, *TRUELINE, "data", "preview", "--model", "my model", "--data", "chat.jsonl")
-    assert shown.returncode == 0, shown.stderr
-    assert "format     messages (column messages)" in shown.stdout
-    assert "⟦5" in shown.stdout and "row 1: " in shown.stdout
+    assert main(["data", "preview", "--model", "my model", "--data", "chat.jsonl"]) == 0
+    shown = here.readouterr().out
+    assert "format     messages (column messages)" in shown
+    assert "⟦5" in shown and "row 1: " in shown

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, LlamaForSequenceClassification
 
 from tests.support.tiny import make_tiny_model
+from trueline.cli import main
 from trueline.demo.material import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +58,13 @@ def trueline(home: Path, verb: str, reward: str, *words: str) -> list[dict[str, 
     return [json.loads(line) for line in lines][1:]
 
 
-def rewards(home: Path, name: str) -> list[tuple[str, str, float]]:
-    lines = (home / "runs" / name / "transcripts.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [(row["prompt"], row["reply"], row["reward"]) for row in rows if row["purpose"] == "train"]
+def rewards(home: Path, reward: str, name: str, *words: str) -> list[tuple[str, float]]:
+    """Of completions to all prompts, sampled and rated in this process; the seed decides which ones."""
+    named = ["--model", "policy", "--data", "prompts.jsonl", "--reward", reward, "--name", name]
+    assert main(["generate", *named, "runtime=local", "rollout.max_new_tokens=8", "samples=1", *words]) == 0
+    rows = [json.loads(line) for line in (home / "runs" / name / "samples.jsonl").read_text().splitlines()]
+    rows.sort(key=lambda row: row["number"])
+    return [(one["reply"], one["reward"]) for row in rows for one in row["answers"]]
 
 
 @contextmanager
@@ -79,11 +83,10 @@ def served(home: Path) -> Iterator[str]:
             assert server.wait() is not None
 
 
-SMALL = ["groups_per_step=16", "steps=2", "monitoring.transcripts_per_step=16", "algorithm.kl.coefficient=0.05"]
-
-
-def test_four_models_and_the_same_rewards_from_a_server(home: Path) -> None:
-    rows = trueline(home, "ppo", "reward_model", "local", *SMALL)
+def test_four_models_train_side_by_side(home: Path) -> None:
+    rows = trueline(
+        home, "ppo", "reward_model", "local", "groups_per_step=16", "steps=2", "algorithm.kl.coefficient=0.05"
+    )
     for role in ("policy", "critic", "reference", "reward_model", "engine"):
         assert (home / "runs" / "local" / "logs" / f"{role}-0.log").is_file()
     assert rows[0]["policy/sequence_kl"] == pytest.approx(0, abs=1e-4) != rows[1]["policy/sequence_kl"]
@@ -92,14 +95,19 @@ def test_four_models_and_the_same_rewards_from_a_server(home: Path) -> None:
     critic = LlamaForSequenceClassification.from_pretrained(checkpoint / "critic" / "model")
     start = LlamaForSequenceClassification.from_pretrained(home / "reward_model")
     assert not torch.equal(critic.score.weight, start.score.weight)  # it started there, and learnt
+
+
+def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("TRUELINE_REWARD_TOKEN", TOKEN)
+    local = rewards(home, "reward_model", "rated-here")
     with served(home) as address:
         token = "reward.remote.token_variable=TRUELINE_REWARD_TOKEN"
-        trueline(home, "ppo", address, "remote", "critic.path=reward_model", token, *SMALL)
-    local, remote = rewards(home, "local"), rewards(home, "remote")
-    assert len(local) == 32
-    assert [one[:2] for one in local] == [one[:2] for one in remote]
-    assert [one[2] for one in local] == pytest.approx([one[2] for one in remote], abs=1e-5)
-    assert len({round(one[2], 4) for one in local}) > 10
+        remote = rewards(home, address, "rated-there", token)
+    assert len(local) == 30
+    assert [reply for reply, _ in local] == [reply for reply, _ in remote]
+    assert [reward for _, reward in local] == pytest.approx([reward for _, reward in remote], abs=1e-5)
+    assert len({round(reward, 4) for _, reward in local}) > 10
     assert not [one for one in psutil.process_iter(["cmdline"]) if "serve-reward" in (one.info["cmdline"] or [])]
 
 
