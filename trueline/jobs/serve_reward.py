@@ -10,18 +10,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.config.roles import FrozenConfig
 from trueline.config.serving import ServingConfig
-from trueline.data.types import Sample
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
-from trueline.rewards.server import RewardServer, open_port, serve_until
+from trueline.rewards.server import RewardServer, open_port
 from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
 from trueline.runs.processes import opened
 from trueline.runtime.actors import ActorFailure
@@ -113,35 +110,22 @@ def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
 
 
 async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) -> None:
-    config, loop = plan.config, asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def end(failure: ActorFailure | None = None) -> None:
-        if not ended.done():
-            ended.set_exception(failure) if failure else ended.set_result(None)
-
-    def score(samples: list[Sample]) -> list[Tensor]:
-        try:
-            return group.score(samples)
-        except ActorFailure as failure:  # nothing will be scored any more
-            loop.call_soon_threadsafe(end, failure)
-            raise
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-
+    config = plan.config
     chat = load_chat(plan.model, config.chat_template)
-    reward = ModelReward(score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
-    token = os.environ.get(config.token_variable, "").strip()
-    server = RewardServer(listener, reward, loop, token=token or secrets.token_urlsafe(32), name=config.model.path)
-    announce(config, server, shown="" if token else server.token.decode())
-    await serve_until(server, ended)
+    reward = ModelReward(group.score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
+    given = os.environ.get(config.token_variable, "").strip()
+    token = given or secrets.token_urlsafe(32)
+    server = RewardServer(reward, token=token, name=config.model.path, fatal=ActorFailure)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, server.end)
+    announce(config, listener, shown="" if given else token)
+    await server.answer(listener)
 
 
-def announce(config: ServingConfig, server: RewardServer, shown: str) -> None:
+def announce(config: ServingConfig, listener: socket.socket, shown: str) -> None:
     """Where it listens and which token it wants; one that the user has set is not repeated."""
-    host, port = server.server_address[:2]
-    name = f"[{host!s}]" if ":" in str(host) else str(host)
+    host, port = listener.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
     say(f"token      {shown or f'that of the environment variable {config.token_variable}'}")
     if host not in THIS_MACHINE:
         say(f"warning: host={config.host} is open to the network and HTTP is not encrypted: put TLS in front of it")

@@ -4,11 +4,15 @@ import asyncio
 import hmac
 import json
 import socket
-import threading
-from concurrent.futures import CancelledError
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import nullcontext
 from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from trueline.config.base import ConfigError
 from trueline.data.readers import parse_message, read_tools
@@ -16,53 +20,65 @@ from trueline.data.sources import Located
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 
 MAX_BYTES = 32 * 2**20  # of one request
-LONGEST_LENGTH = 12  # digits of a Content-Length that is worth reading
-PIECE_BYTES = 64 * 2**10
-IDLE_SECONDS = 60  # that a connection may be silent in the middle of a request
-WAITING_CONNECTIONS = 128
-
-
-class Refusal(Exception):
-    """A request that gets no rewards."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+IDLE_SECONDS = 60  # that a connection may be silent in the middle of a request, and between two
+STOP_SECONDS = 5  # that the rest of a request is waited for when the server stops
+SETTINGS: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off"}  # the same whatever else is installed
+SETTINGS |= {"log_config": None, "log_level": "error", "access_log": False}  # nothing of a request is written anywhere
+SETTINGS |= {"timeout_keep_alive": IDLE_SECONDS, "timeout_graceful_shutdown": STOP_SECONDS}
 
 
 def open_port(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 takes any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=WAITING_CONNECTIONS)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(f"host={host}, port={port}: cannot listen there ({error}): set port=0 or another") from None
 
 
-class RewardServer(ThreadingHTTPServer):
-    """A thread for each request; the reward itself lives in `loop`, where calls of all requests are gathered."""
+class RewardServer(uvicorn.Server):
+    """Calls of all requests are gathered in `reward`, whose failure of the kind `fatal` ends the server."""
 
-    def __init__(
-        self, listener: socket.socket, reward: Reward, loop: asyncio.AbstractEventLoop, *, token: str, name: str
-    ) -> None:
-        super().__init__(listener.getsockname(), Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.reward, self.loop, self.token, self.name = reward, loop, token.encode(), name
+    def __init__(self, reward: Reward, *, token: str, name: str, fatal: type[RuntimeError]) -> None:
+        self.reward, self.token, self.name, self.fatal = reward, token.encode(), name, fatal
+        self.failure: RuntimeError | None = None
+        app = Starlette(
+            routes=[Route("/score", self._score, methods=["POST"]), Route("/health", self._health)],
+            exception_handlers={404: unknown, 405: unknown, HTTPException: refused},
+        )
+        app.router.redirect_slashes = False
+        super().__init__(uvicorn.Config(app, **SETTINGS))
 
-    def score(self, calls: list[Any]) -> list[Any]:
-        return asyncio.run_coroutine_threadsafe(score_all(self.reward, calls), self.loop).result()
+    async def answer(self, listener: socket.socket) -> None:
+        """Serves until `end`, and raises the failure that it was given."""
+        await self.serve([listener])
+        if self.failure:
+            raise self.failure
 
+    def end(self, failure: RuntimeError | None = None) -> None:
+        self.failure, self.should_exit = self.failure or failure, True
 
-async def serve_until(server: RewardServer, ended: "asyncio.Future[None]") -> None:
-    """Answers until `ended` has a result, or an exception, which is raised."""
-    threading.Thread(target=server.serve_forever, args=(0.1,), name="http", daemon=True).start()
-    try:
-        await ended
-    finally:
-        await asyncio.to_thread(server.shutdown)
-        server.server_close()
-        await server.reward.stop()
+    def capture_signals(self) -> Any:
+        """Signals are left to the process around it, which calls `end`."""
+        return nullcontext()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.reward.stop()  # first, so that those who wait are answered
+        await super().shutdown(sockets)
+
+    async def _health(self, request: Request) -> Response:
+        return as_json(200, {"status": "ok", "model": self.name})
+
+    async def _score(self, request: Request) -> Response:
+        try:
+            calls = await read_calls(request, self.token)
+            return as_json(200, {"rewards": await score_all(self.reward, calls)})
+        except (RewardUnreachable, asyncio.CancelledError):
+            return as_json(503, {"error": "the server is stopping"})
+        except RuntimeError as error:  # the model, out of memory say
+            if isinstance(error, self.fatal):
+                self.end(error)
+            return as_json(500, {"error": f"{type(error).__name__}: {error}"})
 
 
 async def score_all(reward: Reward, calls: list[Any]) -> list[Any]:
@@ -92,70 +108,49 @@ def checked(call: Any) -> Call:
         raise RewardFailure(str(error)) from None
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-    timeout = IDLE_SECONDS
-    unread = 0  # bytes of the request's body
-
-    def do_GET(self) -> None:
-        health = {"status": "ok", "model": self.server.name}
-        self._answer(*((200, health) if self.path == "/health" else (404, unknown(self.path))))
-
-    def do_POST(self) -> None:
-        try:
-            self._answer(200, {"rewards": self.server.score(self._calls())})
-        except Refusal as refusal:
-            self._answer(refusal.status, {"error": str(refusal)})
-        except (RewardUnreachable, CancelledError):
-            self._answer(503, {"error": "the server is stopping"})
-        except RuntimeError as error:  # the model, out of memory say
-            self._answer(500, {"error": f"{type(error).__name__}: {error}"})
-        except (ConnectionError, TimeoutError):  # the client went away in the middle of its request
-            self.close_connection = True
-
-    def _calls(self) -> list[Any]:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise Refusal(411, "a Content-Length is needed")
-        if len(length) > LONGEST_LENGTH:
-            raise Refusal(413, f"a Content-Length of {len(length)} digits: {MAX_BYTES} bytes are allowed")
-        self.unread = int(length)
-        if self.path != "/score":
-            raise Refusal(404, unknown(self.path)["error"])
-        sent = self.headers.get("Authorization", "").encode("latin-1")
-        if not hmac.compare_digest(sent, b"Bearer " + self.server.token):
-            raise Refusal(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
-        if self.unread > MAX_BYTES:
-            raise Refusal(413, f"{self.unread} bytes are more than {MAX_BYTES}: send fewer calls at a time")
-        body, self.unread = self.rfile.read(self.unread), 0
-        try:
-            request = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"not valid JSON: {error}") from None
-        calls = request.get("calls") if isinstance(request, dict) else None
-        if not isinstance(calls, list):
-            raise Refusal(400, 'an object {"calls": [...]} is expected')
-        return calls
-
-    def _answer(self, status: int, answer: dict[str, Any]) -> None:
-        content = json.dumps(answer).encode()
-        with suppress(ConnectionError, TimeoutError):  # the client has gone
-            self._skip_body()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    def _skip_body(self) -> None:
-        """A connection that is closed with bytes unread is reset, and the answer may be lost with it."""
-        left = min(self.unread, 2 * MAX_BYTES)
-        while left > 0 and (piece := self.rfile.read(min(left, PIECE_BYTES))):
-            left -= len(piece)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing of a request is written anywhere."""
+async def read_calls(request: Request, token: bytes) -> list[Any]:
+    headers = request.headers
+    sized = "content-length" in headers and "transfer-encoding" not in headers
+    if sized and (length := int(headers["content-length"])) > MAX_BYTES:
+        raise HTTPException(413, f"{length} bytes are more than {MAX_BYTES}: send fewer calls at a time")
+    known = hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), b"Bearer " + token)
+    body = await read_body(request, keep=known and sized)
+    if not sized:
+        raise HTTPException(411, "a Content-Length is needed")
+    if not known:
+        raise HTTPException(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"not valid JSON: {error}") from None
+    calls = content.get("calls") if isinstance(content, dict) else None
+    if not isinstance(calls, list):
+        raise HTTPException(400, 'an object {"calls": [...]} is expected')
+    return calls
 
 
-def unknown(path: str) -> dict[str, str]:
-    return {"error": f"{path}: there are POST /score and GET /health"}
+async def read_body(request: Request, *, keep: bool) -> bytes:
+    """A connection that is closed with bytes unread is reset, so what is not kept is read too."""
+    body, now = bytearray(), asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(IDLE_SECONDS) as silence:
+            async for piece in request.stream():
+                body += piece if keep else b""
+                silence.reschedule(now() + IDLE_SECONDS)
+    except (ClientDisconnect, TimeoutError):
+        raise HTTPException(408, f"the request broke off, or nothing came for {IDLE_SECONDS} seconds") from None
+    return bytes(body)
+
+
+async def unknown(request: Request, error: Exception) -> Response:
+    return as_json(404, {"error": f"{request.url.path}: there are POST /score and GET /health"})
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return as_json(error.status_code, {"error": error.detail})
+
+
+def as_json(status: int, content: dict[str, Any]) -> Response:
+    """Unlike Starlette's own, it takes texts with half a character, which errors may quote."""
+    return Response(json.dumps(content), status, media_type="application/json")

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from trueline.models.loading import load_tokenizer
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 from trueline.rewards.model import ModelReward
 from trueline.rewards.remote import ScorerReward
-from trueline.rewards.server import MAX_BYTES, RewardServer, open_port, serve_until
+from trueline.rewards.server import MAX_BYTES, SETTINGS, RewardServer, open_port
 from trueline.training.group import ModelGroup
 
 TOKEN = "a-token-for-tests"
@@ -49,19 +50,21 @@ def model_reward(folder: Path, score: Callable[[list[Sample]], list[Tensor]]) ->
     return ModelReward(score, chat, RewardPartConfig(function=str(folder)), max_tokens=CONTEXT, batch=64)
 
 
+class ModelGone(RuntimeError):
+    """Stands for the failure of the model's process."""
+
+
 @contextmanager
 def served(make: Callable[[], Reward]) -> Iterator[str]:
     """The address of a server in a thread with an event loop of its own, which is stopped afterwards."""
     listener = open_port("127.0.0.1", 0)
-    control: dict[str, Any] = {}
+    servers: list[RewardServer] = []
     ready = threading.Event()
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        control.update(loop=loop, ended=loop.create_future())
-        server = RewardServer(listener, make(), loop, token=TOKEN, name="my model")
+        servers.append(RewardServer(make(), token=TOKEN, name="my model", fatal=ModelGone))
         ready.set()
-        await serve_until(server, control["ended"])
+        await servers[0].answer(listener)
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
@@ -69,7 +72,7 @@ def served(make: Callable[[], Reward]) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        control["loop"].call_soon_threadsafe(control["ended"].set_result, None)
+        servers[0].end()
         thread.join(10)
         assert not thread.is_alive()
 
@@ -147,9 +150,11 @@ def test_no_rewards_without_the_token(url: str, monkeypatch: pytest.MonkeyPatch)
         refused = httpx.post(f"{url}/score", json={"calls": [CALL]}, headers=headers, trust_env=False)
         assert refused.status_code == 401
         assert TOKEN not in refused.text
-    large = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
-    large.request("POST", "/score", body=b" " * (MAX_BYTES // 2))  # and the connection stays whole meanwhile
-    assert large.getresponse().status == 401
+    for headers in ({}, {"Connection": "close"}):
+        large = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        large.request("POST", "/score", body=b" " * (MAX_BYTES // 2), headers=headers)
+        assert large.getresponse().status == 401  # the connection stays whole meanwhile
+        large.close()
     [failed] = scored(scorer(url, monkeypatch, token="another-token"), [CALL])
     assert isinstance(failed, RewardFailure) and "status 401" in str(failed) and "another-token" not in str(failed)
 
@@ -174,16 +179,28 @@ def test_bad_requests_are_refused(url: str, content: Any, status: int, said: str
 def test_requests_without_a_length_or_a_known_path(url: str) -> None:
     unsized = httpx.post(f"{url}/score", content=iter([b"{}"]), headers=AUTHORIZED, trust_env=False)
     assert unsized.status_code == 411
-    assert httpx.post(f"{url}/other", json={}, headers=AUTHORIZED, trust_env=False).status_code == 404
+    both = HALF.replace(b"\r\n\r\nabc", b"\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    with beginning(url, both) as connection:  # chunks count then, and there may be any number of them
+        assert connection.recv(100).startswith(b"HTTP/1.1 411")
+    for path in ("/other", "/score/", "/health"):
+        unknown = httpx.post(f"{url}{path}", json={}, headers=AUTHORIZED, trust_env=False)
+        assert unknown.status_code == 404
+        assert unknown.json()["error"] == f"{path}: there are POST /score and GET /health"
 
 
-@pytest.mark.parametrize("length", ["9" * 13, "9" * 5000])
-def test_a_length_beyond_all_bounds_is_refused(url: str, length: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("length", "status"), [("9" * 13, 413), ("9" * 5000, 400)])
+def test_a_length_beyond_all_bounds_is_refused(
+    url: str, length: str, status: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     connection.request("POST", "/score", headers=AUTHORIZED | {"Content-Length": length})
-    assert connection.getresponse().status == 413
+    assert connection.getresponse().status == status
     connection.close()
-    assert "Traceback" not in capfd.readouterr().err
+    assert not said(caplog) and not capfd.readouterr().err
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")]
 
 
 def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
@@ -212,13 +229,49 @@ def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
     assert post(url, {"calls": []}).json() == {"rewards": []}
 
 
-def test_a_client_that_goes_away_harms_nobody(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+def beginning(url: str, sent: bytes) -> socket.socket:
+    """A connection on which the first bytes of a request are sent."""
     host, port = url.removeprefix("http://").split(":")
-    for sent in (b"", b"POST /score HTTP/1.1\r\nContent-Length: 100\r\n" + f"Authorization: Bearer {TOKEN}".encode()):
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(sent + (b"\r\n\r\nabc" if sent else b""))
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+HALF = f"POST /score HTTP/1.1\r\nHost: me\r\nContent-Length: 100\r\nAuthorization: Bearer {TOKEN}\r\n\r\nabc".encode()
+
+
+def test_a_client_that_goes_away_harms_nobody(
+    url: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for sent in (b"", HALF, b"nonsense\r\n\r\n"):
+        beginning(url, sent).close()
     assert post(url, {"calls": [CALL]}).status_code == 200
-    assert "Traceback" not in capfd.readouterr().err
+    assert not said(caplog) and not capfd.readouterr().err
+
+
+def test_a_client_that_falls_silent_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueline.rewards.server.IDLE_SECONDS", 0.2)
+    with beginning(url, HALF) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_stopping_waits_for_no_silent_client(folder: Path, group: ModelGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SETTINGS, "timeout_graceful_shutdown", 0.2)
+    with served(lambda: model_reward(folder, group.score)) as address:
+        half, silent = beginning(address, HALF), beginning(address, b"")
+        assert post(address, {"calls": [CALL]}).status_code == 200  # and so the two were heard before
+    with half, silent:
+        assert half.recv(100).startswith(b"HTTP/1.1 503")
+        assert silent.recv(100) == b""
+
+
+def test_several_requests_go_over_one_connection(url: str) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+    for _ in range(2):
+        connection.request("POST", "/score", body=json.dumps({"calls": [CALL]}), headers=AUTHORIZED)
+        answer = connection.getresponse()
+        assert len(json.loads(answer.read())["rewards"]) == 1 and not answer.will_close
+    connection.close()
 
 
 def test_a_broken_model_is_no_ones_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +282,43 @@ def test_a_broken_model_is_no_ones_reward(folder: Path, monkeypatch: pytest.Monk
         assert post(address, {"calls": [CALL]}).status_code == 500
         [failed] = scored(scorer(address, monkeypatch), [CALL])
     assert isinstance(failed, RewardUnreachable) and "out of memory" in str(failed) and "(2 tries)" in str(failed)
+
+
+def test_a_model_that_is_gone_ends_the_server(folder: Path) -> None:
+    def score(samples: list[Sample]) -> list[Tensor]:
+        raise ModelGone("rank 0 died")
+
+    async def main() -> httpx.Response:
+        with open_port("127.0.0.1", 0) as listener:
+            server = RewardServer(model_reward(folder, score), token=TOKEN, name="my model", fatal=ModelGone)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            client = asyncio.create_task(asyncio.to_thread(post, url, {"calls": [CALL]}))
+            with pytest.raises(ModelGone, match="rank 0 died"):
+                await server.answer(listener)
+            return await client
+
+    answer = asyncio.run(main())
+    assert answer.status_code == 500 and answer.json() == {"error": "ModelGone: rank 0 died"}
+
+
+def test_signals_and_logs_are_left_alone(folder: Path, group: ModelGroup, caplog: pytest.LogCaptureFixture) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    async def main() -> list[Any]:
+        with open_port("127.0.0.1", 0) as listener:
+            server = RewardServer(model_reward(folder, group.score), token=TOKEN, name="my model", fatal=ModelGone)
+            serving = asyncio.create_task(server.answer(listener))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            before = [signal.getsignal(number) for number in numbers]
+            assert (await asyncio.to_thread(post, url, {"calls": [CALL]})).status_code == 200
+            during = [signal.getsignal(number) for number in numbers]
+            server.end()
+            await serving
+            return [before == during]
+
+    with caplog.at_level("DEBUG"):
+        assert asyncio.run(main()) == [True]
+    assert not said(caplog)
 
 
 def test_stopping_tells_those_who_wait_to_try_again(folder: Path, group: ModelGroup) -> None:
