@@ -262,8 +262,11 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     import torch  # noqa: PLC0415
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn
+    from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
+
+    for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without
+        for name, value in row.environment(torch.cuda.device_count()).items():
+            os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

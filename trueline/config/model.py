@@ -62,7 +62,7 @@ class ModelConfig(Config):
 class RanksConfig(Config):
     """How one model is spread over processes."""
 
-    engine: Literal["deepspeed", "torch"] = "deepspeed"
+    engine: str = "deepspeed"
     """deepspeed, or torch: plain PyTorch in one process."""
 
     ranks: int | None = Field(None, ge=1)
@@ -123,8 +123,6 @@ class TrainingConfig(RanksConfig):
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
     """Combinations of model and training keys that cannot work; `section` holds the latter."""
-    if training.engine == "torch":
-        check_torch_engine(training, model, section)
     width = model.tensor_parallel * model.ring
     if training.ranks is not None and training.ranks % width:
         raise ValueError(
@@ -150,21 +148,3 @@ def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
         )
     if model.lora.quantize and training.zero_stage == 3:
         raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
-
-
-def check_torch_engine(training: TrainingConfig, model: ModelConfig, section: str) -> None:
-    """Plain PyTorch has one process and no float32 master weights beside lower precision."""
-    if (training.ranks or 1) * model.tensor_parallel * model.ring > 1:
-        raise ValueError(
-            f"{section}.engine=torch runs in one process: set {section}.ranks=1 (got {training.ranks}), "
-            f"model.tensor_parallel=1 and model.ring=1, or {section}.engine=deepspeed"
-        )
-    if model.dtype == "bfloat16":
-        raise ValueError(
-            f"{section}.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
-            f"or {section}.engine=deepspeed"
-        )
-    if training.offload != "none":
-        raise ValueError(
-            f"{section}.engine=torch offloads nothing: set {section}.offload=none (got {training.offload})"
-        )

@@ -1,6 +1,6 @@
 """The configuration of a reinforcement-learning run."""
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from trueline.config.run import CheckpointConfig, RunConfig
 
 
 class RolloutConfig(Config):
-    engine: Literal["vllm", "hf"] = "vllm"
+    engine: str = "vllm"
     """vllm, or hf: Transformers' own generation (slow; runs wherever PyTorch runs)."""
 
     engines: int | None = Field(None, ge=1)
@@ -108,15 +108,6 @@ class RLCheckpointConfig(CheckpointConfig):
 
 
 class RLConfig(RunConfig):
-    local_engines: ClassVar[dict[str, str]] = {
-        "rollout": "hf",
-        "training": "torch",
-        "reference": "torch",
-        "critic": "torch",
-        "reward_model": "torch",
-        "teacher": "torch",
-    }
-
     steps: int = Field(100, ge=1)
     """Training steps: each samples, scores, updates and publishes once."""
 

@@ -52,7 +52,7 @@ from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.placement import Processes, crowding
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.worker import WORKER
+from trueline.training.worker import worker_target
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
@@ -95,7 +95,8 @@ def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, Mo
     groups = {}
     for judge in plan.judges:
         specs = role_specs(judge, plan.config, 0)
-        groups[judge.name] = model_group(judge.name, processes.beside(judge.beside(), WORKER, specs), specs)
+        actors = processes.beside(judge.beside(), worker_target(judge.ranks), specs)
+        groups[judge.name] = model_group(judge.name, actors, specs)
     if groups:
         start_groups(list(groups.values()))
     return groups

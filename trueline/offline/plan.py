@@ -12,12 +12,14 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
+from trueline.runs.engines import check_engines
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import Room, Tenant, describe_passes, settled
-from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runs.preflight import check_parallel, resolve_dtype, resolve_path
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices, crowding
+from trueline.training.engines import TRAIN_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class SupervisedPlan:
 
 def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
-    check_installed("training.engine", config.training.engine, "torch")
+    check_engines(config, "training")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
@@ -64,7 +66,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
+            "training": {"ranks": ranks if TRAIN_ENGINES[config.training.engine].several_ranks else 1},
             "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
         }
     )

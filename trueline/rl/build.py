@@ -35,7 +35,7 @@ from trueline.runtime.placement import Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.worker import WORKER, WorkerSpec
+from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
 
@@ -101,13 +101,14 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
         WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
         for rank in range(ranks)
     ]
-    groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
+    groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     engines = start_engines(
         processes, config.rollout, engine_specs(config.model, config.rollout, plan.layout, config.seed)
     )
     for role in plan.roles:
         specs = role_specs(role, config, updates)
-        groups[role.name] = model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
+        actors = processes.beside(role.beside(), worker_target(role.ranks), specs)
+        groups[role.name] = model_group(role.name, actors, specs)
     start_groups(list(groups.values()))
     return groups, EnginePool(engines)
 

@@ -9,6 +9,7 @@ from trueline.config.run import RunConfig
 from trueline.config.sampling import SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
+from trueline.training.engines import TRAIN_ENGINES
 
 Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
 
@@ -81,7 +82,11 @@ def no_pull(run: RLConfig) -> str:
 
 
 def no_shards(section: str) -> Callable[[Any], str]:
-    return lambda run: unless(part_of(run, section).engine != "torch", f"{section}.engine=torch shards nothing")
+    def reason(run: Any) -> str:
+        engine = part_of(run, section).engine
+        return unless(TRAIN_ENGINES[engine].several_ranks, f"{section}.engine={engine} shards nothing")
+
+    return reason
 
 
 def part_of(run: RunConfig, section: str) -> Any:

@@ -11,20 +11,16 @@ from trueline.config.run import RunConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
 from trueline.runs.roles import RoleModel
-from trueline.runtime.actors import Actor, Target
+from trueline.runtime.actors import Actor
 from trueline.runtime.cluster import Machine, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec
-
-ENGINES: dict[str, Target[RolloutEngine]] = {
-    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
-    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
-}
 
 
 @contextmanager
@@ -74,7 +70,7 @@ def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec])
 
 
 def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor[RolloutEngine]]:
-    return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
+    return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
 def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
@@ -89,7 +85,7 @@ def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, see
             seed=seed + number,
             gpu_memory_share=rollout.gpu_memory_share,
             cuda_graphs=rollout.cuda_graphs,
-            sleeps=layout.colocated,
+            sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
         )
         for number in range(layout.engines)

@@ -1,9 +1,8 @@
 """DeepSpeed on one rank of a group: ZeRO 0 to 3, tensor parallelism by AutoTP."""
 
-import datetime
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -26,29 +25,26 @@ from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
 
 GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
 
 
-def join_ranks(store: Callable[[], Any], rank: int, world: int, timeout_seconds: float, device: torch.device) -> None:
-    """Connect to the other ranks through a store that they all know; a process that has joined stays joined."""
+def join_ranks() -> None:
+    """Let DeepSpeed find the ranks that have met."""
     # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
-    if not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, store=store(), rank=rank, world_size=world, timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK="0", WORLD_SIZE=str(dist.get_world_size()))
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
 class DeepSpeedEngine:
     def __init__(
         self, module: Scorer, config: RanksConfig, total_steps: int, device: torch.device, tensor_ranks: int = 1
     ) -> None:
+        join_ranks()
         dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
         self.config, self.total_steps, self.device = config, total_steps, device
         self.stage = effective_stage(config, dtype)

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
 
 
 class TorchEngine:
-    def __init__(self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device, tensor_ranks: int = 1
+    ) -> None:
         self.module = module.to(device).train()
         self.config, self.total_steps, self.device = config, total_steps, device
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
