@@ -16,8 +16,7 @@ from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_answer, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
 from trueline.data.types import Sample, Tool
-from trueline.rewards.base import Call, RewardFailure
-from trueline.rewards.gathering import Gathering, Scored
+from trueline.rewards.base import Call, Gathering, RewardFailure, Scored
 
 HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
 STEPS: dict[str, Callable[[list[float]], float]] = {
@@ -83,7 +82,7 @@ def check_reward_model(part: RewardPartConfig) -> None:
     scale_of(part)
 
 
-class ModelReward:
+class ModelReward(Gathering):
     """Replies that wait are scored in one call of `score`, in a thread, for it blocks.
 
     `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
@@ -103,13 +102,7 @@ class ModelReward:
         self.head = reward_model_head(part.function)
         self.mean, self.deviation = scale_of(part)
         self.separator = part.step_separator.replace("\\n", "\n")
-        self.gathering = Gathering(self._in_thread, batch, lanes=1)
-
-    async def score(self, call: Call) -> float:
-        return await self.gathering.score(call)
-
-    async def stop(self) -> None:
-        await self.gathering.stop()
+        super().__init__(self._in_thread, batch, lanes=1)
 
     async def _in_thread(self, calls: list[Call]) -> list[Scored]:
         return await asyncio.to_thread(self._judge, calls)
