@@ -265,8 +265,7 @@ def quiet_libraries() -> None:
     from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
 
     for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without
-        for name, value in row.environment(torch.cuda.device_count()).items():
-            os.environ.setdefault(name, value)
+        os.environ.update(row.environment(torch.cuda.device_count()) | os.environ)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class RanksConfig(Config):
     """How one model is spread over processes."""
 
     engine: str = "deepspeed"
-    """deepspeed, or torch: plain PyTorch in one process."""
+    """deepspeed, torch (plain PyTorch in one process), or another row of training.engines."""
 
     ranks: int | None = Field(None, ge=1)
     """Processes (devices) of this model; null takes one on a CPU, and all GPUs that rollout leaves."""
@@ -123,19 +123,24 @@ class TrainingConfig(RanksConfig):
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
     """Combinations of model and training keys that cannot work; `section` holds the latter."""
-    width = model.tensor_parallel * model.ring
-    if training.ranks is not None and training.ranks % width:
-        raise ValueError(
-            f"{section}.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
-            f"model.ring={model.ring}: set it to {width} or a multiple"
-        )
-    if model.ring > 1 and not training.packing:
-        raise ValueError(f"model.ring={model.ring} works on packed sequences: set {section}.packing=true")
+    check_mesh(training, model, section)
     if training.offload == "all" and training.zero_stage != 3:
         raise ValueError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
     if training.offload == "optimizer" and training.zero_stage == 0:
         raise ValueError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     check_lora(training, model)
+
+
+def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str = "model.") -> None:
+    """Ranks, and the division of layers and sequences among them, which are `whose` keys."""
+    width = model.tensor_parallel * model.ring
+    if ranks.ranks is not None and ranks.ranks % width:
+        raise ValueError(
+            f"{section}.ranks={ranks.ranks} is no multiple of {whose}tensor_parallel={model.tensor_parallel} x "
+            f"{whose}ring={model.ring}: set it to {width} or a multiple"
+        )
+    if model.ring > 1 and not ranks.packing:
+        raise ValueError(f"{whose}ring={model.ring} works on packed sequences: set {section}.packing=true")
 
 
 def check_lora(training: TrainingConfig, model: ModelConfig) -> None:

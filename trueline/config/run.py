@@ -6,8 +6,6 @@ from pydantic import Field, model_validator
 
 from trueline.config.base import Config, merge
 
-LOCAL = {"rollout": "hf"}  # section -> engine of runtime=local; models have torch
-
 
 class CheckpointConfig(Config):
     every: int = Field(50, ge=0)
@@ -50,22 +48,19 @@ class MonitoringConfig(Config):
 class EnginesConfig(Config):
     """Sections that name engines, and the `runtime` that their processes live in."""
 
-    @classmethod
-    def engine_sections(cls) -> list[str]:
-        sections = {
-            name: field.default for name, field in cls.model_fields.items() if isinstance(field.default, Config)
-        }
-        return [name for name, section in sections.items() if "engine" in type(section).model_fields]
-
     def engines(self) -> dict[str, str]:
-        return {section: dict(self)[section].engine for section in self.engine_sections()}
+        """The engine of every section that has one."""
+        return {key.path.removesuffix(".engine"): key.default for key in self.leaves() if key.path.endswith(".engine")}
 
     @model_validator(mode="before")
     @classmethod
     def fill_local(cls, values: Any) -> Any:
         """One process takes engines that can live there."""
         local = isinstance(values, dict) and values.get("runtime", cls.model_fields["runtime"].default) == "local"
-        engines = {section: {"engine": LOCAL.get(section, "torch")} for section in cls.engine_sections()}
+        engines = {
+            section: {"engine": "hf" if section == "rollout" else "torch"}
+            for section in cls.model_construct().engines()
+        }
         return merge(engines, values) if local else values
 
 

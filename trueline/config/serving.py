@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from trueline.config.data import ChatTemplate
-from trueline.config.model import ModelConfig
+from trueline.config.model import ModelConfig, check_mesh
 from trueline.config.roles import FrozenConfig
 from trueline.config.run import EnginesConfig
 
@@ -52,13 +52,7 @@ class ServingConfig(EnginesConfig):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
-        model = self.served_model()
-        width = model.tensor_parallel * model.ring
-        if self.ranks.ranks is not None and self.ranks.ranks % width:
-            raise ValueError(
-                f"ranks.ranks={self.ranks.ranks} is no multiple of tensor_parallel={model.tensor_parallel} x "
-                f"ring={model.ring}: set it to {width} or a multiple"
-            )
+        check_mesh(self.ranks, self.served_model(), "ranks", whose="its ")
         return self
 
     def served_model(self) -> ModelConfig:

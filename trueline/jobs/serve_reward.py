@@ -23,12 +23,11 @@ from trueline.rewards.model import ModelReward, check_reward_model, reward_model
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port, serve_until
 from trueline.runs.engines import check_engines, check_ranks
-from trueline.runs.preflight import check_parallel, resolve_dtype, resolve_path
+from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
 from trueline.runs.processes import opened
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Beside, Layout
-from trueline.training.engines import TRAIN_ENGINES
 from trueline.training.group import ModelGroup
 from trueline.training.worker import WorkerSpec, worker_target
 
@@ -79,7 +78,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         step_separator=config.step_separator,
     )
     check_reward_model(part)
-    ranks = config.ranks.replaced({"ranks": config.ranks.ranks or fitting_ranks(config, machine)})
+    ranks = config.ranks.replaced({"ranks": rank_count(config.ranks, model, machine)})
     limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
@@ -89,13 +88,6 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")
     return ServingPlan(config, model, ranks, part, facts, machine, config.max_tokens or limit)
-
-
-def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
-    """All GPUs, where ranks can share the work; else as many as one copy of the model needs."""
-    model = config.served_model()
-    width = model.tensor_parallel * model.ring
-    return max(machine.gpus // width, 1) * width if TRAIN_ENGINES[config.ranks.engine].several_ranks else 1
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:

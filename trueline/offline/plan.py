@@ -16,10 +16,9 @@ from trueline.runs.engines import check_engines
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import Room, Tenant, describe_passes, settled
-from trueline.runs.preflight import check_parallel, resolve_dtype, resolve_path
+from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices, crowding
-from trueline.training.engines import TRAIN_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,6 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
     """Fill in every key that was left to the machine or the model."""
-    width = config.model.tensor_parallel * config.model.ring
-    ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
     limit = config.training.micro_batch_tokens
     resolved = config.replaced(
         {
@@ -66,7 +63,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks if TRAIN_ENGINES[config.training.engine].several_ranks else 1},
+            "training": {"ranks": rank_count(config.training, config.model, machine)},
             "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
         }
     )

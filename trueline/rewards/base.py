@@ -48,8 +48,8 @@ Work = Callable[[list[Call]], Awaitable[list[Scored]]]
 class Gathering:
     """Up to `batch` calls make a batch, and `lanes` batches are worked on at a time; the next one fills meanwhile."""
 
-    def __init__(self, work: Work, batch: int, lanes: int) -> None:
-        self.work, self.batch = work, batch
+    def __init__(self, work: Work, batch: int, lanes: int, close: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.work, self.batch, self.close = work, batch, close
         self.lanes = asyncio.Semaphore(lanes)
         self.open: list[Call] = []  # the batch that calls can still join; it is never empty while it waits
         self.tasks: list[asyncio.Task[list[Scored]]] = []  # the last one is that of the open batch
@@ -86,3 +86,5 @@ class Gathering:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        if self.close is not None:
+            await self.close()

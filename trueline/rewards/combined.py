@@ -53,24 +53,12 @@ def clipped(value: float, bound: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What a reward is made of when the run starts."""
-
-    part: RewardPartConfig
-    config: RewardConfig
-    log: Path
-    on_ranks: Callable[[], Reward]  # the reward of a model that the run has loaded for this part
-
-
-@dataclass(frozen=True, slots=True)
 class RewardKind:
-    """How a kind of reward is recognised, checked before the start (with the data's columns, and whether rows have
-    labels) and opened.
-    """
+    """How a kind of reward is recognised, checked before the start and opened."""
 
     fits: Callable[[RewardPartConfig], bool]
-    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], None]
-    open: Callable[[Opening], Reward]
+    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], None]  # the data's columns; are there labels?
+    open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
 
 
 def kind_of(part: RewardPartConfig) -> str:
@@ -86,15 +74,13 @@ REWARD_KINDS = {  # the first that fits
     "scorer": RewardKind(
         lambda part: part.function.startswith(("http://", "https://")),
         lambda part, *_: check_scorer(part),
-        lambda one: ScorerReward(one.part.function, one.part, one.config.timeout_seconds, batch=one.config.batch),
+        lambda part, config, *_: ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch),
     ),
     "judge": RewardKind(
         lambda part: part.function == "judge",
         lambda part, _, columns, labelled: check_judge(part, columns, labelled),
-        lambda one: JudgeReward(one.part, one.config.timeout_seconds),
+        lambda part, config, *_: JudgeReward(part, config.timeout_seconds),
     ),
-    "model": RewardKind(is_model, lambda part, *_: check_reward_model(part), lambda one: one.on_ranks()),
-    "function": RewardKind(
-        lambda part: True, check_function, lambda one: FunctionReward(one.part, one.config, one.log)
-    ),
+    "model": RewardKind(is_model, lambda part, *_: check_reward_model(part), lambda *given: given[-1]()),
+    "function": RewardKind(lambda _: True, check_function, lambda *given: FunctionReward(*given[:3])),
 }

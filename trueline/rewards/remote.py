@@ -168,7 +168,7 @@ class ScorerReward(Gathering):
 
     def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
         self.endpoint = Endpoint(url, part.remote, timeout_seconds)
-        super().__init__(self._ask, batch, part.remote.concurrency)
+        super().__init__(self._ask, batch, part.remote.concurrency, self.endpoint.stop)
 
     async def _ask(self, calls: list[Call]) -> list[Scored]:
         answer = await self.endpoint.post({"calls": calls})
@@ -184,10 +184,6 @@ class ScorerReward(Gathering):
             return float(reward)
         return self.endpoint.failure(f"a reward must be a finite number, got {reward!r}")
 
-    async def stop(self) -> None:
-        await super().stop()
-        await self.endpoint.stop()
-
 
 class JudgeReward(Gathering):
     """A language model behind an OpenAI-compatible address; the number in its answer is the reward."""
@@ -195,7 +191,7 @@ class JudgeReward(Gathering):
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
         self.judge = part.judge
         self.endpoint = Endpoint(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        super().__init__(self._ask, batch=1, lanes=part.remote.concurrency)
+        super().__init__(self._ask, 1, part.remote.concurrency, self.endpoint.stop)
 
     async def _ask(self, calls: list[Call]) -> list[Scored]:
         return [await self._grade(call) for call in calls]
@@ -215,10 +211,6 @@ class JudgeReward(Gathering):
         if not math.isfinite(number):
             raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return number
-
-    async def stop(self) -> None:
-        await super().stop()
-        await self.endpoint.stop()
 
 
 def filled(prompt: str, call: Call) -> str:

@@ -19,16 +19,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import (
-    Conversations,
-    converse,
-    engine_specs,
-    model_group,
-    opened,
-    opened_loop,
-    role_specs,
-    start_engines,
-)
+from trueline.runs.processes import Conversations, converse, model_group, opened, opened_loop, start_engines, start_role
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
@@ -102,13 +93,9 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    engines = start_engines(
-        processes, config.rollout, engine_specs(config.model, config.rollout, plan.layout, config.seed)
-    )
+    engines = start_engines(processes, config.model, config.rollout, config.seed)
     for role in plan.roles:
-        specs = role_specs(role, config, updates)
-        actors = processes.beside(role.beside(), worker_target(role.ranks), specs)
-        groups[role.name] = model_group(role.name, actors, specs)
+        groups[role.name] = start_role(processes, role, config, updates)
     start_groups(list(groups.values()))
     return groups, EnginePool(engines)
 

@@ -27,24 +27,18 @@ def check_engines(config: EnginesConfig, *used: str) -> None:
     for section, name in config.engines().items():
         if name not in rows_of(section):
             raise ConfigError(f"{section}.engine={name}: not known; choose from {', '.join(rows_of(section))}")
-        if parts["runtime"] == "local" and not rows_of(section)[name].local:
+        row, part, model = rows_of(section)[name], parts[section], parts["model"]
+        if parts["runtime"] == "local" and not row.local:
             able = others(section, lambda row: row.local)
             raise ConfigError(f"runtime=local keeps everything in one process: set {able} (got {name}) or runtime=ray")
-    for section in used:
-        part, model = parts[section], parts["model"]
-        check_installed(section, part.engine)
-        if isinstance(part, TrainingConfig):
-            check_trained(section, part, part.model_like(model, model.path) if isinstance(part, RoleConfig) else model)
-
-
-def check_installed(section: str, engine: str) -> None:
-    """DeepSpeed and vLLM do not run on every system; what runs everywhere is named."""
-    row = rows_of(section)[engine]
-    if row.package and importlib.util.find_spec(row.package) is None:
-        raise ConfigError(
-            f"{section}.engine={engine}: {row.package} is not installed here; install it (it comes with "
-            f"{row.brought_by}) or set {others(section, lambda row: not row.package)}"
-        )
+        if section in used and row.package and importlib.util.find_spec(row.package) is None:
+            raise ConfigError(
+                f"{section}.engine={name}: {row.package} is not installed here; install it (it comes with "
+                f"{row.brought_by}) or set {others(section, lambda row: not row.package)}"
+            )
+        if section in used and isinstance(part, TrainingConfig):
+            own = part.model_like(model, model.path) if isinstance(part, RoleConfig) else model
+            check_trained(section, part, own)
 
 
 def check_trained(section: str, ranks: RanksConfig, model: ModelConfig) -> None:

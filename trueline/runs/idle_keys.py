@@ -82,15 +82,10 @@ def no_pull(run: RLConfig) -> str:
 
 
 def no_shards(section: str) -> Callable[[Any], str]:
-    def reason(run: Any) -> str:
-        engine = part_of(run, section).engine
-        return unless(TRAIN_ENGINES[engine].several_ranks, f"{section}.engine={engine} shards nothing")
-
-    return reason
-
-
-def part_of(run: RunConfig, section: str) -> Any:
-    return dict(run)[section]
+    key = f"{section}.engine"
+    return lambda run: unless(
+        TRAIN_ENGINES[name := run.engines()[section]].several_ranks, f"{key}={name} shards nothing"
+    )
 
 
 def never(why: str) -> Callable[[Config], str]:
@@ -106,10 +101,7 @@ TRAINING: list[Rule] = [
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
-        *(
-            (f"{section}.zero_stage", no_shards(section))
-            for section in ("critic", "reference", "teacher", "reward_model")
-        ),
+        *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
         ("critic.", lambda run: unless(run.algorithm.needs_critic(), f"{run.algorithm.advantage} has no critic")),
         ("algorithm.value_clip algorithm.critic_only_steps", advantage_reads("gae")),
         ("algorithm.gae_lambda algorithm.length_adaptive", advantage_reads("gae")),

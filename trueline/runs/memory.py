@@ -82,16 +82,16 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
 def model_bytes(tenant: Tenant) -> float:
     """Of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
     model, ranks, world = tenant.model, tenant.ranks, tenant.world
-    width, among = bytes_of(model.dtype), TRAIN_ENGINES[ranks.engine].shards(ranks, model.dtype, world)
+    width, stage = bytes_of(model.dtype), TRAIN_ENGINES[ranks.engine].stage(ranks, model.dtype)
     share = tenant.facts.parameters / model.tensor_parallel
-    weights = share * (0.5 if model.lora.quantize else width) / among.weights
+    weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
     if ranks.offload == "all":
         weights = 0.0
     if not isinstance(ranks, TrainingConfig):
         return weights
     trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
-    gradients = trained * (width + (4 if width == 2 else 0)) / among.gradients
-    optimizer = trained * (8 + (4 if width == 2 else 0)) / among.optimizer
+    gradients = trained * (width + (4 if width == 2 else 0)) / (world if stage >= 2 else 1)
+    optimizer = trained * (8 + (4 if width == 2 else 0)) / (world if stage >= 1 else 1)
     return weights + gradients + (optimizer if ranks.offload == "none" else 0.0)
 
 

@@ -28,6 +28,13 @@ def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
     return "bfloat16" if machine.gpus and TRAIN_ENGINES[training.engine].masters else "float32"
 
 
+def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
+    """As many as were asked for; else all GPUs, in multiples of what one copy of the model needs."""
+    width = model.tensor_parallel * model.ring
+    several = TRAIN_ENGINES[ranks.engine].several_ranks
+    return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
+
+
 def resolve_path(path: str) -> str:
     """Other processes may have another working folder and know no `~`; a hub name stays as it is."""
     folder = Path(path).expanduser()
@@ -67,8 +74,7 @@ def check_rollout(rollout: RolloutConfig, model: ModelConfig, facts: ModelFacts,
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
             f"exceed the model's context of {facts.context} tokens: lower one of them"
         )
-    row = ROLLOUT_ENGINES[rollout.engine]
-    sizes = row.cpu_head_sizes
+    row, sizes = ROLLOUT_ENGINES[rollout.engine], ROLLOUT_ENGINES[rollout.engine].cpu_head_sizes
     if sizes and not machine.gpus and facts.head_size not in sizes:
         raise ConfigError(
             f"model.path={model.path}: its attention heads have size {facts.head_size}; {rollout.engine} on a CPU runs "

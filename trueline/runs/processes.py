@@ -20,7 +20,7 @@ from trueline.runtime.cluster import Machine, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
 @contextmanager
@@ -56,20 +56,23 @@ class Conversations:
         return SamplingParams(temperature, max_new_tokens, self.stops)
 
 
-def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
-    return [
-        WorkerSpec(
-            role.model, role.ranks, rank, role.world(), updates, config.seed, config.timeout_seconds, head=role.head
-        )
+def start_role(processes: Processes, role: RoleModel, config: RunConfig, updates: int) -> ModelGroup:
+    seed, seconds = config.seed, config.timeout_seconds
+    specs = [
+        WorkerSpec(role.model, role.ranks, rank, role.world(), updates, seed, seconds, head=role.head)
         for rank in range(role.world())
     ]
+    return model_group(role.name, processes.beside(role.beside(), worker_target(role.ranks), specs), specs)
 
 
 def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
     return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
 
 
-def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor[RolloutEngine]]:
+def start_engines(
+    processes: Processes, model: ModelConfig, rollout: RolloutConfig, seed: int
+) -> list[Actor[RolloutEngine]]:
+    specs = engine_specs(model, rollout, processes.layout, seed)
     return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 

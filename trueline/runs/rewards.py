@@ -9,7 +9,7 @@ from trueline.data.types import Prompt, Trajectory
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
-from trueline.rewards.combined import REWARD_KINDS, CombinedReward, Opening, kind_of
+from trueline.rewards.combined import REWARD_KINDS, CombinedReward, kind_of
 from trueline.rewards.model import ModelReward
 from trueline.rewards.replay import write_failure
 from trueline.rollout.failures import Report
@@ -40,8 +40,8 @@ def open_rewards(
 
     def opened(name: str, part: RewardPartConfig) -> Reward:
         role, log = reward_model_name(name, config), logs / (f"reward-{name}.log" if config.parts else "reward.log")
-        opening = Opening(part, config, log, lambda: model_reward(part, config, models[role], groups[role]))
-        return REWARD_KINDS[kind_of(part)].open(opening)
+        loaded = lambda: model_reward(part, config, models[role], groups[role])  # noqa: E731
+        return REWARD_KINDS[kind_of(part)].open(part, config, log, loaded)
 
     parts = {name: (opened(name, part), part) for name, part in config.named_parts().items()}
     return CombinedReward(parts, config.policy_error)

@@ -56,7 +56,3 @@ def effective_stage(config: RanksConfig, dtype: str) -> int:
     """
     trained = isinstance(config, TrainingConfig)
     return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage
-
-
-def deepspeed_environment(gpus: int) -> dict[str, str]:
-    return {} if gpus else {"DS_ACCELERATOR": "cpu"}

@@ -1,16 +1,15 @@
 """What training asks of a framework, one model on one rank of a group, and a row for each framework."""
 
-import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, ModelOutput
-from trueline.training.deepspeed_config import deepspeed_environment, effective_stage
+from trueline.training.deepspeed_config import effective_stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -29,10 +28,6 @@ class TrainEngine(Protocol):
 
     device: torch.device
     steps: int  # optimizer steps made so far
-
-    def __init__(
-        self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device, tensor_ranks: int
-    ) -> None: ...
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput: ...
 
@@ -71,36 +66,20 @@ def model_output(fields: dict[str, Tensor]) -> ModelOutput:
     return output
 
 
-class Shards(NamedTuple):
-    """Among how many ranks each part of a model is shared out."""
-
-    weights: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-
-
 @dataclass(frozen=True, slots=True)
 class TrainRow:
     """What is known of an engine before one of its processes imports it."""
 
-    path: str  # of a class that follows TrainEngine
+    path: str  # of a class that follows TrainEngine and is made from a Scorer, a WorkerSpec and a device
     package: str = ""  # that must be installed
     brought_by: str = ""  # what installs it
     local: bool = False  # it can live in the process of the run
     several_ranks: bool = True  # that have met in torch.distributed before it is made
     masters: bool = True  # float32 weights beside those that compute in bfloat16
     offloads: bool = True
-    shards: Callable[[RanksConfig, str, int], Shards] = lambda ranks, dtype, world: Shards()  # for its memory
+    # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
+    stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
-
-    def load(self) -> type[TrainEngine]:
-        engine: type[TrainEngine] = pkgutil.resolve_name(self.path)
-        return engine
-
-
-def zero_shards(ranks: RanksConfig, dtype: str, world: int) -> Shards:
-    stage = effective_stage(ranks, dtype)
-    return Shards(*(world if stage >= least else 1 for least in (3, 2, 1)))
 
 
 TRAIN_ENGINES = {
@@ -108,8 +87,8 @@ TRAIN_ENGINES = {
         "trueline.training.deepspeed_engine:DeepSpeedEngine",
         package="deepspeed",
         brought_by="trueline itself on Linux",
-        shards=zero_shards,
-        environment=deepspeed_environment,
+        stage=effective_stage,
+        environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
     ),
     "torch": TrainRow(
         "trueline.training.torch_engine:TorchEngine", local=True, several_ranks=False, masters=False, offloads=False

@@ -25,7 +25,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer, Teacher
-from trueline.runtime.actors import Target
+from trueline.runtime.actors import Target, build
 from trueline.runtime.transport import (
     Address,
     BroadcastGroup,
@@ -102,7 +102,7 @@ class Worker:
             teacher=self._load_teacher(dtype),
             values=spec.head == "value",
         )
-        self.engine = row.load()(self.scorer, spec.ranks, spec.total_steps, self.device, config.tensor_parallel)
+        self.engine = build(row.path, [self.scorer, spec, self.device])
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def ready(self) -> None:

@@ -262,7 +262,7 @@ def test_configuration() -> None:
     assert ServingConfig().ranks.engine == "torch"
     assert ServingConfig.parse({"runtime": "ray"}).ranks.engine == "deepspeed"
     wrong: dict[str, dict[str, Any]] = {
-        r"ranks\.ranks=3 is no multiple of tensor_parallel=2": {
+        r"ranks\.ranks=3 is no multiple of its tensor_parallel=2": {
             "runtime": "ray",
             "ranks": {"ranks": 3, "tensor_parallel": 2},
         },

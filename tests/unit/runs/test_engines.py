@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from trueline.cli import main
 from trueline.config.base import Config, ConfigError
@@ -36,9 +38,9 @@ from trueline.runtime import placement
 from trueline.runtime.actors import Done, Spot
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Beside, Layout, Processes
-from trueline.training.engines import TRAIN_ENGINES, Shards, TrainRow
+from trueline.training.engines import TRAIN_ENGINES, TrainRow
 from trueline.training.torch_engine import TorchEngine
-from trueline.training.worker import worker_target
+from trueline.training.worker import WorkerSpec, worker_target
 
 ROOT = Path(__file__).resolve().parents[3]
 FACTS = ModelFacts(
@@ -262,11 +264,11 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
 
 
 class OwnTrainer(TorchEngine):
-    made: list[int] = []
+    made: list[WorkerSpec] = []
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.made.append(args[4])
+    def __init__(self, module: nn.Module, spec: WorkerSpec, device: torch.device) -> None:
+        super().__init__(module, spec, device)
+        self.made.append(spec)
 
 
 class OwnSampler(HFEngine):
@@ -284,7 +286,7 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         local=True,
         several_ranks=False,
         masters=False,
-        shards=lambda ranks, dtype, world: Shards(weights=world, gradients=1, optimizer=2),
+        stage=lambda ranks, dtype: 1,
         environment=lambda gpus: {"OWN_TRAINER": str(gpus)},
     )
     sampler = RolloutRow(
@@ -306,7 +308,7 @@ def test_a_row_is_all_that_a_run_needs_of_a_new_engine(model_folder: Path, tmp_p
     small = ["groups_per_step=2", "rollout.max_new_tokens=4", f"folder={tmp_path}", "runtime=local"]
     own = ["training.engine=own", "rollout.engine=own"]
     assert main(["dr_grpo", *words, *small, *own, "name=run"]) == 0
-    assert OwnTrainer.made == [1] and len(OwnSampler.made) == 1
+    assert [spec.ranks.engine for spec in OwnTrainer.made] == ["own"] and len(OwnSampler.made) == 1
 
 
 @pytest.mark.usefixtures("own_rows")
@@ -320,7 +322,7 @@ def test_memory_precision_and_environment_come_from_the_row(
     config = TrainingConfig(engine="own")
     assert resolve_dtype("auto", config, machine(8)) == "float32"
     tenant = Tenant("policy", "training", FACTS, plan.config.model, config, 4, 1.0)
-    assert model_bytes(tenant) == FACTS.parameters * (4 / 4 + 4 / 1 + 8 / 2)
+    assert model_bytes(tenant) == FACTS.parameters * (4 + 4 + 8 / 4)
     found = environments(2, "own", "own", monkeypatch)
     assert found["policy-0"]["OWN_TRAINER"] == found["critic-0"]["OWN_TRAINER"] == "2"
     assert found["engine-0"]["OWN_SAMPLER"] == "auto"
