@@ -262,8 +262,10 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     import torch  # noqa: PLC0415
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn
+    from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
+
+    for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without
+        os.environ.update(row.environment(torch.cuda.device_count()) | os.environ)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import make_tiny_model
+from trueline.config.rl import RolloutConfig
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.actors import Actor, RayActor, Spot, Target
-from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine
+from trueline.runtime.cluster import ray_cluster, this_machine
 from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.placement import process_environment
 
 TIMEOUT = 300.0
 PROMPT = [10, 20, 30, 40, 50]
 TARGETS: dict[str, Target[RolloutEngine]] = {
-    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
-    "vllm": Target("tests.support.small_cache:SmallCacheEngine", asynchronous=True),
+    "hf": ROLLOUT_ENGINES["hf"].target(RolloutConfig()),
+    "vllm": replace(ROLLOUT_ENGINES["vllm"], path="tests.support.small_cache:SmallCacheEngine").target(RolloutConfig()),
 }
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[[Awaitable[Any]], Any]
@@ -60,9 +64,13 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         trust_remote_code=False,
     )
     logs = tmp_path_factory.mktemp("logs")
-    spot = Spot(environment=engine_environment(this_machine(), 1.0) | {"PYTHONPATH": str(ROOT)})
-    with ray_cluster(this_machine()):
-        yield {name: RayActor(name, target, [spec], spot, logs / f"{name}.log") for name, target in TARGETS.items()}
+    machine = this_machine()
+    spots = {
+        name: Spot(environment=process_environment(target, machine) | {"PYTHONPATH": str(ROOT)})
+        for name, target in TARGETS.items()
+    }
+    with ray_cluster(machine):
+        yield {name: RayActor(name, TARGETS[name], [spec], spots[name], logs / f"{name}.log") for name in TARGETS}
 
 
 @pytest.fixture(params=list(TARGETS))
@@ -205,7 +213,8 @@ def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (
         "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend\n"
-        "from trueline.runs.preflight import VLLM_CPU_HEAD_SIZES\n"
-        "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEAD_SIZES\n"
+        "from trueline.rollout.engines import ROLLOUT_ENGINES\n"
+        "sizes = ROLLOUT_ENGINES['vllm'].cpu_head_sizes\n"
+        "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == sizes\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,19 @@ from tests.support.tiny import make_tiny_model
 from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.config.rl import SyncConfig
+from trueline.config.rl import RolloutConfig, SyncConfig
 from trueline.data.types import Completion, Sample
 from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import RayActor, Spot, Target
-from trueline.runtime.cluster import engine_environment, ray_cluster, this_machine, worker_environment
+from trueline.runtime.actors import RayActor, Spot
+from trueline.runtime.cluster import ray_cluster, this_machine
 from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.placement import process_environment
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 400.0
@@ -48,8 +51,8 @@ def loop() -> Iterator[EventLoop]:
 def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelGroup]:
     """Two processes that serve every ZeRO stage and model in turn."""
     logs = tmp_path_factory.mktemp("trainer")
-    spot = Spot(environment=worker_environment(this_machine(), 2) | {"PYTHONPATH": str(ROOT)})
-    target = Target("tests.support.restartable:RestartableWorker")
+    target = replace(worker_target(TrainingConfig()), path="tests.support.restartable:RestartableWorker")
+    spot = Spot(environment=process_environment(target, this_machine(), 2) | {"PYTHONPATH": str(ROOT)})
     actors = [RayActor(f"policy-{rank}", target, [], spot, logs / f"{rank}.log") for rank in range(2)]
     group = ModelGroup("policy", actors, TrainingConfig(micro_batch_samples=3), TIMEOUT)
     yield group
@@ -63,7 +66,7 @@ def engines(
     """One engine on one device and one on two, for one model."""
     folder = tmp_path_factory.mktemp(request.param)
     model = str(make_tiny_model(folder / "model", tied=request.param == "tied"))
-    spot = Spot(environment=engine_environment(this_machine(), 1.0))
+    spot = Spot(environment=process_environment(ENGINE, this_machine()))
     actors = [
         RayActor(f"engine-tp{width}", ENGINE, [engine_spec(model, width)], spot, folder / f"tp{width}.log")
         for width in (1, 2)
@@ -73,7 +76,7 @@ def engines(
     pool.stop()
 
 
-ENGINE = Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True)
+ENGINE = ROLLOUT_ENGINES["vllm"].target(RolloutConfig())
 
 
 def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trueline.runtime.cluster import this_machine, worker_environment
-from trueline.training.worker import Worker
+from trueline.config.model import RanksConfig
+from trueline.runtime.cluster import this_machine
+from trueline.runtime.placement import process_environment
+from trueline.training.worker import Worker, worker_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +22,8 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any
     """What `function(rank, world, *args)` returns on each rank; a failing rank fails the test."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "call.pickle").write_bytes(pickle.dumps((function, world, args)))
-    environment = os.environ | worker_environment(this_machine(), world) | {"PYTHONPATH": str(ROOT)}
+    own = process_environment(worker_target(RanksConfig(engine="deepspeed")), this_machine(), world)
+    environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
     processes = []
     for rank in range(world):
         command = [sys.executable, "-m", "tests.support.ranks", str(folder), str(rank)]

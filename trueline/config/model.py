@@ -62,8 +62,8 @@ class ModelConfig(Config):
 class RanksConfig(Config):
     """How one model is spread over processes."""
 
-    engine: Literal["deepspeed", "torch"] = "deepspeed"
-    """deepspeed, or torch: plain PyTorch in one process."""
+    engine: str = "deepspeed"
+    """deepspeed, torch (plain PyTorch in one process), or another row of training.engines."""
 
     ranks: int | None = Field(None, ge=1)
     """Processes (devices) of this model; null takes one on a CPU, and all GPUs that rollout leaves."""
@@ -123,21 +123,24 @@ class TrainingConfig(RanksConfig):
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
     """Combinations of model and training keys that cannot work; `section` holds the latter."""
-    if training.engine == "torch":
-        check_torch_engine(training, model, section)
-    width = model.tensor_parallel * model.ring
-    if training.ranks is not None and training.ranks % width:
-        raise ValueError(
-            f"{section}.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
-            f"model.ring={model.ring}: set it to {width} or a multiple"
-        )
-    if model.ring > 1 and not training.packing:
-        raise ValueError(f"model.ring={model.ring} works on packed sequences: set {section}.packing=true")
+    check_mesh(training, model, section)
     if training.offload == "all" and training.zero_stage != 3:
         raise ValueError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
     if training.offload == "optimizer" and training.zero_stage == 0:
         raise ValueError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     check_lora(training, model)
+
+
+def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str = "model.") -> None:
+    """Ranks, and the division of layers and sequences among them, which are `whose` keys."""
+    width = model.tensor_parallel * model.ring
+    if ranks.ranks is not None and ranks.ranks % width:
+        raise ValueError(
+            f"{section}.ranks={ranks.ranks} is no multiple of {whose}tensor_parallel={model.tensor_parallel} x "
+            f"{whose}ring={model.ring}: set it to {width} or a multiple"
+        )
+    if model.ring > 1 and not ranks.packing:
+        raise ValueError(f"{whose}ring={model.ring} works on packed sequences: set {section}.packing=true")
 
 
 def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
@@ -150,21 +153,3 @@ def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
         )
     if model.lora.quantize and training.zero_stage == 3:
         raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
-
-
-def check_torch_engine(training: TrainingConfig, model: ModelConfig, section: str) -> None:
-    """Plain PyTorch has one process and no float32 master weights beside lower precision."""
-    if (training.ranks or 1) * model.tensor_parallel * model.ring > 1:
-        raise ValueError(
-            f"{section}.engine=torch runs in one process: set {section}.ranks=1 (got {training.ranks}), "
-            f"model.tensor_parallel=1 and model.ring=1, or {section}.engine=deepspeed"
-        )
-    if model.dtype == "bfloat16":
-        raise ValueError(
-            f"{section}.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
-            f"or {section}.engine=deepspeed"
-        )
-    if training.offload != "none":
-        raise ValueError(
-            f"{section}.engine=torch offloads nothing: set {section}.offload=none (got {training.offload})"
-        )

@@ -1,21 +1,21 @@
 """The configuration of a reinforcement-learning run."""
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config
 from trueline.config.data import PromptDataConfig
-from trueline.config.model import ModelConfig, TrainingConfig, check_training
+from trueline.config.model import ModelConfig, TrainingConfig, check_mesh, check_training
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import CheckpointConfig, RunConfig
 
 
 class RolloutConfig(Config):
-    engine: Literal["vllm", "hf"] = "vllm"
-    """vllm, or hf: Transformers' own generation (slow; runs wherever PyTorch runs)."""
+    engine: str = "vllm"
+    """vllm, hf (Transformers' own generation: slow; runs wherever PyTorch runs) or another row of rollout.engines."""
 
     engines: int | None = Field(None, ge=1)
     """Number of engines; null takes one on a CPU, and shares GPUs evenly with training."""
@@ -108,15 +108,6 @@ class RLCheckpointConfig(CheckpointConfig):
 
 
 class RLConfig(RunConfig):
-    local_engines: ClassVar[dict[str, str]] = {
-        "rollout": "hf",
-        "training": "torch",
-        "reference": "torch",
-        "critic": "torch",
-        "reward_model": "torch",
-        "teacher": "torch",
-    }
-
     steps: int = Field(100, ge=1)
     """Training steps: each samples, scores, updates and publishes once."""
 
@@ -162,7 +153,7 @@ class RLConfig(RunConfig):
             )
         check_training(self.training, self.model)
         for name, role in self.roles().items():
-            self._check_role(name, role)
+            check_mesh(role, role.model_like(self.model, self.model.path), name, whose="its ")
         if self.algorithm.needs_critic():
             self._check_critic()
         if not self.reward.named_parts() and self.evaluation.named_sets():
@@ -180,19 +171,4 @@ class RLConfig(RunConfig):
 
     def roles(self) -> dict[str, Role]:
         """The models beside the policy, whether or not this run needs them."""
-        return {
-            "reference": self.reference,
-            "critic": self.critic,
-            "reward_model": self.reward_model,
-            "teacher": self.teacher,
-        }
-
-    def _check_role(self, name: str, role: Role) -> None:
-        tensor, ring = role.tensor_parallel or self.model.tensor_parallel, role.ring or self.model.ring
-        if role.ranks is not None and role.ranks % (tensor * ring):
-            raise ValueError(
-                f"{name}.ranks={role.ranks} is no multiple of its tensor_parallel={tensor} x ring={ring}: set it to "
-                f"{tensor * ring} or a multiple"
-            )
-        if ring > 1 and not role.packing:
-            raise ValueError(f"{name}: ring={ring} works on packed sequences: set {name}.packing=true")
+        return {name: part for name, part in self if isinstance(part, Role)}

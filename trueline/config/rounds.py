@@ -34,7 +34,6 @@ OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys that sta
 class RoundsConfig(SelectionConfig):
     """What all recipes share."""
 
-    local_engines: ClassVar[dict[str, str]] = {**SelectionConfig.local_engines, "training": "torch"}
     trainer: ClassVar[str] = "sft"  # the verb that trains
     trained: ClassVar[type[SupervisedConfig]] = SftConfig
     learnt: ClassVar[str] = "kept.jsonl"  # what of a round's samples it trains on

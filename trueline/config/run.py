@@ -1,6 +1,6 @@
 """What a run keeps, says and where it lives."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,7 +45,26 @@ class MonitoringConfig(Config):
     """Weights & Biases project to report to; null reports nothing. Needs the wandb package."""
 
 
-class RunConfig(Config):
+class EnginesConfig(Config):
+    """Sections that name engines, and the `runtime` that their processes live in."""
+
+    def engines(self) -> dict[str, str]:
+        """The engine of every section that has one."""
+        return {key.path.removesuffix(".engine"): key.default for key in self.leaves() if key.path.endswith(".engine")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_local(cls, values: Any) -> Any:
+        """One process takes engines that can live there."""
+        local = isinstance(values, dict) and values.get("runtime", cls.model_fields["runtime"].default) == "local"
+        engines = {
+            section: {"engine": "hf" if section == "rollout" else "torch"}
+            for section in cls.model_construct().engines()
+        }
+        return merge(engines, values) if local else values
+
+
+class RunConfig(EnginesConfig):
     """Keys that every kind of run shares."""
 
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
@@ -65,23 +84,3 @@ class RunConfig(Config):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
-
-    local_engines: ClassVar[dict[str, str]] = {}  # section -> the engine that runs in one process
-
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime") == "local"
-        engines = {section: {"engine": engine} for section, engine in cls.local_engines.items()}
-        return merge(engines, values) if local else values
-
-    @model_validator(mode="after")
-    def check_local(self) -> Self:
-        for section, engine in self.local_engines.items() if self.runtime == "local" else ():
-            value = self.model_dump(include={section})[section]["engine"]
-            if value != engine:
-                raise ValueError(
-                    f"runtime=local keeps everything in one process: set {section}.engine={engine} (got {value}) or "
-                    "runtime=ray"
-                )
-        return self

@@ -1,6 +1,6 @@
 """The configurations of jobs that sample and judge but train nothing."""
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,8 +21,6 @@ class SamplerConfig(RolloutConfig):
 
 class SamplingConfig(RunConfig):
     """What all sampling jobs share."""
-
-    local_engines: ClassVar[dict[str, str]] = {"rollout": "hf", "reward_model": "torch"}
 
     model: ModelConfig = ModelConfig()
     rollout: SamplerConfig = SamplerConfig()

@@ -1,16 +1,16 @@
 """The configuration of a reward model that is served over HTTP."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.base import Config, merge
 from trueline.config.data import ChatTemplate
-from trueline.config.model import ModelConfig
+from trueline.config.model import ModelConfig, check_mesh
 from trueline.config.roles import FrozenConfig
+from trueline.config.run import EnginesConfig
 
 
-class ServingConfig(Config):
+class ServingConfig(EnginesConfig):
     host: str = "127.0.0.1"
     """Address to listen on; any other than the loopback is open to the network, without encryption."""
 
@@ -50,31 +50,9 @@ class ServingConfig(Config):
     model: ModelConfig = ModelConfig()
     ranks: FrozenConfig = FrozenConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        local = isinstance(values, dict) and values.get("runtime", "local") == "local"
-        return merge({"ranks": {"engine": "torch"}}, values) if local else values
-
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
-        if self.runtime == "local" and self.ranks.engine != "torch":
-            raise ValueError(
-                f"runtime=local keeps the model in this process: set ranks.engine=torch (got {self.ranks.engine}) "
-                "or runtime=ray"
-            )
-        model = self.served_model()
-        width = model.tensor_parallel * model.ring
-        if self.ranks.engine == "torch" and max(self.ranks.ranks or 1, width) > 1:
-            raise ValueError(
-                f"ranks.engine=torch runs in one process: set ranks.ranks=1 (got {self.ranks.ranks}), "
-                f"tensor_parallel=1 and ring=1 (got {width} ranks wide), or runtime=ray and ranks.engine=deepspeed"
-            )
-        if self.ranks.ranks is not None and self.ranks.ranks % width:
-            raise ValueError(
-                f"ranks.ranks={self.ranks.ranks} is no multiple of tensor_parallel={model.tensor_parallel} x "
-                f"ring={model.ring}: set it to {width} or a multiple"
-            )
+        check_mesh(self.ranks, self.served_model(), "ranks", whose="its ")
         return self
 
     def served_model(self) -> ModelConfig:

@@ -37,7 +37,6 @@ class SupervisedConfig(RunConfig):
     """What all offline tasks share."""
 
     task: ClassVar[str] = "sft"
-    local_engines: ClassVar[dict[str, str]] = {"training": "torch"}
 
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; null makes `epochs` passes over the data."""

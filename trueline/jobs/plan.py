@@ -10,9 +10,9 @@ from trueline.data.loader import make_order
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rollout.answers import Numbered
+from trueline.runs.engines import check_engines
 from trueline.runs.preflight import (
     PromptSet,
-    check_installed,
     check_rollout,
     fitting_prompts,
     load_prompts,
@@ -62,10 +62,10 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
 
 def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) -> SamplingPlan[Kind]:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
         check_rewards(config.reward, example, required=judged)
-    check_installed("rollout.engine", config.rollout.engine, "hf")
     facts, machine = check_model(config.model), this_machine()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}

@@ -19,8 +19,8 @@ from trueline.jobs.sample_file import write_json
 from trueline.jobs.sampling import EVALUATION, SUMMARY, launch_eval, launch_generate, shown
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline.launch import launch_supervised
+from trueline.runs.engines import check_engines
 from trueline.runs.launch import named
-from trueline.runs.preflight import check_installed
 from trueline.training.export import Export, export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
@@ -130,7 +130,7 @@ def launch_rounds(config: RoundsConfig, verb: str, *, dry_run: bool = False, res
 
 def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
     """Whatever can be told of all stages before the first one starts."""
-    check_installed("training.engine", config.training.engine, "torch")
+    check_engines(config, "training")
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
     first.training(1)

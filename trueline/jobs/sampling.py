@@ -38,21 +38,11 @@ from trueline.rollout.rollouts import Group
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Start, begin, named
-from trueline.runs.processes import (
-    Conversations,
-    converse,
-    engine_specs,
-    model_group,
-    opened,
-    opened_loop,
-    role_specs,
-    start_engines,
-)
+from trueline.runs.processes import Conversations, converse, opened, opened_loop, start_engines, start_role
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.placement import Processes, crowding
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.worker import WORKER
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
@@ -78,8 +68,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        specs = engine_specs(config.model, config.rollout, plan.layout, config.seed)
-        pool = EnginePool(start_engines(processes, config.rollout, specs))
+        pool = EnginePool(start_engines(processes, config.model, config.rollout, config.seed))
         judges = start_judges(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         environment: Callable[[], Environment] = Unjudged
@@ -92,10 +81,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
 
 def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
     """Rewards that are models on this machine, by name."""
-    groups = {}
-    for judge in plan.judges:
-        specs = role_specs(judge, plan.config, 0)
-        groups[judge.name] = model_group(judge.name, processes.beside(judge.beside(), WORKER, specs), specs)
+    groups = {judge.name: start_role(processes, judge, plan.config, 0) for judge in plan.judges}
     if groups:
         start_groups(list(groups.values()))
     return groups

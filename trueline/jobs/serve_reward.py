@@ -19,13 +19,14 @@ from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port
-from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runs.engines import check_engines, check_ranks
+from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
 from trueline.runs.processes import opened
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Beside, Layout
 from trueline.training.group import ModelGroup
-from trueline.training.worker import WORKER, WorkerSpec
+from trueline.training.worker import WorkerSpec, worker_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ def serve(config: ServingConfig) -> int:
 def plan_serving(config: ServingConfig) -> ServingPlan:
     """Everything that can be known without loading the model."""
     model = config.served_model()
+    check_engines(config, "ranks")
+    check_ranks("ranks", config.ranks, model)
     facts, machine = check_model(model), this_machine()
-    check_installed("ranks.engine", config.ranks.engine, "torch")
     check_parallel(model, facts)
     model = model.replaced(
         {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}
@@ -73,7 +75,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         step_separator=config.step_separator,
     )
     check_reward_model(part)
-    ranks = config.ranks.replaced({"ranks": config.ranks.ranks or fitting_ranks(config, machine)})
+    ranks = config.ranks.replaced({"ranks": rank_count(config.ranks, model, machine)})
     limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
@@ -83,13 +85,6 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")
     return ServingPlan(config, model, ranks, part, facts, machine, config.max_tokens or limit)
-
-
-def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
-    """All GPUs, where ranks can share the work; else as many as one copy of the model needs."""
-    model = config.served_model()
-    width = model.tensor_parallel * model.ring
-    return max(machine.gpus // width, 1) * width if config.ranks.engine == "deepspeed" else 1
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
@@ -103,7 +98,7 @@ def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
     place = Beside("reward_model", world, shared=False)
     layout = Layout(0, beside=(place,))
     processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
-    actors = processes.beside(place, WORKER, specs)
+    actors = processes.beside(place, worker_target(plan.ranks), specs)
     group = ModelGroup(place.name, actors, plan.ranks, config.timeout_seconds, specs[0].mesh())
     group.start()
     return group

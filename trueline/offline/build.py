@@ -18,7 +18,7 @@ from trueline.runs.processes import opened
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup
-from trueline.training.worker import WORKER, Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
     with ExitStack() as stack:
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         specs = worker_specs(plan)
-        actors = processes.policy(WORKER, specs)
+        actors = processes.policy(worker_target(config.training), specs)
         model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
         model.start()
         if task.reference(config):

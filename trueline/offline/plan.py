@@ -12,10 +12,11 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
+from trueline.runs.engines import check_engines
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import Room, Tenant, describe_passes, settled
-from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices, crowding
 
@@ -38,7 +39,7 @@ class SupervisedPlan:
 
 def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
-    check_installed("training.engine", config.training.engine, "torch")
+    check_engines(config, "training")
     facts, machine = check_model(config.model), this_machine()
     config = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
@@ -55,8 +56,6 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
     """Fill in every key that was left to the machine or the model."""
-    width = config.model.tensor_parallel * config.model.ring
-    ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
     limit = config.training.micro_batch_tokens
     resolved = config.replaced(
         {
@@ -64,7 +63,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> Su
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
+            "training": {"ranks": rank_count(config.training, config.model, machine)},
             "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
         }
     )

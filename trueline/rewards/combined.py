@@ -1,22 +1,16 @@
-"""Several rewards as one: each clipped, then their weighted sum."""
+"""Several rewards as one: each clipped, then their weighted sum; and a row for each kind of reward."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from trueline.config.reward import RewardPartConfig
+from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, Verdict
 from trueline.rewards.functions import REWARDS
-
-
-def kind_of(part: RewardPartConfig) -> Literal["function", "model", "scorer", "judge"]:
-    if part.function.startswith(("http://", "https://")):
-        return "scorer"
-    if part.function == "judge":
-        return "judge"
-    # A built-in wins over a folder that happens to bear its name.
-    is_model = part.function and part.function not in REWARDS and Path(part.function).expanduser().is_dir()
-    return "model" if is_model else "function"
+from trueline.rewards.model import check_reward_model
+from trueline.rewards.pool import FunctionReward, check_function
+from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
 
 
 class CombinedReward:
@@ -56,3 +50,37 @@ class CombinedReward:
 
 def clipped(value: float, bound: float | None) -> float:
     return value if bound is None else max(-bound, min(bound, value))
+
+
+@dataclass(frozen=True, slots=True)
+class RewardKind:
+    """How a kind of reward is recognised, checked before the start and opened."""
+
+    fits: Callable[[RewardPartConfig], bool]
+    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], None]  # the data's columns; are there labels?
+    open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
+
+
+def kind_of(part: RewardPartConfig) -> str:
+    return next(name for name, kind in REWARD_KINDS.items() if kind.fits(part))
+
+
+def is_model(part: RewardPartConfig) -> bool:
+    """A built-in wins over a folder that happens to bear its name."""
+    return bool(part.function) and part.function not in REWARDS and Path(part.function).expanduser().is_dir()
+
+
+REWARD_KINDS = {  # the first that fits
+    "scorer": RewardKind(
+        lambda part: part.function.startswith(("http://", "https://")),
+        lambda part, *_: check_scorer(part),
+        lambda part, config, *_: ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch),
+    ),
+    "judge": RewardKind(
+        lambda part: part.function == "judge",
+        lambda part, _, columns, labelled: check_judge(part, columns, labelled),
+        lambda part, config, *_: JudgeReward(part, config.timeout_seconds),
+    ),
+    "model": RewardKind(is_model, lambda part, *_: check_reward_model(part), lambda *given: given[-1]()),
+    "function": RewardKind(lambda _: True, check_function, lambda *given: FunctionReward(*given[:3])),
+}

@@ -16,9 +16,9 @@ from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_answer, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
 from trueline.data.types import Sample, Tool
-from trueline.rewards.base import Call, RewardFailure
-from trueline.rewards.gathering import Gathering, Scored
+from trueline.rewards.base import Call, Gathering, RewardFailure, Scored
 
+Score = Callable[[list[Sample]], list[Tensor]]
 HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
 STEPS: dict[str, Callable[[list[float]], float]] = {
     "min": min,
@@ -83,36 +83,19 @@ def check_reward_model(part: RewardPartConfig) -> None:
     scale_of(part)
 
 
-class ModelReward:
+class ModelReward(Gathering):
     """Replies that wait are scored in one call of `score`, in a thread, for it blocks.
 
     `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
     """
 
-    def __init__(
-        self,
-        score: Callable[[list[Sample]], list[Tensor]],
-        chat: ChatFormat,
-        part: RewardPartConfig,
-        *,
-        max_tokens: int,
-        batch: int,
-    ) -> None:
+    def __init__(self, score: Score, chat: ChatFormat, part: RewardPartConfig, *, max_tokens: int, batch: int) -> None:
         check_reward_model(part)
         self.score_samples, self.chat, self.part, self.max_tokens = score, chat, part, max_tokens
         self.head = reward_model_head(part.function)
         self.mean, self.deviation = scale_of(part)
         self.separator = part.step_separator.replace("\\n", "\n")
-        self.gathering = Gathering(self._in_thread, batch, lanes=1)
-
-    async def score(self, call: Call) -> float:
-        return await self.gathering.score(call)
-
-    async def stop(self) -> None:
-        await self.gathering.stop()
-
-    async def _in_thread(self, calls: list[Call]) -> list[Scored]:
-        return await asyncio.to_thread(self._judge, calls)
+        super().__init__(lambda calls: asyncio.to_thread(self._judge, calls), batch, lanes=1)
 
     def _judge(self, calls: list[Call]) -> list[Scored]:
         encoded = [self._encode(call) for call in calls]

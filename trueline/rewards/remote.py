@@ -17,8 +17,7 @@ import httpx
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RemoteConfig, RewardPartConfig
-from trueline.rewards.base import Call, RewardFailure, RewardTimeout, RewardUnreachable
-from trueline.rewards.gathering import Gathering, Scored
+from trueline.rewards.base import Call, Gathering, RewardFailure, RewardTimeout, RewardUnreachable, Scored
 
 CONNECT_SECONDS = 10
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
@@ -164,15 +163,12 @@ def retry_after(response: httpx.Response) -> float | None:
     return min(max(seconds, 0.0), LONGEST_WAIT)
 
 
-class ScorerReward:
+class ScorerReward(Gathering):
     """A server that takes {"calls": [...]} and answers {"rewards": [number or {"error": "..."}, ...]}."""
 
     def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
         self.endpoint = Endpoint(url, part.remote, timeout_seconds)
-        self.gathering = Gathering(self._ask, batch, part.remote.concurrency)
-
-    async def score(self, call: Call) -> float:
-        return await self.gathering.score(call)
+        super().__init__(self._ask, batch, part.remote.concurrency, self.endpoint.stop)
 
     async def _ask(self, calls: list[Call]) -> list[Scored]:
         answer = await self.endpoint.post({"calls": calls})
@@ -188,21 +184,14 @@ class ScorerReward:
             return float(reward)
         return self.endpoint.failure(f"a reward must be a finite number, got {reward!r}")
 
-    async def stop(self) -> None:
-        await self.gathering.stop()
-        await self.endpoint.stop()
 
-
-class JudgeReward:
+class JudgeReward(Gathering):
     """A language model behind an OpenAI-compatible address; the number in its answer is the reward."""
 
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
         self.judge = part.judge
         self.endpoint = Endpoint(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        self.gathering = Gathering(self._ask, batch=1, lanes=part.remote.concurrency)
-
-    async def score(self, call: Call) -> float:
-        return await self.gathering.score(call)
+        super().__init__(self._ask, 1, part.remote.concurrency, self.endpoint.stop)
 
     async def _ask(self, calls: list[Call]) -> list[Scored]:
         return [await self._grade(call) for call in calls]
@@ -222,10 +211,6 @@ class JudgeReward:
         if not math.isfinite(number):
             raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return number
-
-    async def stop(self) -> None:
-        await self.gathering.stop()
-        await self.endpoint.stop()
 
 
 def filled(prompt: str, call: Call) -> str:

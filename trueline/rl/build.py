@@ -19,23 +19,14 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import (
-    Conversations,
-    converse,
-    engine_specs,
-    model_group,
-    opened,
-    opened_loop,
-    role_specs,
-    start_engines,
-)
+from trueline.runs.processes import Conversations, converse, model_group, opened, opened_loop, start_engines, start_role
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
-from trueline.training.worker import WORKER, WorkerSpec
+from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
 
@@ -101,13 +92,10 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
         WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
         for rank in range(ranks)
     ]
-    groups = {"policy": model_group("policy", processes.policy(WORKER, specs), specs)}
-    engines = start_engines(
-        processes, config.rollout, engine_specs(config.model, config.rollout, plan.layout, config.seed)
-    )
+    groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
+    engines = start_engines(processes, config.model, config.rollout, config.seed)
     for role in plan.roles:
-        specs = role_specs(role, config, updates)
-        groups[role.name] = model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
+        groups[role.name] = start_role(processes, role, config, updates)
     start_groups(list(groups.values()))
     return groups, EnginePool(engines)
 

@@ -14,7 +14,7 @@ def memory_bytes(plan: RLPlan) -> dict[str, float]:
     """A first estimate of each process's memory; on GPUs of device memory."""
     device, again = "cuda" if plan.machine.gpus else "cpu", bool(plan.config.model.gradient_checkpointing)
     each = {one.name: tenant_bytes(one, one.ranks.tokens_per_pass(), again, device) for one in tenants_of(plan)}
-    return each | {"engine": engine_bytes(plan.config.rollout, plan.facts, plan.layout, plan.machine)}
+    return each | {"engine": engine_bytes(plan.config.rollout, plan.facts, plan.machine)}
 
 
 def seconds_per_step(plan: RLPlan) -> float:

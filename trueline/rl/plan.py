@@ -13,11 +13,11 @@ from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rewards.combined import kind_of
+from trueline.runs.engines import check_engines
 from trueline.runs.memory import Room, Tenant, engine_bytes, settled
 from trueline.runs.preflight import (
     Measured,
     PromptSet,
-    check_installed,
     check_parallel,
     check_rollout,
     fitting_prompts,
@@ -63,20 +63,20 @@ class RLPlan:
 
 def plan_rl(config: RLConfig) -> RLPlan:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    check_engines(config, "training", "rollout", *["critic"] * config.algorithm.needs_critic())
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
     for source in sources:
         check_rewards(config.reward, source[0], required=not config.algorithm.needs_teacher())
     check_names(config)
-    check_installed("training.engine", config.training.engine, "torch")
-    check_installed("rollout.engine", config.rollout.engine, "hf")
     facts = check_model(config.model)
     machine = this_machine()
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
     config, roles = resolve(config, facts, machine, [*trained, *tested.values()])
+    check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
     layout = layout_of(config, roles)
     if config.runtime != "local":
         check_devices(layout, machine)
@@ -162,7 +162,6 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
     """One sequence must fit into one pass of every model that reads it."""
     readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.ring)}
     for role in roles:
-        check_installed(f"{role.section}.engine", role.ranks.engine, "torch")
         check_parallel(role.model, role.facts, role.section)
     reading = [role for role in roles if role.section != "reward_model"]  # which refuses long answers one by one
     readers |= {role.section: (role.ranks, role.model.ring) for role in reading}
@@ -209,7 +208,7 @@ def tenants_of(plan: RLPlan) -> list[Tenant]:
 def rooms_of(plan: RLPlan) -> list[Room]:
     """On a CPU one for all processes; on GPUs the policy's, and one for each model with GPUs of its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
-    engine = engine_bytes(plan.config.rollout, plan.facts, layout, machine)
+    engine = engine_bytes(plan.config.rollout, plan.facts, machine)
     if not machine.gpus:
         local = plan.config.runtime == "local"
         counted = [(one, 1 if local else one.world) for one in tenants]

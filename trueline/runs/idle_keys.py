@@ -9,6 +9,7 @@ from trueline.config.run import RunConfig
 from trueline.config.sampling import SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
+from trueline.training.engines import TRAIN_ENGINES
 
 Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
 
@@ -81,11 +82,10 @@ def no_pull(run: RLConfig) -> str:
 
 
 def no_shards(section: str) -> Callable[[Any], str]:
-    return lambda run: unless(part_of(run, section).engine != "torch", f"{section}.engine=torch shards nothing")
-
-
-def part_of(run: RunConfig, section: str) -> Any:
-    return dict(run)[section]
+    key = f"{section}.engine"
+    return lambda run: unless(
+        TRAIN_ENGINES[name := run.engines()[section]].several_ranks, f"{key}={name} shards nothing"
+    )
 
 
 def never(why: str) -> Callable[[Config], str]:
@@ -101,10 +101,7 @@ TRAINING: list[Rule] = [
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
-        *(
-            (f"{section}.zero_stage", no_shards(section))
-            for section in ("critic", "reference", "teacher", "reward_model")
-        ),
+        *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
         ("critic.", lambda run: unless(run.algorithm.needs_critic(), f"{run.algorithm.advantage} has no critic")),
         ("algorithm.value_clip algorithm.critic_only_steps", advantage_reads("gae")),
         ("algorithm.gae_lambda algorithm.length_adaptive", advantage_reads("gae")),

@@ -8,13 +8,12 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import RolloutConfig
 from trueline.models.loading import ModelFacts
-from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Layout
-from trueline.training.deepspeed_config import effective_stage
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runtime.cluster import PROCESS_BYTES, Machine
+from trueline.training.engines import TRAIN_ENGINES
 from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
-PROCESS_BYTES = 0.5 * GIB  # of a process that has imported its libraries
 SPARE = 0.1  # share of a memory that is left alone while it can be
 LEAST_PASS = {"cuda": 4096, "cpu": 1024}  # tokens; where fewer would fit, activations are computed again instead
 SHORTEST = 64  # tokens of a sequence that a refusal still proposes
@@ -83,7 +82,7 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
 def model_bytes(tenant: Tenant) -> float:
     """Of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
     model, ranks, world = tenant.model, tenant.ranks, tenant.world
-    width, stage = bytes_of(model.dtype), effective_stage(ranks, model.dtype)
+    width, stage = bytes_of(model.dtype), TRAIN_ENGINES[ranks.engine].stage(ranks, model.dtype)
     share = tenant.facts.parameters / model.tensor_parallel
     weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
     if ranks.offload == "all":
@@ -91,10 +90,9 @@ def model_bytes(tenant: Tenant) -> float:
     if not isinstance(ranks, TrainingConfig):
         return weights
     trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
-    gradients = trained * width / (world if stage >= 2 else 1)
-    sums = trained * (4 if width == 2 else 0) / world
+    gradients = trained * (width + (4 if width == 2 else 0)) / (world if stage >= 2 else 1)
     optimizer = trained * (8 + (4 if width == 2 else 0)) / (world if stage >= 1 else 1)
-    return weights + gradients + sums + (optimizer if ranks.offload == "none" else 0.0)
+    return weights + gradients + (optimizer if ranks.offload == "none" else 0.0)
 
 
 def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str) -> float:
@@ -112,11 +110,8 @@ def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device:
     return facts.layers * kept + 2 * layer + logits + head
 
 
-def engine_bytes(rollout: RolloutConfig, facts: ModelFacts, layout: Layout, machine: Machine) -> float:
-    if machine.gpus:
-        return rollout.gpu_memory_share * machine.gpu_bytes
-    weights = facts.parameters * bytes_of(rollout.dtype) / layout.tensor_parallel
-    return PROCESS_BYTES + layout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * GIB)
+def engine_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
+    return ROLLOUT_ENGINES[rollout.engine].memory(rollout, facts, machine)
 
 
 def settled(rooms: list[Room], longest: int, lengths: str) -> Passes:

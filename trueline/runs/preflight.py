@@ -1,6 +1,5 @@
 """What every kind of run asks of machine and model before it starts: keys left to them, and what cannot work."""
 
-import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +14,25 @@ from trueline.data.readers import read_prompts
 from trueline.data.sources import open_source
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runs.engines import others
 from trueline.runtime.cluster import Machine
+from trueline.training.engines import TRAIN_ENGINES
 
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-
-def check_installed(key: str, engine: str, instead: str) -> None:
-    """DeepSpeed and vLLM do not run on every system; what runs everywhere is named."""
-    if engine in ("deepspeed", "vllm") and importlib.util.find_spec(engine) is None:
-        raise ConfigError(f"{key}={engine}: {engine} is not installed here; install it or set {key}={instead}")
 
 
 def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
     if dtype != "auto":
         return dtype
-    return "bfloat16" if machine.gpus and training.engine == "deepspeed" else "float32"
+    return "bfloat16" if machine.gpus and TRAIN_ENGINES[training.engine].masters else "float32"
+
+
+def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
+    """As many as were asked for; else all GPUs, in multiples of what one copy of the model needs."""
+    width = model.tensor_parallel * model.ring
+    several = TRAIN_ENGINES[ranks.engine].several_ranks
+    return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
 
 
 def resolve_path(path: str) -> str:
@@ -72,10 +74,17 @@ def check_rollout(rollout: RolloutConfig, model: ModelConfig, facts: ModelFacts,
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
             f"exceed the model's context of {facts.context} tokens: lower one of them"
         )
-    if rollout.engine == "vllm" and not machine.gpus and facts.head_size not in VLLM_CPU_HEAD_SIZES:
+    row, sizes = ROLLOUT_ENGINES[rollout.engine], ROLLOUT_ENGINES[rollout.engine].cpu_head_sizes
+    if sizes and not machine.gpus and facts.head_size not in sizes:
         raise ConfigError(
-            f"model.path={model.path}: its attention heads have size {facts.head_size}; vLLM on a CPU runs "
-            f"{', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: set rollout.engine=hf or choose another model"
+            f"model.path={model.path}: its attention heads have size {facts.head_size}; {rollout.engine} on a CPU runs "
+            f"{', '.join(map(str, sizes))}: set {others('rollout', lambda row: not row.cpu_head_sizes)} or choose "
+            "another model"
+        )
+    if rollout.tensor_parallel > 1 and not row.tensor_parallel:
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} divides no model: set rollout.tensor_parallel=1 (got "
+            f"{rollout.tensor_parallel}) or {others('rollout', lambda row: row.tensor_parallel)}"
         )
     if facts.heads % rollout.tensor_parallel:
         raise ConfigError(

@@ -11,20 +11,16 @@ from trueline.config.run import RunConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
 from trueline.runs.roles import RoleModel
-from trueline.runtime.actors import Actor, Target
+from trueline.runtime.actors import Actor
 from trueline.runtime.cluster import Machine, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
-from trueline.training.worker import Worker, WorkerSpec
-
-ENGINES: dict[str, Target[RolloutEngine]] = {
-    "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
-    "hf": Target("trueline.rollout.hf_engine:HFEngine", asynchronous=True),
-}
+from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
 @contextmanager
@@ -60,21 +56,24 @@ class Conversations:
         return SamplingParams(temperature, max_new_tokens, self.stops)
 
 
-def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
-    return [
-        WorkerSpec(
-            role.model, role.ranks, rank, role.world(), updates, config.seed, config.timeout_seconds, head=role.head
-        )
+def start_role(processes: Processes, role: RoleModel, config: RunConfig, updates: int) -> ModelGroup:
+    seed, seconds = config.seed, config.timeout_seconds
+    specs = [
+        WorkerSpec(role.model, role.ranks, rank, role.world(), updates, seed, seconds, head=role.head)
         for rank in range(role.world())
     ]
+    return model_group(role.name, processes.beside(role.beside(), worker_target(role.ranks), specs), specs)
 
 
 def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
     return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
 
 
-def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[EngineSpec]) -> list[Actor[RolloutEngine]]:
-    return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
+def start_engines(
+    processes: Processes, model: ModelConfig, rollout: RolloutConfig, seed: int
+) -> list[Actor[RolloutEngine]]:
+    specs = engine_specs(model, rollout, processes.layout, seed)
+    return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
 def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
@@ -89,7 +88,7 @@ def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, see
             seed=seed + number,
             gpu_memory_share=rollout.gpu_memory_share,
             cuda_graphs=rollout.cuda_graphs,
-            sleeps=layout.colocated,
+            sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
         )
         for number in range(layout.engines)

@@ -9,10 +9,8 @@ from trueline.data.types import Prompt, Trajectory
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
-from trueline.rewards.combined import CombinedReward, kind_of
-from trueline.rewards.model import ModelReward, check_reward_model
-from trueline.rewards.pool import FunctionReward, check_function
-from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
+from trueline.rewards.combined import REWARD_KINDS, CombinedReward, kind_of
+from trueline.rewards.model import ModelReward
 from trueline.rewards.replay import write_failure
 from trueline.rollout.failures import Report
 from trueline.runs.roles import RoleModel, reward_model_name
@@ -29,21 +27,9 @@ def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = Tru
         )
     for name, part in parts.items():
         try:
-            check_reward(part, config, example)
+            REWARD_KINDS[kind_of(part)].check(part, config, list(example.columns), example.label is not None)
         except ConfigError as error:
             raise ConfigError(f"reward.parts.{name}: {error}" if config.parts else str(error)) from error
-
-
-def check_reward(part: RewardPartConfig, config: RewardConfig, example: Prompt) -> None:
-    columns, labelled, kind = list(example.columns), example.label is not None, kind_of(part)
-    if kind == "function":
-        check_function(part, config, columns, labelled)
-    elif kind == "judge":
-        check_judge(part, columns, labelled)
-    elif kind == "scorer":
-        check_scorer(part)
-    else:
-        check_reward_model(part)
 
 
 def open_rewards(
@@ -51,18 +37,13 @@ def open_rewards(
 ) -> CombinedReward:
     """`groups` are the models of the run by the names of their roles."""
     models = {role.name: role for role in roles}
-    parts: dict[str, tuple[Reward, RewardPartConfig]] = {}
-    for name, part in config.named_parts().items():
-        role = reward_model_name(name, config)
-        if role in models:
-            reward: Reward = model_reward(part, config, models[role], groups[role])
-        elif kind_of(part) == "scorer":
-            reward = ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch)
-        elif kind_of(part) == "judge":
-            reward = JudgeReward(part, config.timeout_seconds)
-        else:
-            reward = FunctionReward(part, config, logs / ("reward.log" if not config.parts else f"reward-{name}.log"))
-        parts[name] = (reward, part)
+
+    def opened(name: str, part: RewardPartConfig) -> Reward:
+        role, log = reward_model_name(name, config), logs / (f"reward-{name}.log" if config.parts else "reward.log")
+        loaded = lambda: model_reward(part, config, models[role], groups[role])  # noqa: E731
+        return REWARD_KINDS[kind_of(part)].open(part, config, log, loaded)
+
+    parts = {name: (opened(name, part), part) for name, part in config.named_parts().items()}
     return CombinedReward(parts, config.policy_error)
 
 

@@ -11,6 +11,5 @@ if "RAY_ADDRESS" not in os.environ:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,  # where its ranks meet; their data goes between GPUs
-        "VLLM_HOST_IP": "127.0.0.1",
     }
     os.environ.update(LOOPBACK)

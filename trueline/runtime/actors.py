@@ -212,10 +212,11 @@ class RayActor(Generic[Object]):
 
 @dataclass(frozen=True, slots=True)
 class Target(Generic[Object]):
-    """A class by its import path, and whether its methods are coroutines."""
+    """A class by its import path, whether its methods are coroutines, and what its processes start with."""
 
     path: str
     asynchronous: bool = False
+    environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
 
 
 def redirect_output(log: Path) -> None:

@@ -17,6 +17,7 @@ from trueline.runtime import LOOPBACK
 
 START_SECONDS = 120
 OBJECT_STORE_BYTES = 512 * 2**20
+PROCESS_BYTES = 512 * 2**20  # of a process that has imported its libraries
 
 # What every process of a run starts with. Ray must leave device variables alone: processes that share a
 # GPU are given none by Ray and see it through CUDA_VISIBLE_DEVICES.
@@ -26,8 +27,6 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_worker_niceness": "0",  # Ray's own 15 leaves a rank 3 % of a core that another program keeps busy
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
     "DO_NOT_TRACK": "1",
     **LOOPBACK,
 }
@@ -53,26 +52,6 @@ def this_machine() -> Machine:
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
         gpu_name=torch.cuda.get_device_name(0) if gpus else "",
     )
-
-
-def worker_environment(machine: Machine, processes: int) -> dict[str, str]:
-    """Environment of a training process; on CPUs all cores but one are shared out among `processes`."""
-    if machine.gpus:
-        return dict(QUIET)
-    threads = str(max((machine.cpus - 1) // processes, 1))
-    return QUIET | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
-
-
-def engine_environment(machine: Machine, cpu_cache_gib: float) -> dict[str, str]:
-    if machine.gpus:
-        # FlashInfer's sampler compiles kernels at its first use, for minutes.
-        return QUIET | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    # One thread: OpenMP barriers spin, and two threads crawl as soon as another process is busy.
-    return QUIET | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(round(cpu_cache_gib), 1)),
-    }
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.runtime.actors import Actor, LocalActor, Object, RayActor, Spot, Target, build, wait_all
-from trueline.runtime.cluster import START_SECONDS, Machine, engine_environment, reserve, worker_environment
+from trueline.runtime.cluster import QUIET, START_SECONDS, Machine, reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,13 @@ def crowding(layout: Layout, machine: Machine) -> list[str]:
     ]
 
 
+def process_environment(target: Target[Object], machine: Machine, processes: int | None = None) -> dict[str, str]:
+    """On CPUs, `processes` that work at the same time share out all cores but one; others take one each."""
+    # OpenMP barriers spin, and two threads of an engine crawl as soon as another process is busy.
+    threads = max((machine.cpus - 1) // processes, 1) if processes else 1
+    return QUIET | ({} if machine.gpus else {"OMP_NUM_THREADS": str(threads)}) | target.environment(machine.gpus)
+
+
 @dataclass(slots=True)
 class Processes:
     """Starts the processes of a run and remembers where the policy's ranks live, for those that share with them."""
@@ -86,14 +93,14 @@ class Processes:
     homes: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def policy(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        actors = self._start("policy", target, specs, self._own_spots(len(specs)))
+        actors = self._start("policy", target, specs, self._own_spots(target, len(specs)))
         if self.machine.gpus:
             homes = [actor.home() for actor in actors if isinstance(actor, RayActor)]
             self.homes = wait_all(homes, START_SECONDS)
         return actors
 
-    def _own_spots(self, count: int) -> list[Spot]:
-        environment = worker_environment(self.machine, count)
+    def _own_spots(self, target: Target[Object], count: int) -> list[Spot]:
+        environment = process_environment(target, self.machine, count)
         if not self.machine.gpus:
             return [Spot(environment=environment)] * count
         group = None if self.local else reserve([{"CPU": 1, "GPU": 1}] * count)
@@ -101,12 +108,12 @@ class Processes:
 
     def beside(self, one: Beside, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         """The ranks of a model beside the policy."""
-        environment = worker_environment(self.machine, len(specs))
+        environment = process_environment(target, self.machine, len(specs))
         shared = [self._beside([number], environment) for number in range(len(specs))]
-        return self._start(one.name, target, specs, shared if one.shared else self._own_spots(len(specs)))
+        return self._start(one.name, target, specs, shared if one.shared else self._own_spots(target, len(specs)))
 
-    def engines(self, target: Target[Object], specs: list[Any], cpu_cache_gib: float) -> list[Actor[Object]]:
-        environment = engine_environment(self.machine, cpu_cache_gib)
+    def engines(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
+        environment = process_environment(target, self.machine)
         width = self.layout.tensor_parallel
         if not self.machine.gpus or self.layout.colocated:
             shares = [list(range(number * width, (number + 1) * width)) for number in range(len(specs))]

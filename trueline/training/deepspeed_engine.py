@@ -1,9 +1,8 @@
 """DeepSpeed on one rank of a group: ZeRO 0 to 3, tensor parallelism by AutoTP."""
 
-import datetime
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -21,38 +20,29 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from trueline.config.model import RanksConfig, TrainingConfig
+from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
+from trueline.training.worker import WorkerSpec
 
 GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
 
 
-def join_ranks(store: Callable[[], Any], rank: int, world: int, timeout_seconds: float, device: torch.device) -> None:
-    """Connect to the other ranks through a store that they all know; a process that has joined stays joined."""
-    # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
-    if not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, store=store(), rank=rank, world_size=world, timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-
-
 class DeepSpeedEngine:
-    def __init__(
-        self, module: Scorer, config: RanksConfig, total_steps: int, device: torch.device, tensor_ranks: int = 1
-    ) -> None:
-        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        self.config, self.total_steps, self.device = config, total_steps, device
+    def __init__(self, module: Scorer, spec: WorkerSpec, device: torch.device) -> None:
+        # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ.update(RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world))
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        dtype, config = str(next(module.parameters()).dtype).removeprefix("torch."), spec.ranks
+        self.config, self.total_steps, self.device = config, spec.total_steps, device
         self.stage = effective_stage(config, dtype)
-        cuts = tensor_parallel(module.model, tensor_ranks)
+        cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
         optimizer = make_optimizer(module.parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype, cuts)
@@ -60,8 +50,8 @@ class DeepSpeedEngine:
         self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.base: Any = optimizer
-        self.cuts = Cuts(self.engine.module, tensor_ranks)
-        self.replicas = dist.get_world_size() // tensor_ranks
+        self.cuts = Cuts(self.engine.module, spec.model.tensor_parallel)
+        self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
         self.steps = 0

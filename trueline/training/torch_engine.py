@@ -6,18 +6,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from trueline.config.model import RanksConfig, TrainingConfig
+from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engine import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import learning_rate_at, make_optimizer
+from trueline.training.worker import WorkerSpec
 
 
 class TorchEngine:
-    def __init__(self, module: nn.Module, config: RanksConfig, total_steps: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, spec: WorkerSpec, device: torch.device) -> None:
         self.module = module.to(device).train()
-        self.config, self.total_steps, self.device = config, total_steps, device
+        self.config, self.total_steps, self.device = (config := spec.ranks), spec.total_steps, device
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.steps = 0

@@ -1,5 +1,6 @@
 """One rank of one model: it scores, updates, hands out weights, saves and loads. It knows no algorithm."""
 
+import datetime
 import math
 import resource
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer, Teacher
-from trueline.runtime.actors import Target
+from trueline.runtime.actors import Target, build
 from trueline.runtime.transport import (
     Address,
     BroadcastGroup,
@@ -35,10 +37,9 @@ from trueline.runtime.transport import (
     checksum,
 )
 from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
-from trueline.training.engine import TrainEngine
+from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Report, weights_of
-from trueline.training.torch_engine import TorchEngine
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
@@ -81,8 +82,12 @@ class Worker:
         """Join the other ranks and load the model."""
         spec, config = self.spec, self.spec.model
         torch.manual_seed(spec.seed)
-        if spec.ranks.engine == "deepspeed":
-            self._join(address)
+        row = TRAIN_ENGINES[spec.ranks.engine]
+        if row.several_ranks and not dist.is_initialized():  # a process that has joined stays joined
+            store = self.meeting.store(address, spec.world, spec.timeout_seconds)
+            timeout = datetime.timedelta(seconds=spec.timeout_seconds)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
         dtype = DTYPES[config.dtype]
         self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
@@ -97,7 +102,7 @@ class Worker:
             teacher=self._load_teacher(dtype),
             values=spec.head == "value",
         )
-        self.engine = make_engine(self.scorer, spec, self.device)
+        self.engine = build(row.path, [self.scorer, spec, self.device])
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def ready(self) -> None:
@@ -122,18 +127,6 @@ class Worker:
                 "choose models with one vocabulary"
             )
         return Teacher(model, distill)
-
-    def _join(self, address: Address) -> None:
-        from trueline.training.deepspeed_engine import join_ranks  # noqa: PLC0415
-
-        spec = self.spec
-        join_ranks(
-            lambda: self.meeting.store(address, spec.world, spec.timeout_seconds),
-            spec.rank,
-            spec.world,
-            spec.timeout_seconds,
-            self.device,
-        )
 
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
@@ -309,7 +302,8 @@ class Worker:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
 
 
-WORKER: Target[Worker] = Target("trueline.training.worker:Worker")
+def worker_target(ranks: RanksConfig) -> Target[Worker]:
+    return Target("trueline.training.worker:Worker", environment=TRAIN_ENGINES[ranks.engine].environment)
 
 
 def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
@@ -346,11 +340,3 @@ def only(output: ModelOutput) -> Tensor:
         if is_filled(output, name):
             return getattr(output, name)
     raise AssertionError("a model output without numbers")
-
-
-def make_engine(scorer: Scorer, spec: WorkerSpec, device: torch.device) -> TrainEngine:
-    if spec.ranks.engine == "torch":
-        return TorchEngine(scorer, spec.ranks, spec.total_steps, device)
-    from trueline.training.deepspeed_engine import DeepSpeedEngine  # noqa: PLC0415
-
-    return DeepSpeedEngine(scorer, spec.ranks, spec.total_steps, device, spec.model.tensor_parallel)

@@ -9,20 +9,6 @@ from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "torch has one process": (
-        ["training.engine=torch", "training.ranks=2"],
-        ["training.engine=torch", "training.ranks=1 (got 2)", "training.engine=deepspeed"],
-    ),
-    "torch divides no layers": (["training.engine=torch", "model.tensor_parallel=2"], ["model.tensor_parallel=1"]),
-    "torch divides no sequences": (["training.engine=torch", "model.ring=2"], ["model.ring=1"]),
-    "torch has no master weights": (
-        ["training.engine=torch", "model.dtype=bfloat16"],
-        ["training.engine=torch", "model.dtype=float32 (got bfloat16)"],
-    ),
-    "torch offloads nothing": (
-        ["training.engine=torch", "training.offload=optimizer"],
-        ["training.offload=none (got optimizer)"],
-    ),
     "ranks are a multiple of the mesh": (
         ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2"],
         ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2", "set it to 4 or a multiple"],

@@ -51,20 +51,6 @@ def test_runtime_local_keeps_what_else_is_set_in_those_sections() -> None:
     assert (config.rollout.temperature, config.training.learning_rate) == (0.5, 1e-3)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("rollout.engine", "vllm", "hf"),
-        ("training.engine", "deepspeed", "torch"),
-        ("reference.engine", "deepspeed", "torch"),
-    ],
-)
-def test_runtime_local_refuses_engines_with_processes(key: str, value: str, instead: str) -> None:
-    message = refused("runtime=local", f"{key}={value}")
-    assert "runtime=local" in message
-    assert f"{key}={instead}" in message
-
-
 def test_minibatches_must_divide_the_answers() -> None:
     message = refused("groups_per_step=3", "algorithm.group_size=2", "minibatches=4")
     for part in ("minibatches=4", "groups_per_step=3", "algorithm.group_size=2"):
@@ -78,19 +64,6 @@ def test_colocated_models_cannot_lag() -> None:
     assert "rollout.max_staleness=0" in message
     assert "got 2" in message
     assert RLConfig.load([], ["placement=separate", "rollout.max_staleness=2"]).rollout.max_staleness == 2
-
-
-def test_the_torch_engine_has_one_rank() -> None:
-    message = refused("training.engine=torch", "training.ranks=2")
-    assert "training.engine=torch" in message
-    assert "training.ranks=1" in message
-
-
-def test_the_torch_engine_has_no_master_weights_for_bfloat16() -> None:
-    message = refused("training.engine=torch", "model.dtype=bfloat16")
-    assert "training.engine=torch" in message
-    assert "model.dtype=float32" in message
-    assert RLConfig.load([], ["training.engine=torch", "model.dtype=float32"]).model.dtype == "float32"
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/b", "", ".hidden", "a b"])
@@ -137,7 +110,6 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
     ("overrides", "part"),
     [
         (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_only_steps=10 of steps=10"),
-        (["algorithm.preset=ppo", "critic.engine=torch", "critic.ranks=2"], "critic.engine=torch"),
         (["algorithm.preset=ppo", "critic.offload=all"], "critic.offload=all needs critic.zero_stage=3"),
         (["algorithm.preset=remax", "algorithm.shaping.overlong_factor=1"], "greedy"),
         (["algorithm.preset=on_policy_distill", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling"),

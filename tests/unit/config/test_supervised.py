@@ -19,29 +19,6 @@ def test_runtime_local_fills_the_torch_engine() -> None:
     assert SupervisedConfig().training.engine == "deepspeed"
 
 
-def test_runtime_local_refuses_deepspeed() -> None:
-    with pytest.raises(ConfigError) as caught:
-        SupervisedConfig.load([], ["runtime=local", "training.engine=deepspeed"])
-    assert "runtime=local" in str(caught.value)
-    assert "training.engine=torch" in str(caught.value)
-
-
-@pytest.mark.parametrize("runtime", ["ray", "local"])
-def test_the_torch_engine_has_one_rank(runtime: str) -> None:
-    """Its ranks would each train on a part of the data and never meet."""
-    with pytest.raises(ConfigError) as caught:
-        SupervisedConfig.load([], [f"runtime={runtime}", "training.engine=torch", "training.ranks=2"])
-    assert "training.engine=torch" in str(caught.value)
-    assert "training.ranks" in str(caught.value)
-
-
-def test_the_torch_engine_has_no_master_weights_for_bfloat16() -> None:
-    with pytest.raises(ConfigError) as caught:
-        SupervisedConfig.load([], ["training.engine=torch", "model.dtype=bfloat16"])
-    assert "training.engine=torch" in str(caught.value)
-    assert "model.dtype=float32" in str(caught.value)
-
-
 @pytest.mark.parametrize("verb", sorted(TASK_VERBS))
 def test_the_defaults_of_every_verb_can_be_read_and_written(verb: str, tmp_path: Path) -> None:
     chosen = TASK_VERBS[verb]

@@ -253,7 +253,6 @@ def test_pairs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
     [
         ({"pairs": True, "samples": 1}, r"samples to 2 or more \(got 1\)"),
         ({"shards": 2, "shard": 2}, r"shard=2 of shards=2 is not there: count from 0"),
-        ({"runtime": "local", "rollout": {"engine": "vllm"}}, r"set rollout.engine=hf \(got vllm\) or runtime=ray"),
     ],
 )
 def test_what_cannot_work_is_refused(keys: dict[str, Any], message: str) -> None:

@@ -352,10 +352,7 @@ def test_configuration() -> None:
     assert ServingConfig().ranks.engine == "torch"
     assert ServingConfig.parse({"runtime": "ray"}).ranks.engine == "deepspeed"
     wrong: dict[str, dict[str, Any]] = {
-        r"set ranks\.engine=torch \(got deepspeed\)": {"ranks": {"engine": "deepspeed"}},
-        r"ranks\.engine=torch runs in one process: set ranks\.ranks=1 \(got 2\)": {"ranks": {"ranks": 2}},
-        r"got 2 ranks wide": {"model": {"tensor_parallel": 2}},
-        r"ranks\.ranks=3 is no multiple of tensor_parallel=2": {
+        r"ranks\.ranks=3 is no multiple of its tensor_parallel=2": {
             "runtime": "ray",
             "ranks": {"ranks": 3, "tensor_parallel": 2},
         },

@@ -1,17 +1,24 @@
 """Rewards as a run opens them."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.support.disk import files_up_to
 from tests.support.reward_models import local_group, make_reward_model
+from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import FrozenConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.rewards.base import Call
+from trueline.rewards.combined import REWARD_KINDS, RewardKind
+from trueline.rewards.model import ModelReward
+from trueline.rewards.pool import FunctionReward
+from trueline.rewards.remote import JudgeReward, ScorerReward
 from trueline.rollout.failures import FailureBudget, RolloutFailure
-from trueline.runs.rewards import failure_files, model_reward
+from trueline.runs.rewards import check_rewards, failure_files, model_reward, open_rewards
 from trueline.runs.roles import reward_models
 
 
@@ -47,3 +54,61 @@ def test_a_reward_model_takes_a_template_file(tmp_path: Path) -> None:
     (role,) = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)), 1)
     reward = model_reward(config, config, role, local_group(folder, "reward"))
     assert reward.chat.templated and reward.chat.tokenizer.chat_template == TEMPLATE
+
+
+def test_every_kind_is_opened_with_the_keys_of_the_run(tmp_path: Path) -> None:
+    folder = make_reward_model(tmp_path / "model", "reward")
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "judge"}
+    config = RewardConfig.parse(
+        {
+            "parts": {
+                "right": {"function": "exact"},
+                "asked": {"function": "http://127.0.0.1:1/score", "remote": {"concurrency": 3}},
+                "graded": {"function": "judge", "judge": judge},
+                "learnt": {"function": str(folder)},
+            },
+            "batch": 7,
+            "timeout_seconds": 5,
+        }
+    )
+    roles = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)), 1)
+    groups = {"reward_model-learnt": local_group(folder, "reward")}
+    opened = {name: reward for name, (reward, _) in open_rewards(config, roles, groups, tmp_path).parts.items()}
+    right, asked, graded, learnt = (opened[name] for name in config.parts)
+    assert isinstance(right, FunctionReward) and right.config is config
+    assert {child.log for child in right.children} == {tmp_path / "reward-right.log"}
+    assert isinstance(asked, ScorerReward) and (asked.batch, asked.endpoint.timeout_seconds) == (7, 5)
+    assert isinstance(graded, JudgeReward) and (graded.batch, graded.endpoint.timeout_seconds) == (1, 5)
+    assert isinstance(learnt, ModelReward) and learnt.batch == 7
+
+
+class Constant:
+    def __init__(self, value: str) -> None:
+        self.value = float(value)
+
+    async def score(self, call: Call) -> float:
+        return self.value
+
+    async def stop(self) -> None: ...
+
+
+def check_constant(*given: object) -> None:
+    raise ConfigError(f"checked with {given[2]} and {given[3]}")
+
+
+def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RewardKind(
+        lambda part: part.function.startswith("constant "),
+        check_constant,
+        lambda part, *_: Constant(part.function.split()[1]),
+    )
+    function = REWARD_KINDS["function"]
+    monkeypatch.delitem(REWARD_KINDS, "function")  # which takes all that the rows before it leave
+    monkeypatch.setitem(REWARD_KINDS, "constant", own)
+    monkeypatch.setitem(REWARD_KINDS, "function", function)
+    config = RewardConfig(function="constant 0.5")
+    row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", columns={"level": 3})
+    with pytest.raises(ConfigError, match=r"checked with \['level'\] and True"):
+        check_rewards(config, row)
+    verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).judge({"reply": "x"}))
+    assert verdict.reward == 0.5

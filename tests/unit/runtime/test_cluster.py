@@ -7,12 +7,22 @@ import pytest
 
 SHOW = """
 import json, os
-from trueline.runtime.cluster import Machine, engine_environment, worker_environment
+from trueline.config.model import RanksConfig
+from trueline.config.rl import RolloutConfig
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runtime.cluster import Machine
+from trueline.runtime.placement import process_environment
+from trueline.training.engines import TRAIN_ENGINES
+from trueline.training.worker import worker_target
 machines = [Machine(cpus=2, memory_bytes=2**34, gpus=gpus, gpu_bytes=2**34) for gpus in (0, 2)]
-started = [what for machine in machines for what in (worker_environment(machine, 2), engine_environment(machine, 1.0))]
-print(json.dumps([dict(os.environ), *started]))
+ranks = [worker_target(RanksConfig(engine=name)) for name in TRAIN_ENGINES]
+engines = {name: row.target(RolloutConfig()) for name, row in ROLLOUT_ENGINES.items()}
+started = [process_environment(target, machine, 2) for target in ranks for machine in machines]
+started += [process_environment(target, machine) for target in engines.values() for machine in machines]
+vllm = [process_environment(engines["vllm"], machine) for machine in machines]
+print(json.dumps([[dict(os.environ), *started], vllm]))
 """
-LISTENING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+LISTENING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @pytest.mark.parametrize(("given", "loopback"), [({}, True), ({"RAY_ADDRESS": "10.0.0.1:6379"}, False)])
@@ -20,7 +30,9 @@ def test_processes_meet_on_the_loopback_unless_there_is_a_cluster(given: dict[st
     """The driver's own environment, and those of ranks and engines, on CPUs and on GPUs."""
     own = {name: value for name, value in os.environ.items() if name not in (*LISTENING, "RAY_ADDRESS")}
     shown = subprocess.run([sys.executable, "-c", SHOW], env=own | given, capture_output=True, text=True, check=True)
-    for environment in json.loads(shown.stdout):
+    everywhere, vllm = json.loads(shown.stdout)
+    for environment in everywhere:
         assert {name: environment.get(name) for name in LISTENING} == (
             LISTENING if loopback else dict.fromkeys(LISTENING)
         )
+    assert [one.get("VLLM_HOST_IP") for one in vllm] == ["127.0.0.1" if loopback else None] * 2

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic
 
@@ -18,10 +18,10 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
 from trueline.rollout.engine import EngineSpec
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
-from trueline.runs.processes import ENGINES
-from trueline.runtime.actors import Pending, Result, Target
+from trueline.runtime.actors import Pending, Result
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.transport import Bucket
 from trueline.sync.weights import Canary, SyncFailure, WeightSync
@@ -225,7 +225,7 @@ def test_a_whole_run_stops_by_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(ENGINES, "hf", Target(f"{__name__}:{engine}", asynchronous=True))
+    monkeypatch.setitem(ROLLOUT_ENGINES, "hf", replace(ROLLOUT_ENGINES["hf"], path=f"{__name__}:{engine}"))
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
     (tmp_path / "reward.py").write_text("def reward(reply): return float(len(reply))")
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", f"folder={tmp_path}", "name=run"]

@@ -1,13 +1,15 @@
-"""What training asks of a framework: one model on one rank of a group."""
+"""What training asks of a framework, one model on one rank of a group, and a row for each framework."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, ModelOutput
+from trueline.training.deepspeed_config import effective_stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -62,3 +64,33 @@ def model_output(fields: dict[str, Tensor]) -> ModelOutput:
     for name, tensor in fields.items():
         setattr(output, name, tensor)
     return output
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRow:
+    """What is known of an engine before one of its processes imports it."""
+
+    path: str  # of a class that follows TrainEngine and is made from a Scorer, a WorkerSpec and a device
+    package: str = ""  # that must be installed
+    brought_by: str = ""  # what installs it
+    local: bool = False  # it can live in the process of the run
+    several_ranks: bool = True  # that have met in torch.distributed before it is made
+    masters: bool = True  # float32 weights beside those that compute in bfloat16
+    offloads: bool = True
+    # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
+    stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
+    environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
+
+
+TRAIN_ENGINES = {
+    "deepspeed": TrainRow(
+        "trueline.training.deepspeed_engine:DeepSpeedEngine",
+        package="deepspeed",
+        brought_by="trueline itself on Linux",
+        stage=effective_stage,
+        environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
+    ),
+    "torch": TrainRow(
+        "trueline.training.torch_engine:TorchEngine", local=True, several_ranks=False, masters=False, offloads=False
+    ),
+}

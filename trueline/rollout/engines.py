@@ -1,0 +1,60 @@
+"""The engines that sample, a row for each: what is known of one before its processes import it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from trueline.config.rl import RolloutConfig
+from trueline.models.loading import DTYPES, ModelFacts
+from trueline.rollout.engine import RolloutEngine
+from trueline.runtime import LOOPBACK
+from trueline.runtime.actors import Target
+from trueline.runtime.cluster import PROCESS_BYTES, Machine
+
+
+def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
+    """Memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
+    if machine.gpus:
+        return rollout.gpu_memory_share * machine.gpu_bytes
+    weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
+    return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """What an engine is made from, needs and can do."""
+
+    path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
+    package: str = ""  # that must be installed
+    brought_by: str = ""  # what installs it
+    local: bool = False  # it can live in the process of the run
+    tensor_parallel: bool = True
+    sleeps: bool = True  # gives its GPU memory back while models train
+    cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
+    memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
+    environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
+
+    def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
+        return Target(self.path, asynchronous=True, environment=partial(self.environment, rollout))
+
+
+def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    quiet |= {"VLLM_HOST_IP": "127.0.0.1"} if LOOPBACK else {}
+    if gpus:
+        # FlashInfer's sampler compiles kernels at its first use, for minutes.
+        return quiet | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    cache = str(max(round(rollout.cpu_cache_gib), 1))
+    return quiet | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
+
+
+ROLLOUT_ENGINES = {
+    "vllm": RolloutRow(
+        "trueline.rollout.vllm_engine:VllmEngine",
+        package="vllm",
+        brought_by="trueline[gpu], or trueline[cpu] where there is no GPU",
+        cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        environment=vllm_environment,
+    ),
+    "hf": RolloutRow("trueline.rollout.hf_engine:HFEngine", local=True, tensor_parallel=False, sleeps=False),
+}
