@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trueline.config.base import Config
+from trueline.config.base import Config, ConfigError
 
 LARGEST_PASS = 16384  # tokens; more in one pass gains no speed
 
@@ -127,44 +127,46 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
         check_torch_engine(training, model, section)
     width = model.tensor_parallel * model.ring
     if training.ranks is not None and training.ranks % width:
-        raise ValueError(
+        raise ConfigError(
             f"{section}.ranks={training.ranks} is no multiple of model.tensor_parallel={model.tensor_parallel} x "
             f"model.ring={model.ring}: set it to {width} or a multiple"
         )
     if model.ring > 1 and not training.packing:
-        raise ValueError(f"model.ring={model.ring} works on packed sequences: set {section}.packing=true")
+        raise ConfigError(f"model.ring={model.ring} works on packed sequences: set {section}.packing=true")
     if training.offload == "all" and training.zero_stage != 3:
-        raise ValueError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
+        raise ConfigError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
     if training.offload == "optimizer" and training.zero_stage == 0:
-        raise ValueError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
+        raise ConfigError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     check_lora(training, model)
 
 
 def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
     if model.lora.quantize and model.lora.rank == 0:
-        raise ValueError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
+        raise ConfigError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
     if model.lora.rank and model.tensor_parallel > 1:
-        raise ValueError(
+        raise ConfigError(
             f"model.lora.rank={model.lora.rank} cannot be divided by tensor parallelism: set model.tensor_parallel=1 "
             f"(got {model.tensor_parallel}); ZeRO shares memory out as well"
         )
     if model.lora.quantize and training.zero_stage == 3:
-        raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
+        raise ConfigError(
+            "model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)"
+        )
 
 
 def check_torch_engine(training: TrainingConfig, model: ModelConfig, section: str) -> None:
     """Plain PyTorch has one process and no float32 master weights beside lower precision."""
     if (training.ranks or 1) * model.tensor_parallel * model.ring > 1:
-        raise ValueError(
+        raise ConfigError(
             f"{section}.engine=torch runs in one process: set {section}.ranks=1 (got {training.ranks}), "
             f"model.tensor_parallel=1 and model.ring=1, or {section}.engine=deepspeed"
         )
     if model.dtype == "bfloat16":
-        raise ValueError(
+        raise ConfigError(
             f"{section}.engine=torch keeps no float32 master weights: set model.dtype=float32 (got bfloat16) "
             f"or {section}.engine=deepspeed"
         )
     if training.offload != "none":
-        raise ValueError(
+        raise ConfigError(
             f"{section}.engine=torch offloads nothing: set {section}.offload=none (got {training.offload})"
         )
