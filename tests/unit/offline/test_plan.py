@@ -1,6 +1,7 @@
 """From rows in files to the plan of a run, and what the loop asks of its parts."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts
+from trueline.models.loading import ModelFacts, load_model
 from trueline.offline import plan as planning
 from trueline.offline.build import worker_specs
 from trueline.offline.dataset import Dataset, check_longest, encode_sources, load_material
@@ -170,6 +171,17 @@ def test_held_out_pairs_are_held_against_the_limit_too(load: Any, tmp_path: Path
     long = write(tmp_path, [LONG_PAIR[0] | {"rejected": "3" * 20}], "held_out.jsonl")
     with pytest.raises(ConfigError, match="micro_batch_tokens"):
         plan_supervised(load("dpo", "training.micro_batch_tokens=40", f"evaluation.data={long}"))
+
+
+def test_a_rank_can_load_the_teacher_of_its_students_run(load: Any, model_folder: Path) -> None:
+    """The goal travels to another process; a task without one sends none."""
+    (spec,) = worker_specs(plan_supervised(load("distill", "distill.temperature=2")))
+    assert spec.goal is not None
+    student = load_model(spec.model, torch.float32, packed=True)
+    teacher = pickle.loads(pickle.dumps(spec)).goal(student, torch.float32, True)
+    assert teacher.config.temperature == 2.0
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+    assert worker_specs(plan_supervised(load("sft")))[0].goal is None
 
 
 def test_a_missing_teacher_is_asked_for(load: Any) -> None:
