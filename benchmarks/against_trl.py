@@ -175,7 +175,7 @@ def token_rows(job: Job, plan: supervised.SupervisedPlan) -> list[Row]:
         row |= {f"{name}_ids": split_ids(sample)[1] for name, sample in zip(ANSWERS[job.task], samples, strict=True)}
         rows.append(row | ({"label": samples[0].label > 0.5} if job.task == "kto" else {}))
     if job.task == "kto":
-        check_mismatched(rows, train.mismatched, job.batch)
+        check_mismatched(rows, [sample.companion for sample in train.samples], job.batch)
     return rows
 
 
@@ -185,12 +185,13 @@ def split_ids(sample: Sample) -> tuple[list[int], list[int]]:
     return sample.tokens[:start].tolist(), sample.tokens[start:].tolist()
 
 
-def check_mismatched(rows: list[Row], mismatched: list[Sample], batch: int) -> None:
+def check_mismatched(rows: list[Row], mismatched: list[Sample | None], batch: int) -> None:
     """TRL pairs each prompt with the answer of the row before it, in a circle within the batch."""
     for number, row in enumerate(rows):
         before = number - 1 if number % batch else number + batch - 1
         expected = (row["prompt_ids"] + rows[before]["completion_ids"])[:MAX_TOKENS]
-        if mismatched[number].tokens.tolist() != expected:
+        other = mismatched[number]
+        if other is None or other.tokens.tolist() != expected:
             raise SystemExit(f"kto: row {number} is paired with another answer than TRL pairs it with")
 
 

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from trueline.cli import load, make_parser
-from trueline.verbs import VERBS
+from trueline.config.algorithm import PRESETS
+from trueline.verbs import TASK_VERBS, VERBS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trueline"
@@ -162,6 +163,15 @@ def test_libraries_are_touched_in_their_home_only() -> None:
         return f"{strays[0]} is imported in {HOMES[strays[0]]} only" if strays else None
 
     accept(places(broken))
+
+
+def test_loops_and_workers_name_no_algorithm() -> None:
+    """What one of them asks for is a step of its entry's own, in a table."""
+    names = [*map(re.escape, [*PRESETS, *TASK_VERBS]), r"distill\w*", "teacher", "mismatched", r"positive_\w+"]
+    pattern = re.compile(rf"\b({'|'.join(names)})\b", re.IGNORECASE)
+    files = [PACKAGE / name for name in ("rl/trainer.py", "offline/trainer.py", "training/worker.py")]
+    lines = [(file, line) for file in files for line in file.read_text().splitlines()]
+    accept([f"{file.relative_to(ROOT)}: {line.strip()}" for file, line in lines if pattern.search(line)])
 
 
 def test_no_homeless_helpers() -> None:

@@ -1,20 +1,22 @@
 """Rewards -> advantages: (samples of one step) -> `advantages` filled on each, zero where nothing was sampled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trueline.algorithms.lookup import lookup
+from trueline.algorithms.entries import Entry, entry, lookup, named
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Sample
+from trueline.config.base import ConfigError
+from trueline.data.types import Sample, is_filled
 
-Estimator = Callable[[list[Sample], AlgorithmConfig], None]
+Estimator = Entry[[list[Sample], AlgorithmConfig], None]  # its words say what the baseline is
 
 # Estimators that look at single tokens
 
 
+@entry("the critic's value", needs=("critic",), reads=("gamma", "gae_lambda", "length_adaptive"))
 def gae(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Generalised advantages (arXiv:1506.02438, eq. 16) over sampled tokens, and the returns that the critic learns.
 
@@ -30,6 +32,7 @@ def gae(samples: list[Sample], config: AlgorithmConfig) -> None:
         sample.advantages, sample.returns = on_all(sample, advantage), on_all(sample, target)
 
 
+@entry("none", reads=("gamma",))
 def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
     """REINFORCE with returns-to-go (Williams, 1992), as in REINFORCE++ (arXiv:2501.03262)."""
     rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
@@ -37,6 +40,7 @@ def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
         sample.advantages = on_all(sample, advantage)
 
 
+@entry("none; the teacher's log-prob minus the policy's, token by token", needs=("teacher",))
 def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
     """On-policy distillation (arXiv:2306.13649): how much likelier the teacher finds the token that was sampled."""
     for sample in samples:
@@ -46,18 +50,21 @@ def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
 # Estimators that look at whole answers
 
 
+@entry("the group's mean, divided by its deviation", needs=("groups",))
 def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
     """GRPO (arXiv:2402.03300, eq. 3): reward minus the group's mean, over its sample standard deviation."""
     for members, rewards in by_group(samples):
         spread(members, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
 
 
+@entry("the group's mean", needs=("groups",))
 def group_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Dr. GRPO (arXiv:2503.20783, section 3.2): reward minus the group's mean."""
     for members, rewards in by_group(samples):
         spread(members, rewards - rewards.mean())
 
 
+@entry("the mean of the group's other answers", needs=("groups",))
 def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
     """RLOO (arXiv:2402.14740, eq. 8): reward minus the mean of the others in the group."""
     for members, rewards in by_group(samples):
@@ -65,32 +72,30 @@ def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
         spread(members, rewards - others)
 
 
+@entry("the mean of the step's answers")
 def batch_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     """REINFORCE with the batch's mean as baseline (Williams, 1992), for single answers."""
     rewards = rewards_of(samples)
     spread(samples, rewards - rewards.mean())
 
 
+@entry("the reward of the greedy answer", needs=("greedy",))
 def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
     """ReMax (arXiv:2310.10505, section 3): reward minus that of the greedy answer to the same prompt."""
     for sample in samples:
         sample.advantages = (sample.reward - sample.baseline) * sample.mask
 
 
-ADVANTAGES: dict[str, Estimator] = {
-    "gae": gae,
-    "reinforce": reinforce,
-    "group_norm": group_norm,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-    "greedy_baseline": greedy_baseline,
-    "batch_mean": batch_mean,
-    "teacher": teacher,
-}
+ADVANTAGES: dict[str, Estimator] = named(
+    gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher
+)
 
 
 def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
-    lookup(ADVANTAGES, config.advantage, "algorithm.advantage")(samples, config)
+    estimator = lookup(ADVANTAGES, config.advantage, "algorithm.advantage")
+    estimator(samples, config)
+    if "critic" in estimator.needs and not is_filled(samples[0], "returns"):
+        raise ConfigError(f"algorithm.advantage={config.advantage} gives its critic nothing to learn: fill `returns`")
     if config.whiten:
         whiten(samples)
 

@@ -3,23 +3,23 @@
 `batch.old_logprobs` are those that the ratio compares with: the trainer's own before the update, or the engine's.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from trueline.algorithms.correction import correction_weights
+from trueline.algorithms.entries import Entry, entry, lookup, named
 from trueline.algorithms.kl import bounded, estimated_kl
-from trueline.algorithms.lookup import lookup
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Batch, LossOutput, ModelOutput
+from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
-PolicyLoss = Callable[[Tensor, Batch, AlgorithmConfig], LossOutput]  # [N] log-probs, with gradient
+PolicyLoss = Entry[[Tensor, Batch, AlgorithmConfig], LossOutput]  # [N] log-probs, with gradient
 
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures by the sign of the advantage
 GMPO_CLIP = 0.4  # of a token's log-ratio
+CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 
+@entry(f"ratio {CLIPPED}", reads=("clip_low", "clip_high", "dual_clip"))
 def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher (2503.14476).
 
@@ -34,6 +34,7 @@ def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOut
     return LossOutput(torch.where(beyond, bound, loss.values), {"policy/clipped_share": share})
 
 
+@entry(f"ratio of the whole answer {CLIPPED}", needs=("recompute",), reads=("clip_low", "clip_high"))
 def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the answer's ratio as its value,
     and the gradient of its own log-prob."""
@@ -41,6 +42,7 @@ def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return clipped_surrogate(batch.spread(sequence_ratios) * (logprobs - logprobs.detach()).exp(), batch, config)
 
 
+@entry("ratio capped at {0.ratio_cap:g}, every token keeps its gradient", reads=("ratio_cap",))
 def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): the ratio is a capped weight, so every token has a gradient."""
     ratio = ratios(logprobs, batch).detach()
@@ -48,11 +50,13 @@ def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput
     return LossOutput(values, {"policy/clipped_share": (ratio > config.ratio_cap).float()})
 
 
+@entry("ratio capped at {0.ratio_cap:g}", reads=("ratio_cap",))
 def reinforce(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """REINFORCE (Williams, 1992): -A log p on-policy, where the ratio is 1; its weight off-policy is that of CISPO."""
     return cispo(logprobs, batch, config)
 
 
+@entry("soft gate around ratio 1")
 def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """SAPO (arXiv:2511.20347, eq. 5-6): a sigmoid in place of the clip, steeper where the advantage is not positive."""
     temperature = torch.where(batch.advantages > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
@@ -60,6 +64,7 @@ def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return LossOutput(-4 / temperature * gate * batch.advantages)
 
 
+@entry("geometric mean of the answer's clipped ratios")
 def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """GMPO (arXiv:2507.20673, section 3): the geometric mean of an answer's clipped ratios, on each of its tokens."""
     free = bounded(logprobs - batch.old_logprobs)
@@ -70,14 +75,7 @@ def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return LossOutput(values, {"policy/clipped_share": (clipped != free).float()})
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo_clip": ppo_clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
-}
+POLICY_LOSSES: dict[str, PolicyLoss] = named(ppo_clip, gspo, cispo, reinforce, sapo, gmpo)
 
 
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
@@ -100,6 +98,15 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
     if config.positive_nll > 0:
         loss.values = loss.values + config.positive_nll * positive_nll(logprobs, batch)
     return loss
+
+
+def label_good_answers(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
+    """For `positive_nll`: which answers it takes, and how many tokens of the whole minibatch are theirs."""
+    if config.positive_nll == 0:
+        return {}
+    for sample in samples:
+        sample.label = float(sample.task_reward > 0)
+    return {"positive_tokens": float(sum(one.sampled_tokens() for one in samples if one.label and one.weight))}
 
 
 def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:

@@ -5,13 +5,16 @@ Pairs are neighbours: row 2i is chosen, row 2i + 1 rejected. A pair's value stan
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from trueline.config.preference import KTOConfig, PreferenceConfig, RewardModelConfig
-from trueline.data.types import Batch, LossOutput, ModelOutput
+from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
+
+Score = Callable[[list[Sample]], list[Tensor]]  # by the model that is trained
 
 CERTAIN = -1e-6  # a mean log-prob above this is float32's noise around probability one
 
@@ -115,6 +118,16 @@ def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
     return LossOutput(weight * torch.sigmoid(-margin), means, per_sequence=True)
 
 
+def mismatch_kl(samples: list[Sample], config: KTOConfig, score: Score) -> dict[str, float]:
+    """KTO's z: how far the model is from the reference on answers to other prompts; never below zero."""
+    others = [sample.companion for sample in samples if sample.companion is not None]
+    ratios = [
+        float(((logprobs - other.ref_logprobs) * other.mask).sum())
+        for other, logprobs in zip(others, score(others), strict=True)
+    ]
+    return {"kto/kl": max(fmean(ratios), 0.0)}
+
+
 def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -> LossOutput:
     """Bradley-Terry with a margin (Llama 2, arXiv:2307.09288, eq. 2) and centring (arXiv:2312.09244)."""
     rewards = batch.last_of(output.scores[:, 0]).float()
@@ -124,6 +137,12 @@ def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -
     means = margin_means("reward_model", rewards)
     means["reward_model/chosen"], means["reward_model/rejected"] = chosen, rejected
     return on_both_rows(values, means)
+
+
+def reward_scale(samples: list[Sample], config: RewardModelConfig, score: Score) -> dict[str, float]:
+    """Mean and deviation of the scores are saved with a reward model, for whoever normalises rewards."""
+    scores = [float(scores[-1, 0]) for scores in score(samples)]
+    return {"reward_mean": fmean(scores), "reward_std": pstdev(scores)}
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:

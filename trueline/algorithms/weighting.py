@@ -3,39 +3,37 @@
 A worker sums `weight * mask * value`, so micro-batches, ranks and padding cannot change the result.
 """
 
-from collections.abc import Callable
-
+from trueline.algorithms.entries import Entry, entry, named
 from trueline.data.types import Sample
 
-Weighting = Callable[[list[int], int], list[float]]  # sampled tokens of each answer, token budget -> weights
+Weighting = Entry[[list[int], int], list[float]]  # sampled tokens of each answer, token budget -> weights
 
 
+@entry("every sampled token of a minibatch counts the same")
 def token_mean(counts: list[int], budget: int) -> list[float]:
     """DAPO (arXiv:2503.14476): the mean over all sampled tokens."""
     return [1 / sum(counts)] * len(counts)
 
 
+@entry("every answer counts the same, its tokens share that")
 def sequence_mean(counts: list[int], budget: int) -> list[float]:
     """GRPO (arXiv:2402.03300): the mean over answers of each answer's mean."""
     return [1 / (len(counts) * count) for count in counts]
 
 
+@entry("sums of tokens over answers x rollout.max_new_tokens")
 def constant(counts: list[int], budget: int) -> list[float]:
     """Dr. GRPO (arXiv:2503.20783): sums, divided by the run's constant token budget."""
     return [1 / (len(counts) * budget)] * len(counts)
 
 
+@entry("sums of tokens over answers")
 def sequence_sum(counts: list[int], budget: int) -> list[float]:
     """REINFORCE: the mean over answers of each answer's sum."""
     return [1 / len(counts)] * len(counts)
 
 
-WEIGHTINGS: dict[str, Weighting] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "constant": constant,
-    "sequence_sum": sequence_sum,
-}
+WEIGHTINGS: dict[str, Weighting] = named(token_mean, sequence_mean, constant, sequence_sum)
 
 
 def set_weights(samples: list[Sample], weighting: str, budget: int) -> None:

@@ -175,11 +175,6 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def check_group_size(self) -> Self:
-        if self.group_size < 2 and self.advantage in NEED_GROUPS:
-            raise ValueError(
-                f"algorithm.advantage={self.advantage} compares answers to one prompt: "
-                f"set algorithm.group_size to 2 or more (got {self.group_size})"
-            )
         if self.group_size < 2 and self.dynamic_sampling.enabled:
             raise ValueError(
                 "algorithm.dynamic_sampling drops groups of equal rewards: set algorithm.group_size to 2 or more "
@@ -190,17 +185,6 @@ class AlgorithmConfig(Config):
     @model_validator(mode="after")
     def check_use(self) -> Self:
         """Keys that would be read by nothing, or not as they sound."""
-        shaped = self.shaping.overlong_factor > 0 or self.shaping.truncated != "keep"
-        if self.advantage == "greedy_baseline" and shaped:
-            raise ValueError(
-                "algorithm.shaping changes rewards but not that of the greedy answer: set overlong_factor=0 and "
-                "truncated=keep, or another advantage than greedy_baseline"
-            )
-        if self.needs_teacher() and (self.kl.place == "reward" or self.dynamic_sampling.enabled or shaped):
-            raise ValueError(
-                "algorithm.advantage=teacher reads no reward: set kl.place=loss, dynamic_sampling.enabled=false and "
-                "no shaping"
-            )
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError(f"algorithm.kl.target={self.kl.target} has nothing to adapt: set kl.coefficient above 0")
         if self.correction.low > self.correction.high:
@@ -211,122 +195,49 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def check_old_logprobs(self) -> Self:
-        if self.old == "recompute":
-            return self
-        if self.loss == "gspo":
-            raise ValueError(
-                "algorithm.old=rollout: the engine's rounding alone exceeds the clip of loss=gspo; set old=recompute"
-            )
-        if self.correction.kind in ("truncate", "sequence_truncate"):
+        if self.old == "rollout" and self.correction.kind in ("truncate", "sequence_truncate"):
             raise ValueError(
                 f"algorithm.old=rollout puts mismatch and staleness into one ratio: correction.kind="
                 f"{self.correction.kind} has nothing left to weight; set correction.kind=none, mask or sequence_mask"
             )
         return self
 
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae"
-
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
 
-    def needs_teacher(self) -> bool:
-        return self.advantage == "teacher"
 
-
-NEED_GROUPS = frozenset({"group_norm", "group_mean", "leave_one_out"})
 KL_IN_REWARD: Tree = {"coefficient": 0.01, "place": "reward"}
+OVERLONG: Tree = {"overlong_factor": 1.0}
+
+
+def row(advantage: str, loss: str, weighting: str, group_size: int, **besides: Any) -> Tree:
+    return {"advantage": advantage, "loss": loss, "weighting": weighting, "group_size": group_size, **besides}
+
 
 PRESETS: dict[str, Tree] = {
-    "ppo": {
-        "advantage": "gae",
-        "whiten": True,
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 1,
-        "kl": KL_IN_REWARD,
-    },
-    "reinforce++": {
-        "advantage": "reinforce",
-        "whiten": True,
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 1,
-        "kl": KL_IN_REWARD,
-    },
-    "reinforce++_baseline": {
-        "advantage": "group_mean",
-        "whiten": True,
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 8,
-        "kl": {"coefficient": 1e-3, "estimator": "k2"},
-    },
-    "grpo": {
-        "advantage": "group_norm",
-        "loss": "ppo_clip",
-        "weighting": "sequence_mean",
-        "group_size": 8,
-        "kl": {"coefficient": 1e-3, "estimator": "k3"},
-    },
-    "dr_grpo": {
-        "advantage": "group_mean",
-        "loss": "ppo_clip",
-        "weighting": "constant",
-        "group_size": 8,
-    },
-    "rloo": {
-        "advantage": "leave_one_out",
-        "loss": "reinforce",
-        "weighting": "sequence_sum",
-        "group_size": 8,
-        "kl": KL_IN_REWARD,
-    },
-    "remax": {
-        "advantage": "greedy_baseline",
-        "loss": "reinforce",
-        "weighting": "sequence_sum",
-        "group_size": 1,
-        "kl": KL_IN_REWARD,
-    },
-    "dapo": {
-        "advantage": "group_norm",
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 16,
-        "clip_high": 0.28,
-        "dynamic_sampling": {"enabled": True},
-        "shaping": {"overlong_factor": 1.0},
-    },
-    "gspo": {
-        "advantage": "group_norm",
-        "loss": "gspo",
-        "weighting": "sequence_mean",
-        "group_size": 8,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-    },
-    "cispo": {
-        "advantage": "group_norm",
-        "loss": "cispo",
-        "weighting": "token_mean",
-        "group_size": 8,
-        "ratio_cap": 5.0,
-    },
-    "vapo": {
-        "advantage": "gae",
-        "length_adaptive": 0.05,
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 16,
-        "clip_high": 0.28,
-        "positive_nll": 0.1,
-        "critic_only_steps": 10,
-    },
-    "on_policy_distill": {
-        "advantage": "teacher",
-        "loss": "ppo_clip",
-        "weighting": "token_mean",
-        "group_size": 1,
-    },
+    "ppo": row("gae", "ppo_clip", "token_mean", 1, whiten=True, kl=KL_IN_REWARD),
+    "reinforce++": row("reinforce", "ppo_clip", "token_mean", 1, whiten=True, kl=KL_IN_REWARD),
+    "reinforce++_baseline": row(
+        "group_mean", "ppo_clip", "token_mean", 8, whiten=True, kl={"coefficient": 1e-3, "estimator": "k2"}
+    ),
+    "grpo": row("group_norm", "ppo_clip", "sequence_mean", 8, kl={"coefficient": 1e-3, "estimator": "k3"}),
+    "dr_grpo": row("group_mean", "ppo_clip", "constant", 8),
+    "rloo": row("leave_one_out", "reinforce", "sequence_sum", 8, kl=KL_IN_REWARD),
+    "remax": row("greedy_baseline", "reinforce", "sequence_sum", 1, kl=KL_IN_REWARD),
+    "dapo": row(
+        "group_norm", "ppo_clip", "token_mean", 16, clip_high=0.28, dynamic_sampling={"enabled": True}, shaping=OVERLONG
+    ),
+    "gspo": row("group_norm", "gspo", "sequence_mean", 8, clip_low=3e-4, clip_high=4e-4),
+    "cispo": row("group_norm", "cispo", "token_mean", 8, ratio_cap=5.0),
+    "vapo": row(
+        "gae",
+        "ppo_clip",
+        "token_mean",
+        16,
+        length_adaptive=0.05,
+        clip_high=0.28,
+        positive_nll=0.1,
+        critic_only_steps=10,
+    ),
+    "on_policy_distill": row("teacher", "ppo_clip", "token_mean", 1),
 }

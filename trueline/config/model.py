@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trueline.config.base import Config
+from trueline.config.base import Config, ConfigError
 
 LARGEST_PASS = 16384  # tokens; more in one pass gains no speed
 
@@ -125,9 +125,9 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
     """Combinations of model and training keys that cannot work; `section` holds the latter."""
     check_mesh(training, model, section)
     if training.offload == "all" and training.zero_stage != 3:
-        raise ValueError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
+        raise ConfigError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
     if training.offload == "optimizer" and training.zero_stage == 0:
-        raise ValueError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
+        raise ConfigError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     check_lora(training, model)
 
 
@@ -135,21 +135,23 @@ def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str 
     """Ranks, and the division of layers and sequences among them, which are `whose` keys."""
     width = model.tensor_parallel * model.ring
     if ranks.ranks is not None and ranks.ranks % width:
-        raise ValueError(
+        raise ConfigError(
             f"{section}.ranks={ranks.ranks} is no multiple of {whose}tensor_parallel={model.tensor_parallel} x "
             f"{whose}ring={model.ring}: set it to {width} or a multiple"
         )
     if model.ring > 1 and not ranks.packing:
-        raise ValueError(f"{whose}ring={model.ring} works on packed sequences: set {section}.packing=true")
+        raise ConfigError(f"{whose}ring={model.ring} works on packed sequences: set {section}.packing=true")
 
 
 def check_lora(training: TrainingConfig, model: ModelConfig) -> None:
     if model.lora.quantize and model.lora.rank == 0:
-        raise ValueError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
+        raise ConfigError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
     if model.lora.rank and model.tensor_parallel > 1:
-        raise ValueError(
+        raise ConfigError(
             f"model.lora.rank={model.lora.rank} cannot be divided by tensor parallelism: set model.tensor_parallel=1 "
             f"(got {model.tensor_parallel}); ZeRO shares memory out as well"
         )
     if model.lora.quantize and training.zero_stage == 3:
-        raise ValueError("model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)")
+        raise ConfigError(
+            "model.lora.quantize=true: 4-bit weights cannot be sharded: set training.zero_stage=2 (got 3)"
+        )

@@ -154,20 +154,10 @@ class RLConfig(RunConfig):
         check_training(self.training, self.model)
         for name, role in self.roles().items():
             check_mesh(role, role.model_like(self.model, self.model.path), name, whose="its ")
-        if self.algorithm.needs_critic():
-            self._check_critic()
         if not self.reward.named_parts() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or leave evaluation.data out")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
         return self
-
-    def _check_critic(self) -> None:
-        check_training(self.critic, self.critic.model_like(self.model, self.model.path), "critic")
-        if self.algorithm.critic_only_steps >= self.steps:
-            raise ValueError(
-                f"algorithm.critic_only_steps={self.algorithm.critic_only_steps} of steps={self.steps} leave none to "
-                "the policy: lower the former or raise the latter"
-            )
 
     def roles(self) -> dict[str, Role]:
         """The models beside the policy, whether or not this run needs them."""

@@ -45,7 +45,7 @@ class TeacherConfig(FrozenConfig):
 
 
 class CriticConfig(RoleConfig, TrainingConfig):
-    """The value model of `gae`; loaded only where the advantage needs it."""
+    """The value model; loaded only where the advantage needs one."""
 
     path: str | None = None
     """Model that the critic starts from; null takes a local reward model where there is one, else the policy's."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,7 +21,6 @@ class Encodings:
 
     samples: list[Sample]
     counts: dict[str, int]
-    mismatched: list[Sample] = field(default_factory=list)  # of rated rows: each prompt with another row's answer
 
 
 class Fitting:
@@ -58,12 +57,12 @@ class Fitting:
             raise ConfigError(f"{place}: {reason}: change the row, raise max_tokens, or set data.too_long=drop")
         return None
 
-    def result(self, samples: list[Sample], rows: int, mismatched: list[Sample] | None = None) -> Encodings:
+    def result(self, samples: list[Sample], rows: int) -> Encodings:
         if not samples:
             raise ConfigError(
                 f"data.too_long=drop left none of {rows} rows: raise max_tokens={self.max_tokens} or shorten the rows"
             )
-        return Encodings(samples, {"rows": rows, **self.tally}, mismatched or [])
+        return Encodings(samples, {"rows": rows, **self.tally})
 
 
 TOO_LONG: dict[Policy, Callable[[Fitting, Encoded, str], Encoded | None]] = {
@@ -106,7 +105,7 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
 
 
 def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy: Policy, block: int) -> Encodings:
-    """Labels are 1 for desirable and 0; `mismatched[i]` has the prompt of sample i and another row's answer.
+    """Labels are 1 for desirable and 0; a sample's companion has its prompt and another row's answer.
 
     No row is at fault where a prompt and a foreign answer are too long together: that answer is cut.
     """
@@ -121,7 +120,9 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
     fitting.tally["dropped"] = len(records) - len(kept)
     fitting.tally["mismatched_truncated"] = sum(len(other.tokens) > max_tokens for other in others)
     samples = [to_tensors(encoded, float(row.desirable)) for row, encoded in kept]
-    return fitting.result(samples, len(records), [to_tensors(cut(other, max_tokens)) for other in others])
+    for sample, other in zip(samples, others, strict=True):
+        sample.companion = to_tensors(cut(other, max_tokens))
+    return fitting.result(samples, len(records))
 
 
 def encode_steps(

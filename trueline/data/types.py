@@ -130,6 +130,7 @@ class Sample:
     truncated: bool = False
     filtered: bool = False  # in the group's baseline, but not in the loss
     label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where an answer is desirable
+    companion: "Sample | None" = field(default=None, repr=False)  # that a loss compares it with, e.g. KTO's mismatched
     weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update

@@ -1,13 +1,35 @@
 """How far a student's next-token distributions are from a teacher's, slice by slice of the positions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
 from trueline.config.preference import DistillConfig
 from trueline.models.head import slices
+from trueline.models.loading import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    model: Any
+    config: DistillConfig
+
+
+def load_teacher(config: DistillConfig, source: ModelConfig, student: Any, dtype: torch.dtype, packed: bool) -> Teacher:
+    """Beside its student, whose vocabulary it must have."""
+    model = load_model(source, dtype, packed=packed).to(student.device).requires_grad_(False)
+    known, taught = (one.get_output_embeddings().weight.shape[0] for one in (student, model))
+    if known != taught:
+        raise ConfigError(
+            f"distill.teacher={source.path}: it knows {taught} tokens and the student {known}; "
+            "choose models with one vocabulary"
+        )
+    return Teacher(model, config)
 
 
 def chunked_divergence(

@@ -1,6 +1,5 @@
 """A decoder as training needs it: the tokens of a batch in, numbers for each of those tokens out."""
 
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -8,21 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
-from trueline.config.preference import DistillConfig
 from trueline.models.attention import Current
-from trueline.models.divergence import chunked_divergence
+from trueline.models.divergence import Teacher, chunked_divergence
 from trueline.models.head import ChunkedHead, HeadWork
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import Ring
 from trueline.models.sequences import Arrangement, Packed, Padded, Ringed
 
 Outputs = dict[str, Tensor]  # fields of ModelOutput
-
-
-@dataclass(frozen=True, slots=True)
-class Teacher:
-    model: Any
-    config: DistillConfig
 
 
 class Scorer(nn.Module):
@@ -38,13 +30,13 @@ class Scorer(nn.Module):
         *,
         packed: bool = True,
         ring: Ring | None = None,
-        teacher: Teacher | None = None,
+        goal: Teacher | None = None,
         values: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
         self.values = values  # a critic: a token's number is that of the state it was drawn from
-        self.teacher = (teacher,)  # in a tuple, and so no submodule: it is neither trained nor sharded
+        self.teacher = (goal,)  # in a tuple, and so no submodule: it is neither trained nor sharded
         self.speaks = model.get_output_embeddings() is not None
         if self.speaks:
             head = model.get_output_embeddings()

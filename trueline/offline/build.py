@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from trueline.config.supervised import DistillRunConfig
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
@@ -55,7 +54,7 @@ def used_samples(plan: SupervisedPlan) -> list[Sample]:
 
 
 def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
-    config, world = plan.config, plan.layout.policy_ranks
+    config, world, task = plan.config, plan.layout.policy_ranks, plan.material.train.task
     return [
         WorkerSpec(
             config.model,
@@ -65,8 +64,8 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
             plan.steps,
             config.seed,
             config.timeout_seconds,
-            head=plan.material.train.task.head,
-            distill=config.distill if isinstance(config, DistillRunConfig) else None,
+            head=task.head,
+            goal=task.goal(config),
             chat_template=plan.chat.tokenizer.chat_template,
         )
         for rank in range(world)

@@ -21,7 +21,6 @@ class Dataset:
 
     task: Task
     samples: list[Sample]
-    mismatched: list[Sample]  # KTO's: one for each sample
     sizes: list[int]  # rows of each source
     digests: list[str]  # of each source
     probabilities: list[float]
@@ -36,17 +35,18 @@ class Dataset:
 
     def take(self, rows: list[int]) -> list[Sample]:
         """The samples of these rows, with their weights in a minibatch of just them."""
-        together = self.task.together
-        samples = [self.samples[row * together + at] for row in rows for at in range(together)]
+        samples = self._at(rows)
         set_weights(samples, "sequence_sum" if self.task.per_sequence else "token_mean", budget=0)
         return samples
 
     def samples_of(self, rows: Iterable[int]) -> list[Sample]:
         """All that a loss may ask of these rows."""
-        wanted = sorted(set(rows))
+        samples = self._at(sorted(set(rows)))
+        return samples + [sample.companion for sample in samples if sample.companion is not None]
+
+    def _at(self, rows: list[int]) -> list[Sample]:
         together = self.task.together
-        samples = [self.samples[row * together + at] for row in wanted for at in range(together)]
-        return samples + ([self.mismatched[row] for row in wanted] if self.mismatched else [])
+        return [self.samples[row * together + at] for row in rows for at in range(together)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ def encode_sources(
     dataset = Dataset(
         task=task,
         samples=[sample for one in encodings for sample in one.samples],
-        mismatched=[sample for one in encodings for sample in one.mismatched],
         sizes=[len(one.samples) // task.together for one in encodings],
         digests=[digest_rows(located.row for located in rows) for rows in sources],
         probabilities=probabilities,

@@ -5,13 +5,14 @@ import sys
 from dataclasses import dataclass
 
 from trueline.config.base import ConfigError, Tree
-from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.model import RanksConfig
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
+from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
@@ -95,11 +96,6 @@ def settle_memory(config: SupervisedConfig, facts: ModelFacts, machine: Machine,
     else:
         room = Room(machine.memory_bytes, "cpu", [(one, world) for one in tenants])
     return config.replaced(settled([room], longest, "max_tokens").keys())
-
-
-def teacher_model(config: DistillRunConfig) -> ModelConfig:
-    path, trusted = config.distill.teacher, config.model.trust_remote_code
-    return ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=trusted)
 
 
 def check_teacher(config: DistillRunConfig) -> None:

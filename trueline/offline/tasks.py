@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from trueline.config.model import ModelConfig
 from trueline.config.preference import WITHOUT_REFERENCE
 from trueline.config.supervised import (
     DistillRunConfig,
@@ -18,19 +20,12 @@ from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings, encode_conversations, encode_pairs, encode_rated, encode_steps
 from trueline.data.formats import check_ratings, read_conversations, read_pairs, read_rated, read_steps
 from trueline.data.sources import Located
+from trueline.models.divergence import load_teacher
 
 Records = list[Any]
 
 
-def no_settings(config: SupervisedConfig) -> None:
-    return None
-
-
-def no_reference(config: SupervisedConfig) -> bool:
-    return False
-
-
-def no_check(records: Records) -> None:
+def nothing(given: Any) -> None:
     return None
 
 
@@ -39,12 +34,16 @@ class Task:
     read: Callable[[list[Located], Any], tuple[Records, str]]  # and what format the rows have
     encode: Callable[[Records, ChatFormat, Any], Encodings]
     loss: str
-    check: Callable[[Records], None] = no_check  # of all that is trained on
-    settings: Callable[[Any], Any] = no_settings  # the part of the configuration that the loss reads
+    check: Callable[[Records], None] = nothing  # of all that is trained on
+    section: str = ""  # of the configuration, that the loss reads
     head: str = "language"
     together: int = 1  # neighbouring samples that make one row
     per_sequence: bool = False
-    reference: Callable[[Any], bool] = no_reference  # whether log-probs of the starting model are needed
+    reference: Callable[[Any], bool] = lambda config: False  # whether log-probs of the starting model are needed
+    goal: Callable[[Any], Callable[..., Any] | None] = nothing  # loads what is learnt in place of tokens
+
+    def section_of(self, config: SupervisedConfig) -> Any:
+        return dict(config)[self.section] if self.section else None
 
 
 def read_text(rows: list[Located], config: SftConfig) -> tuple[Records, str]:
@@ -90,38 +89,27 @@ def limit(config: SupervisedConfig) -> int:
     return config.max_tokens
 
 
-def preference_settings(config: PreferenceRunConfig) -> Any:
-    return config.preference
-
-
 def preference_reference(config: PreferenceRunConfig) -> bool:
     return config.preference.loss not in WITHOUT_REFERENCE
 
 
-def kto_settings(config: KTORunConfig) -> Any:
-    return config.kto
+def teacher_model(config: DistillRunConfig) -> ModelConfig:
+    path, trusted = config.distill.teacher, config.model.trust_remote_code
+    return ModelConfig(path=path, dtype=config.model.dtype, trust_remote_code=trusted)
 
 
-def kto_reference(config: KTORunConfig) -> bool:
-    return True
-
-
-def reward_settings(config: RewardModelRunConfig) -> Any:
-    return config.reward_model
-
-
-def distill_settings(config: DistillRunConfig) -> Any:
-    return config.distill
+def teacher_goal(config: DistillRunConfig) -> Callable[..., Any]:
+    return partial(load_teacher, config.distill, teacher_model(config))
 
 
 TASKS: dict[str, Task] = {
     "sft": Task(read_text, encode_text, "sft"),
-    "distill": Task(read_text, encode_text, "distill", settings=distill_settings),
+    "distill": Task(read_text, encode_text, "distill", section="distill", goal=teacher_goal),
     "preference": Task(
         read_preferences,
         encode_preferences,
         "preference",
-        settings=preference_settings,
+        section="preference",
         together=2,
         per_sequence=True,
         reference=preference_reference,
@@ -131,15 +119,15 @@ TASKS: dict[str, Task] = {
         encode_verdicts,
         "kto",
         check=check_ratings,
-        settings=kto_settings,
+        section="kto",
         per_sequence=True,
-        reference=kto_reference,
+        reference=lambda config: True,
     ),
     "rm": Task(
         read_margins,
         encode_preferences,
         "reward_model",
-        settings=reward_settings,
+        section="reward_model",
         head="reward",
         together=2,
         per_sequence=True,

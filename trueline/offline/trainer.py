@@ -1,17 +1,13 @@
 """Offline training: the same worker, the same update, no sampling."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import fmean, pstdev
-
-from torch import Tensor
+from functools import partial
 
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.speed import flops_per_token, speed_metrics
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.offline.dataset import Dataset
 from trueline.offline.plan import SupervisedPlan
 from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
@@ -20,7 +16,6 @@ from trueline.runs.state import SupervisedState
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, write_model
 from trueline.training.report import LossSettings
-from trueline.training.worker import Worker
 
 
 @dataclass(slots=True)
@@ -68,15 +63,12 @@ class SupervisedTrainer:
         train = self.plan.material.train
         with self.timer.phase("train"):
             samples = train.take(rows)
-            settings = self.settings(train, [train.mismatched[row] for row in rows] if train.mismatched else [])
+            settings = self.model.prepared(samples, train.task.loss, self.settings())
             metrics = self.guard.update(samples, train.task.loss, settings, together=train.task.together)
             return metrics | settings.statistics
 
-    def settings(self, dataset: Dataset, mismatched: list[Sample]) -> LossSettings:
-        statistics = {}
-        if mismatched:
-            statistics["kto/kl"] = kl_estimate(mismatched, self.model.score(mismatched))
-        return LossSettings(1.0, dataset.task.settings(self.plan.config), statistics)
+    def settings(self) -> LossSettings:
+        return LossSettings(section=self.plan.material.train.task.section_of(self.plan.config))
 
     def evaluation_due(self) -> bool:
         every, step = self.plan.config.evaluation.every, self.state.step
@@ -88,17 +80,11 @@ class SupervisedTrainer:
         if held_out is None:
             return {}
         with self.timer.phase("evaluate"):
-            samples = held_out.take(list(range(held_out.rows())))
-            settings = self.settings(held_out, held_out.mismatched)
-            found = self.model.evaluate(samples, held_out.task.loss, settings, together=held_out.task.together)
-            if held_out.task.head == "reward":
-                self.store_scale(samples)
+            samples, task = held_out.take(list(range(held_out.rows()))), held_out.task
+            settings = self.model.prepared(samples, task.loss, self.settings())
+            found = self.model.evaluate(samples, task.loss, settings, together=task.together)
+            self.model.keep_facts(samples, task.loss, settings)
         return {f"evaluation/{name}": value for name, value in found.items()}
-
-    def store_scale(self, samples: list[Sample]) -> None:
-        """Mean and deviation of a reward model's scores are saved with it, for whoever normalises rewards."""
-        scores = [float(scores[-1, 0]) for scores in self.model.score(samples)]
-        self.model.call(Worker.annotate, {"reward_mean": fmean(scores), "reward_std": pstdev(scores)})
 
     def speed(self, samples: list[Sample], seconds: float) -> dict[str, float]:
         plan, tokens = self.plan, sum(sample.length() for sample in samples)
@@ -107,19 +93,8 @@ class SupervisedTrainer:
 
     def save(self, metrics: dict[str, float]) -> None:
         with self.timer.phase("save"):
-            self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
-
-    def _write(self, folder: Path) -> None:
-        write_model(self.model, folder)
-
-
-def kl_estimate(mismatched: list[Sample], logprobs: list[Tensor]) -> float:
-    """KTO's z: how far the model is from the reference on answers to other prompts; never below zero."""
-    ratios = [
-        float(((scores - sample.ref_logprobs) * sample.mask).sum())
-        for sample, scores in zip(mismatched, logprobs, strict=True)
-    ]
-    return max(fmean(ratios), 0.0)
+            write = partial(write_model, self.model)
+            self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
 
 
 def shown(metrics: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
 from trueline.environments.single_turn import SingleTurn
 from trueline.monitoring.progress import Progress
@@ -84,8 +85,7 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     """The policy and the models beside it by name, and the engines; all of them start at once."""
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
-    waits = config.algorithm.critic_only_steps if config.algorithm.needs_critic() else 0
-    learns = max(config.steps - waits, 1) * config.minibatches * config.epochs
+    learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
     template = plan.chat.tokenizer.chat_template
     specs = [
@@ -110,7 +110,7 @@ def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: Run
         max_staleness=rollout.max_staleness,
         seed=config.seed,
         seeded=rollout.seeded,
-        greedy=algorithm.advantage == "greedy_baseline",
+        greedy="greedy" in needs(algorithm),
         dynamic=algorithm.dynamic_sampling,
     )
     answers = config.groups_per_step * algorithm.group_size

@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from trueline.algorithms.correction import mismatch_metrics
+from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
 from trueline.data.types import Outcome, Sample, Trajectory, content_of
@@ -12,6 +13,7 @@ from trueline.rollout.rollouts import Dropped, Group, judged_reward
 Metrics = dict[str, float]
 
 
+AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
 
 
@@ -96,9 +98,9 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
     metrics: Metrics = {}
     if algorithm.old == "recompute":
         metrics |= mismatch_metrics(samples)
-    if algorithm.needs_critic():
+    if "critic" in needs(algorithm):
         metrics["critic/explained_variance"] = explained_variance(samples)
-    if algorithm.needs_teacher():
+    if "teacher" in needs(algorithm):
         gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in samples]
         metrics["distill/kl_per_token"] = sum(gaps) / sum(one.sampled_tokens() for one in samples)
     return metrics

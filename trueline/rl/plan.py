@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from trueline.algorithms.advantages import ADVANTAGES
-from trueline.algorithms.lookup import lookup
-from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
 from trueline.config.base import ConfigError, Tree
-from trueline.config.model import RanksConfig
+from trueline.config.model import RanksConfig, check_training
 from trueline.config.rl import RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
@@ -63,13 +61,13 @@ class RLPlan:
 
 def plan_rl(config: RLConfig) -> RLPlan:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
-    check_engines(config, "training", "rollout", *["critic"] * config.algorithm.needs_critic())
+    check_algorithm(config)
+    check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
     for source in sources:
-        check_rewards(config.reward, source[0], required=not config.algorithm.needs_teacher())
-    check_names(config)
+        check_rewards(config.reward, source[0], required=reads_reward(config.algorithm))
     facts = check_model(config.model)
     machine = this_machine()
     chat = load_chat(config.model, config.data.chat_template)
@@ -88,14 +86,25 @@ def plan_rl(config: RLConfig) -> RLPlan:
     return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets, chat))
 
 
-def check_names(config: RLConfig) -> None:
-    """Names of functions are looked up once before the start, not first in a worker."""
-    lookup(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage")
-    lookup(POLICY_LOSSES, config.algorithm.loss, "algorithm.loss")
+def check_algorithm(config: RLConfig) -> None:
+    """Names of functions are looked up once before the start, not first in a worker, and get what they need."""
+    check_needs(config.algorithm)
+    check_critic(config)
     part = config.algorithm.dynamic_sampling.reward
     if part is not None and part not in config.reward.parts:
         raise ConfigError(
             f"algorithm.dynamic_sampling.reward={part} is none of reward.parts ({', '.join(config.reward.parts)})"
+        )
+
+
+def check_critic(config: RLConfig) -> None:
+    """A model that learns has to fit its section; a run without a critic does not read it."""
+    if "critic" in needs(config.algorithm):
+        check_training(config.critic, config.critic.model_like(config.model, config.model.path), "critic")
+    if policy_waits(config.algorithm) >= config.steps:
+        raise ConfigError(
+            f"algorithm.critic_only_steps={config.algorithm.critic_only_steps} of steps={config.steps} leave none to "
+            "the policy: lower the former or raise the latter"
         )
 
 
@@ -114,7 +123,9 @@ def resolve(
     }
     config = config.replaced(values)
     roles = roles_of(config, ranks)
-    return config.replaced({role.section: {"ranks": role.world()} for role in roles}), roles
+    config = config.replaced({role.section: {"ranks": role.world()} for role in roles})
+    check_critic(config)
+    return config, roles
 
 
 def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
@@ -138,8 +149,8 @@ def own_gpus(config: RLConfig) -> int:
     policy, algorithm = config.model, config.algorithm
     needed = {
         "reference": algorithm.needs_reference() and not policy.lora.rank,
-        "critic": algorithm.needs_critic(),
-        "teacher": algorithm.needs_teacher(),
+        "critic": "critic" in needs(algorithm),
+        "teacher": "teacher" in needs(algorithm),
         "reward_model": any(kind_of(part) == "model" for part in config.reward.named_parts().values()),
     }
     own = {name: role for name, role in config.roles().items() if needed[name] and role.placement == "separate"}

@@ -1,44 +1,24 @@
 """The effective algorithm in five lines, after preset, files and overrides."""
 
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.entries import lookup
+from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.algorithms.weighting import WEIGHTINGS
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.rl import RLConfig
-
-BASELINES = {
-    "gae": "the critic's value",
-    "reinforce": "none",
-    "group_norm": "the group's mean, divided by its deviation",
-    "group_mean": "the group's mean",
-    "leave_one_out": "the mean of the group's other answers",
-    "greedy_baseline": "the reward of the greedy answer",
-    "batch_mean": "the mean of the step's answers",
-    "teacher": "none; the teacher's log-prob minus the policy's, token by token",
-}
-CLIPS = {
-    "ppo_clip": "ratio clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]",
-    "gspo": "ratio of the whole answer clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]",
-    "cispo": "ratio capped at {0.ratio_cap:g}, every token keeps its gradient",
-    "reinforce": "ratio capped at {0.ratio_cap:g}",
-    "sapo": "soft gate around ratio 1",
-    "gmpo": "geometric mean of the answer's clipped ratios",
-}
-AVERAGES = {
-    "token_mean": "every sampled token of a minibatch counts the same",
-    "sequence_mean": "every answer counts the same, its tokens share that",
-    "constant": "sums of tokens over answers x rollout.max_new_tokens",
-    "sequence_sum": "sums of tokens over answers",
-}
 
 
 def describe_recipe(config: RLConfig) -> str:
     algorithm = config.algorithm
+    advantage = lookup(ADVANTAGES, algorithm.advantage, "algorithm.advantage")
+    loss = lookup(POLICY_LOSSES, algorithm.loss, "algorithm.loss")
     return "\n".join(
         [
-            f"advantage  {algorithm.advantage}: baseline is {BASELINES.get(algorithm.advantage, 'your own')}"
-            + describe_trace(algorithm)
+            f"advantage  {algorithm.advantage}: baseline is {advantage.words.format(algorithm)}"
+            + describe_trace(algorithm, advantage.reads)
             + ("; whitened over the step's tokens" if algorithm.whiten else ""),
-            f"loss       {algorithm.loss}: {CLIPS.get(algorithm.loss, 'your own').format(algorithm)}"
-            + describe_terms(algorithm),
-            f"averaging  {algorithm.weighting}: {AVERAGES[algorithm.weighting]}",
+            f"loss       {algorithm.loss}: {loss.words.format(algorithm)}" + describe_terms(algorithm),
+            f"averaging  {algorithm.weighting}: {WEIGHTINGS[algorithm.weighting].words}",
             f"KL         {describe_kl(algorithm)}",
             f"correction {algorithm.correction.kind} (engine against trainer); old log-probs: "
             + ("computed again by the trainer" if algorithm.old == "recompute" else "the engine's"),
@@ -46,12 +26,11 @@ def describe_recipe(config: RLConfig) -> str:
     )
 
 
-def describe_trace(algorithm: AlgorithmConfig) -> str:
-    if algorithm.advantage not in ("gae", "reinforce"):
-        return ""
+def describe_trace(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> str:
     adaptive = algorithm.length_adaptive
     trace = f"lambda 1 - 1/({adaptive:g} x length)" if adaptive else f"lambda {algorithm.gae_lambda:g}"
-    return f"; gamma {algorithm.gamma:g}" + (f", {trace}" if algorithm.advantage == "gae" else "")
+    gamma = f"; gamma {algorithm.gamma:g}" if "gamma" in reads else ""
+    return gamma + (f", {trace}" if "gae_lambda" in reads else "")
 
 
 def describe_terms(algorithm: AlgorithmConfig) -> str:

@@ -1,11 +1,11 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.needs import policy_waits
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.algorithms.weighting import set_weights
 from trueline.config.rl import RLConfig
@@ -14,7 +14,7 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.rl.device_sharing import DeviceSharing
-from trueline.rl.metrics import describe_models, describe_step, first_step_warnings, over_updates, transcript
+from trueline.rl.metrics import AIMS, describe_models, describe_step, first_step_warnings, over_updates, transcript
 from trueline.rl.models import Models
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import NothingToLearn
@@ -119,8 +119,6 @@ class RLTrainer:
         assert budget
         shape_rewards(samples, algorithm, budget, self.kl_coefficient())
         assign_advantages(samples, algorithm)
-        for sample in samples:
-            sample.label = float(sample.task_reward > 0)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """One optimizer step of each trained model per minibatch; the numbers of all of them together."""
@@ -139,19 +137,21 @@ class RLTrainer:
         set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
             return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
-        positive = sum(sample.sampled_tokens() for sample in minibatch if sample.label and sample.weight)
-        statistics = {"positive_tokens": float(positive), "kl_coefficient": self.kl_coefficient()}
-        settings = LossSettings(config.rollout.temperature, config.algorithm, statistics)
         metrics: dict[str, float] = {}
         if self.critic_guard is not None:
-            found = self.critic_guard.update(minibatch, "value", settings)
+            found = self.make_step(self.critic_guard, minibatch, "value")
             metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
         if self.policy_learns():
-            metrics |= self.guard.update(minibatch, "policy", settings)
+            metrics |= self.make_step(self.guard, minibatch, "policy")
         return metrics
 
+    def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
+        statistics = {"kl_coefficient": self.kl_coefficient()}
+        settings = LossSettings(self.config.rollout.temperature, self.config.algorithm, statistics)
+        return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
+
     def policy_learns(self) -> bool:
-        return self.models.critic is None or self.state.step >= self.config.algorithm.critic_only_steps
+        return self.state.step >= policy_waits(self.config.algorithm)
 
     def adapt(self, samples: list[Sample]) -> dict[str, float]:
         """After a step, an adaptive KL coefficient follows its target."""
@@ -187,7 +187,7 @@ class RLTrainer:
                 f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.groups_per_step} "
                 f"groups with different rewards in {self.config.algorithm.dynamic_sampling.max_batches} batches"
             )
-        aim = "reward/mean" if self.config.reward.named_parts() else "distill/kl_per_token"
+        aim = next(name for name in AIMS if name in metrics)
         self.guard.follow(aim, metrics[aim])
         if self.state.step == 1:
             for warning in first_step_warnings(metrics, self.config):
@@ -204,7 +204,4 @@ class RLTrainer:
                 self.save(metrics)
 
     def save(self, metrics: dict[str, float]) -> None:
-        self.checkpoints.save(self.state.step, asdict(self.state), self._write, metrics)
-
-    def _write(self, folder: Path) -> None:
-        self.models.write(folder)
+        self.checkpoints.save(self.state.step, asdict(self.state), self.models.write, metrics)

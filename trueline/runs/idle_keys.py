@@ -1,8 +1,12 @@
 """Keys that were set and change nothing in this run: each is named, with the reason."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.entries import Entry
+from trueline.algorithms.needs import needs
+from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import Config
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
@@ -11,6 +15,7 @@ from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
 from trueline.training.engines import TRAIN_ENGINES
 
+CORRECTION = "algorithm.correction.kind"
 Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
 
 
@@ -42,21 +47,20 @@ def unless(used: bool, why: str) -> str:
     return "" if used else why
 
 
-def advantage_reads(*names: str) -> Callable[[RLConfig], str]:
-    return lambda run: by_name(run.algorithm.advantage, names, "algorithm.advantage")
+def read_by_some(choice: str, table: Mapping[str, Entry]) -> Iterator[Rule]:
+    """A rule for each key of `algorithm` that some entries of a table read and others do not."""
+    for key in dict.fromkeys(key for entry in table.values() for key in entry.reads):
+        yield f"algorithm.{key}", read_by(choice, *(name for name, entry in table.items() if key in entry.reads))
 
 
-def loss_reads(*names: str) -> Callable[[RLConfig], str]:
-    return lambda run: by_name(run.algorithm.loss, names, "algorithm.loss")
-
-
-def by_name(chosen: str, names: tuple[str, ...], key: str) -> str:
+def read_by(choice: str, *names: str) -> Callable[[RLConfig], str]:
     """A function of the user's may read whatever it likes."""
-    return unless(chosen in names or ":" in chosen, f"{key}={chosen} does not read it")
 
+    def reason(run: RLConfig) -> str:
+        chosen = next(key.default for key in run.leaves() if key.path == choice)
+        return unless(chosen in names or ":" in chosen, f"{choice}={chosen} does not read it")
 
-def correction_reads(*kinds: str) -> Callable[[RLConfig], str]:
-    return lambda run: by_name(run.algorithm.correction.kind, kinds, "algorithm.correction.kind")
+    return reason
 
 
 def pair_loss_reads(loss: str) -> Callable[[Any], str]:
@@ -64,6 +68,12 @@ def pair_loss_reads(loss: str) -> Callable[[Any], str]:
         return unless(run.task != "preference" or run.preference.loss == loss, f"it is for preference.loss={loss}")
 
     return reason
+
+
+def no_model(role: str) -> Callable[[RLConfig], str]:
+    return lambda run: unless(
+        role in needs(run.algorithm), f"algorithm.advantage={run.algorithm.advantage} has no {role}"
+    )
 
 
 def no_reference(run: RLConfig) -> str:
@@ -102,23 +112,19 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
         *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
-        ("critic.", lambda run: unless(run.algorithm.needs_critic(), f"{run.algorithm.advantage} has no critic")),
-        ("algorithm.value_clip algorithm.critic_only_steps", advantage_reads("gae")),
-        ("algorithm.gae_lambda algorithm.length_adaptive", advantage_reads("gae")),
+        ("critic. algorithm.value_clip algorithm.critic_only_steps", no_model("critic")),
+        *read_by_some("algorithm.advantage", ADVANTAGES),
+        *read_by_some("algorithm.loss", POLICY_LOSSES),
         ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),
-        ("algorithm.gamma", advantage_reads("gae", "reinforce")),
         ("reference.", no_reference),
-        ("teacher.", lambda run: unless(run.algorithm.needs_teacher(), f"{run.algorithm.advantage} has no teacher")),
+        ("teacher.", no_model("teacher")),
         ("reward_model.", no_reward_model),
         ("algorithm.kl.place algorithm.kl.estimator algorithm.kl.unbiased", no_pull),
         ("algorithm.kl.estimator", lambda run: unless(run.algorithm.kl.place == "loss", "algorithm.kl.place=reward")),
         ("algorithm.kl.horizon", lambda run: unless(bool(run.algorithm.kl.target), "algorithm.kl.target=null")),
-        ("algorithm.clip_", loss_reads("ppo_clip", "gspo")),
-        ("algorithm.dual_clip", loss_reads("ppo_clip")),
-        ("algorithm.ratio_cap", loss_reads("cispo", "reinforce")),
-        ("algorithm.correction.cap", correction_reads("truncate", "sequence_truncate", "sequence_mask")),
-        ("algorithm.correction.low algorithm.correction.high", correction_reads("mask")),
-        ("algorithm.correction.sequence_", correction_reads("sequence_mask")),
+        ("algorithm.correction.cap", read_by(CORRECTION, "truncate", "sequence_truncate", "sequence_mask")),
+        ("algorithm.correction.low algorithm.correction.high", read_by(CORRECTION, "mask")),
+        ("algorithm.correction.sequence_", read_by(CORRECTION, "sequence_mask")),
         (
             "algorithm.dynamic_sampling.",
             lambda run: unless(run.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trueline.algorithms.needs import needs
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
@@ -40,10 +41,10 @@ def roles_of(config: RLConfig, policy_ranks: int) -> list[RoleModel]:
     roles = list(judges)
     if algorithm.needs_reference() and not policy.lora.rank:  # a policy with adapters is its own reference
         roles.append(role_model("reference", policy.path, config.reference, policy, policy_ranks))
-    if algorithm.needs_teacher():
+    if "teacher" in needs(algorithm):
         check_teacher(config)
         roles.append(role_model("teacher", config.teacher.path, config.teacher, policy, policy_ranks))
-    if algorithm.needs_critic():
+    if "critic" in needs(algorithm):
         start = critic_start(config, judges)
         roles.append(role_model("critic", start, config.critic, policy, policy_ranks, head="value"))
     return roles

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Concatenate
 
 import torch
 from torch import Tensor
 
+from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
@@ -56,6 +59,12 @@ class ModelGroup:
             scores.update(zip(places, pieces, strict=False))
         return [scores[at] for at in range(len(samples))]
 
+    def prepared(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
+        """The settings, with what the loss itself wants to know of the whole minibatch."""
+        score = partial(self.score, temperature=settings.temperature)
+        found = LOSSES[loss].prepare(samples, settings.section, score)
+        return replace(settings, statistics=settings.statistics | found)
+
     def update(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
@@ -71,6 +80,12 @@ class ModelGroup:
     ) -> dict[str, float]:
         """The loss and its numbers without a gradient."""
         return joined(self._submit(Worker.evaluate, samples, self.plan(samples, together), loss, settings))
+
+    def keep_facts(self, samples: list[Sample], loss: str, settings: LossSettings) -> None:
+        """Numbers that the loss finds after an evaluation are saved with the model."""
+        facts = LOSSES[loss].facts(samples, settings.section, self.score)
+        if facts:
+            self.call(Worker.annotate, facts)
 
     def _submit(
         self,

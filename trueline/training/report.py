@@ -14,7 +14,7 @@ class LossSettings:
     """What a loss needs besides the samples."""
 
     temperature: float = 1.0
-    algorithm: Any = None
+    section: Any = None  # of the configuration, that the loss reads
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
 
 

@@ -3,9 +3,9 @@
 import datetime
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trueline.algorithms.supervised_losses import LOSSES, WITH_ENTROPY
+from trueline.algorithms.losses import LOSSES
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig
-from trueline.config.preference import DistillConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
-from trueline.models.scorer import Scorer, Teacher
+from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
 from trueline.runtime.transport import (
     Address,
@@ -56,7 +55,7 @@ class WorkerSpec:
     seed: int
     timeout_seconds: float = 1800.0
     head: str = "language"  # or "reward", "steps", "value"
-    distill: DistillConfig | None = None
+    goal: Callable[[Any, torch.dtype, bool], Any] | None = None  # loads what its head learns in place of tokens
     chat_template: str | None = None  # that is saved with the model; None: the tokenizer's own
 
     def mesh(self) -> Mesh:
@@ -92,14 +91,14 @@ class Worker:
         self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()}
-        speaks = spec.head == "language" and spec.distill is None
+        speaks = spec.head == "language" and spec.goal is None
         probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks)
         self.scorer = Scorer(
             self.model,
             config.head_chunk_tokens or HEAD_CHUNK[self.device.type],
             packed=spec.ranks.packing,
             ring=spec.mesh().join_ring(spec.rank),
-            teacher=self._load_teacher(dtype),
+            goal=spec.goal(self.model, dtype, spec.ranks.packing) if spec.goal else None,
             values=spec.head == "value",
         )
         self.engine = build(row.path, [self.scorer, spec, self.device])
@@ -114,19 +113,6 @@ class Worker:
         batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
         return only(self.engine.forward(batch, 1.0, entropy=False))
 
-    def _load_teacher(self, dtype: torch.dtype) -> Teacher | None:
-        distill = self.spec.distill
-        if distill is None:
-            return None
-        config = ModelConfig(path=distill.teacher, trust_remote_code=self.spec.model.trust_remote_code)
-        model = load_model(config, dtype, packed=self.spec.ranks.packing).to(self.device).requires_grad_(False)
-        student, teacher = (one.get_output_embeddings().weight.shape[0] for one in (self.model, model))
-        if student != teacher:
-            raise ConfigError(
-                f"distill.teacher={distill.teacher}: it knows {teacher} tokens and the student {student}; "
-                "choose models with one vocabulary"
-            )
-        return Teacher(model, distill)
 
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
@@ -193,8 +179,8 @@ class Worker:
     ) -> tuple[Batch, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
-        output = self.engine.forward(batch, settings.temperature, entropy=loss in WITH_ENTROPY)
-        return batch, LOSSES[loss](output, batch, settings.algorithm)
+        output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
+        return batch, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What a model without adapters would have to hold to say the same."""
@@ -335,8 +321,5 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def only(output: ModelOutput) -> Tensor:
-    """Log-probs of a language model, scores of a scoring one, values of a critic; a student's divergence."""
-    for name in ("logprobs", "scores", "values", "divergence"):
-        if is_filled(output, name):
-            return getattr(output, name)
-    raise AssertionError("a model output without numbers")
+    """What the model's head fills, where no entropy is asked for."""
+    return next(getattr(output, one.name) for one in fields(output) if is_filled(output, one.name))

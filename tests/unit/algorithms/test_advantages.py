@@ -313,3 +313,22 @@ def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
     assert "algorithm.advantage=group_nrom" in str(caught.value)
     for name in ADVANTAGES:
         assert name in str(caught.value)
+
+
+def test_a_critic_without_anything_to_learn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = """
+from trueline.algorithms.entries import entry
+
+
+@entry(needs=("critic",))
+def forgetful(samples, config):
+    for sample in samples:
+        sample.advantages = sample.reward * sample.mask
+"""
+    (tmp_path / "own_advantages.py").write_text(own)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sample = Sample(torch.arange(3), torch.tensor([False, True, True]), reward=2.0)
+    with pytest.raises(
+        ConfigError, match=r"own_advantages:forgetful gives its critic nothing to learn: fill `returns`"
+    ):
+        assign_advantages([sample], AlgorithmConfig(advantage="own_advantages:forgetful"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
@@ -379,6 +380,18 @@ def test_positive_nll_is_a_mean_of_its_own_whatever_the_weights(weighting: str) 
     difference = gradient(extra) - gradient(plain)
     expected = torch.where(batch.mask & (batch.spread(batch.labels) > 0), -0.1 / len(tokens), 0.0)
     torch.testing.assert_close(difference, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_answers_with_a_reward_above_zero_are_labelled_where_their_likelihood_counts() -> None:
+    samples = [sample_of(ratios, 0.0)[0] for ratios in ([1.0], [1.0, 1.0], [1.0, 1.0, 1.0], [1.0])]
+    for sample, reward, weight in zip(samples, (1.0, 0.5, -1.0, 2.0), (1.0, 1.0, 1.0, 0.0), strict=True):
+        sample.task_reward, sample.weight = reward, weight
+    prepare = LOSSES["policy"].prepare
+    assert prepare(samples, config(), lambda asked: []) == {}
+    assert [sample.label for sample in samples] == [0.0] * 4
+    tokens = samples[0].sampled_tokens() + samples[1].sampled_tokens()  # the fourth is filtered
+    assert prepare(samples, config(positive_nll=0.1), lambda asked: []) == {"positive_tokens": float(tokens)}
+    assert [sample.label for sample in samples] == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_positive_nll_leaves_out_what_is_not_in_the_loss() -> None:

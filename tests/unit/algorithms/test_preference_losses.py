@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.preference_losses import PAIR_LOSSES, kto, preference, reward_model
-from trueline.algorithms.supervised_losses import LOSSES
 from trueline.config.preference import WITHOUT_REFERENCE, KTOConfig, PreferenceConfig, RewardModelConfig
-from trueline.data.types import Batch, LossOutput, ModelOutput
+from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
 # Log-probs of the policy and of the reference, token by token; chosen and rejected of two pairs, of unlike lengths.
 POLICY = [[-0.5, -1.0, -0.25], [-2.0, -0.5], [-1.5], [-0.25, -0.75, -0.5, -0.125]]
@@ -371,10 +371,27 @@ def test_an_odd_number_of_rows_is_refused() -> None:
 
 
 def test_a_worker_finds_them_by_name() -> None:
-    assert (LOSSES["preference"], LOSSES["kto"], LOSSES["reward_model"]) == (preference, kto, reward_model)
+    assert [LOSSES[name].compute for name in ("preference", "kto", "reward_model")] == [preference, kto, reward_model]
 
 
 # KTO
+
+
+def test_ktos_kl_is_the_mean_log_ratio_of_companions_and_never_below_zero() -> None:
+    samples = [Sample(torch.arange(2), torch.ones(2, dtype=torch.bool)) for _ in range(2)]
+    for sample, value in zip(samples, (1.0, 3.0), strict=True):
+        sample.companion = Sample(torch.arange(3), torch.tensor([False, True, True]))
+        sample.companion.ref_logprobs = torch.tensor([9.0, -value, -value])
+
+    def found(logprob: float) -> dict[str, float]:
+        def score(asked: list[Sample]) -> list[Tensor]:
+            assert [id(one) for one in asked] == [id(sample.companion) for sample in samples]
+            return [torch.full((3,), logprob) for _ in asked]
+
+        return LOSSES["kto"].prepare(samples, KTOConfig(), score)
+
+    assert found(0.0) == {"kto/kl": pytest.approx((2.0 + 6.0) / 2)}
+    assert found(-10.0) == {"kto/kl": 0.0}
 
 
 VERDICTS = [1.0, 0.0, 0.0, 1.0]

@@ -2,10 +2,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from trueline.algorithms.supervised_losses import LOSSES
+from trueline.algorithms.losses import LOSSES
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.preference import DistillConfig
-from trueline.data.types import Batch, ModelOutput
+from trueline.data.types import Batch, ModelOutput, Sample
 
 # Two sequences; the loss applies to two tokens of the first and to one of the second.
 MASK = [False, True, True, False, True]
@@ -20,7 +22,7 @@ def make() -> Batch:
 def test_sft_is_the_negative_log_likelihood() -> None:
     output, batch = ModelOutput(), make()
     output.logprobs = torch.tensor([0.0, -1.5, -0.25, 0.0, -0.5], requires_grad=True)
-    loss = LOSSES["sft"](output, batch, None)
+    loss = LOSSES["sft"].compute(output, batch, None)
     total = (batch.token_weights() * loss.values).sum()
     total.backward()
     assert not loss.per_sequence
@@ -47,7 +49,7 @@ def share_of_good(bad: float, good: float) -> float:
 
 def test_process_reward_is_the_cross_entropy_with_soft_labels() -> None:
     output, batch = scored(SCORES)
-    loss = LOSSES["process_reward"](output, batch, None)
+    loss = LOSSES["process_reward"].compute(output, batch, None)
     steps = [(share_of_good(*SCORES[at]), LABELS[at]) for at in (1, 2, 4)]
     expected = [-label * math.log(good) - (1 - label) * math.log(1 - good) for good, label in steps]
     assert not loss.per_sequence
@@ -59,7 +61,7 @@ def test_process_reward_is_the_cross_entropy_with_soft_labels() -> None:
 def test_the_gradient_of_process_reward_is_the_gap_to_the_label() -> None:
     """(share of good - label) on the logit of good, its opposite on that of bad; nothing off the labelled steps."""
     output, batch = scored(SCORES)
-    loss = LOSSES["process_reward"](output, batch, None)
+    loss = LOSSES["process_reward"].compute(output, batch, None)
     (batch.token_weights() * loss.values).sum().backward()
     gaps = [(share_of_good(*scores) - label) / 3 for scores, label in zip(SCORES, LABELS, strict=True)]
     on_good = [gap if masked else 0.0 for gap, masked in zip(gaps, MASK, strict=True)]
@@ -70,14 +72,14 @@ def test_the_gradient_of_process_reward_is_the_gap_to_the_label() -> None:
 
 def test_a_verdict_is_right_when_both_say_good_or_both_say_bad() -> None:
     output, batch = scored(SCORES)
-    accuracy = LOSSES["process_reward"](output, batch, None).means["process_reward/accuracy"]
+    accuracy = LOSSES["process_reward"].compute(output, batch, None).means["process_reward/accuracy"]
     assert accuracy[batch.mask].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("gap", [-1000.0, 1000.0])
 def test_process_reward_is_finite_for_logits_far_apart(gap: float) -> None:
     output, batch = scored([[0.0, gap]] * 5)
-    loss = LOSSES["process_reward"](output, batch, None)
+    loss = LOSSES["process_reward"].compute(output, batch, None)
     loss.values.sum().backward()
     assert output.scores.grad is not None
     assert loss.values.isfinite().all()
@@ -88,13 +90,13 @@ def test_logits_in_half_precision_are_compared_in_float32() -> None:
     """bfloat16 holds 100 and 0.25, not their difference; so far out the loss of a good step is that difference."""
     output, batch = scored([[100.0, 0.25]] * 5)
     output.scores = output.scores.detach().bfloat16()
-    assert LOSSES["process_reward"](output, batch, None).values[1].item() == 99.75
+    assert LOSSES["process_reward"].compute(output, batch, None).values[1].item() == 99.75
 
 
 def test_distillation_minimises_the_divergence_of_each_token() -> None:
     output, batch = ModelOutput(), make()
     output.divergence = torch.tensor([0.0, 0.5, 0.25, 0.0, 1.5], requires_grad=True)
-    loss = LOSSES["distill"](output, batch, DistillConfig(teacher="teacher"))
+    loss = LOSSES["distill"].compute(output, batch, DistillConfig(teacher="teacher"))
     assert not loss.per_sequence
     assert (batch.token_weights() * loss.values).sum().item() == pytest.approx((0.5 + 0.25 + 1.5) / 3)
     (batch.token_weights() * loss.values).sum().backward()
@@ -105,3 +107,22 @@ def test_distillation_minimises_the_divergence_of_each_token() -> None:
 def test_every_loss_that_a_worker_may_be_asked_for() -> None:
     names = {"policy", "value", "sft", "preference", "kto", "reward_model", "process_reward", "distill"}
     assert set(LOSSES) == names
+
+
+def test_only_the_policy_loss_pays_for_the_entropy() -> None:
+    assert [name for name, loss in LOSSES.items() if loss.entropy] == ["policy"]
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"kto"}))
+def test_a_loss_that_asks_nothing_of_the_model_lets_it_rest(name: str) -> None:
+    def score(samples: list[Sample]) -> list[Tensor]:
+        raise AssertionError("another forward pass")
+
+    assert LOSSES[name].prepare([], AlgorithmConfig(), score) == {}
+    if name != "reward_model":
+        assert LOSSES[name].facts([], None, score) == {}
+
+
+def test_a_reward_model_keeps_mean_and_deviation_of_its_scores() -> None:
+    scores = [torch.tensor([[9.0], [1.0]]), torch.tensor([[9.0], [9.0], [5.0]])]
+    assert LOSSES["reward_model"].facts([], None, lambda samples: scores) == {"reward_mean": 3.0, "reward_std": 2.0}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trueline.algorithms.supervised_losses import LOSSES
+from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, ModelOutput, Sample
@@ -29,7 +29,7 @@ def make() -> tuple[ModelOutput, Batch]:
 
 def test_the_larger_of_two_squares() -> None:
     output, batch = make()
-    loss = LOSSES["value"](output, batch, AlgorithmConfig(preset="ppo", value_clip=0.5))
+    loss = LOSSES["value"].compute(output, batch, AlgorithmConfig(preset="ppo", value_clip=0.5))
     assert loss.values.tolist() == pytest.approx([2.0, 1.445, 1.125, 4.5, 4.5, 0.5])
     assert loss.means["critic/clipped_share"].tolist() == [0, 0, 1, 0, 0, 0]
     assert loss.means["critic/value"].tolist() == pytest.approx([row[0] for row in ROWS])
@@ -38,14 +38,14 @@ def test_the_larger_of_two_squares() -> None:
 
 def test_a_value_beyond_its_clip_has_no_gradient() -> None:
     output, batch = make()
-    LOSSES["value"](output, batch, AlgorithmConfig(preset="ppo")).values.sum().backward()
+    LOSSES["value"].compute(output, batch, AlgorithmConfig(preset="ppo")).values.sum().backward()
     assert output.values.grad is not None
     assert output.values.grad.tolist() == pytest.approx([-2.0, -1.7, 0.0, -3.0, 3.0, -1.0])
 
 
 def test_zero_turns_the_clip_off() -> None:
     output, batch = make()
-    loss = LOSSES["value"](output, batch, AlgorithmConfig(preset="ppo", value_clip=0.0))
+    loss = LOSSES["value"].compute(output, batch, AlgorithmConfig(preset="ppo", value_clip=0.0))
     assert loss.values.tolist() == pytest.approx([0.5 * (value - target) ** 2 for value, _, target in ROWS])
     assert not loss.means["critic/clipped_share"].any()
 

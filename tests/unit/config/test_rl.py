@@ -109,15 +109,10 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_only_steps=10 of steps=10"),
-        (["algorithm.preset=ppo", "critic.offload=all"], "critic.offload=all needs critic.zero_stage=3"),
-        (["algorithm.preset=remax", "algorithm.shaping.overlong_factor=1"], "greedy"),
-        (["algorithm.preset=on_policy_distill", "algorithm.dynamic_sampling.enabled=true"], "dynamic_sampling"),
         (["algorithm.preset=on_policy_distill", "evaluation.data=x.jsonl"], "evaluation needs a reward"),
         (["algorithm.preset=dapo", "algorithm.kl.target=6"], "kl.coefficient"),
         (["algorithm.correction.low=3", "algorithm.correction.high=2"], "algorithm.correction.low=3"),
         (["algorithm.old=rollout"], "correction.kind"),
-        (["algorithm.preset=gspo", "algorithm.old=rollout", "algorithm.correction.kind=none"], "gspo"),
     ],
 )
 def test_combinations_that_would_not_do_what_they_say_are_refused(overrides: list[str], part: str) -> None:

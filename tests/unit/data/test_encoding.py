@@ -176,6 +176,10 @@ def test_an_answer_of_several_turns_is_learnt_in_all_of_them(chat: ChatFormat, t
 # Ratings
 
 
+def companions(encodings: Encodings) -> list[Sample]:
+    return [sample.companion for sample in encodings.samples if sample.companion is not None]
+
+
 def rating(prompt: str, answer: str, desirable: bool = True, line: int = 1) -> Rated:
     return Rated(user(prompt), bot(answer), desirable, f"f, line {line}")
 
@@ -185,8 +189,8 @@ def test_ratings_become_labels_and_mismatched_samples(chat: ChatFormat) -> None:
     encodings = encode_rated(rows, chat, 9, "error", block=2)
     assert texts(chat, encodings.samples) == ["pa</s>", "qb</s>", "rc</s>", "sd</s>", "te</s>"]
     assert [sample.label for sample in encodings.samples] == [1.0, 0.0, 1.0, 1.0, 1.0]
-    assert texts(chat, encodings.mismatched) == ["pb</s>", "qa</s>", "rd</s>", "sc</s>", "td</s>"]
-    assert learnt(chat, encodings.mismatched) == ["b</s>", "a</s>", "d</s>", "c</s>", "d</s>"]
+    assert texts(chat, companions(encodings)) == ["pb</s>", "qa</s>", "rd</s>", "sc</s>", "td</s>"]
+    assert learnt(chat, companions(encodings)) == ["b</s>", "a</s>", "d</s>", "c</s>", "d</s>"]
     assert encodings.counts == {"rows": 5, **NONE, "mismatched_truncated": 0}
 
 
@@ -229,13 +233,13 @@ def test_dropped_ratings_take_no_part(chat: ChatFormat) -> None:
     rows = [rating("p", "a"), rating("q", "bbbb"), rating("r", "c", False)]
     encodings = encode_rated(rows, chat, 3, "drop", block=3)
     assert texts(chat, encodings.samples) == ["pa</s>", "rc</s>"]
-    assert texts(chat, encodings.mismatched) == ["pc</s>", "ra</s>"]
+    assert texts(chat, companions(encodings)) == ["pc</s>", "ra</s>"]
     assert encodings.counts == {"rows": 3, "truncated": 0, "dropped": 1, "mismatched_truncated": 0}
 
 
 def test_a_foreign_answer_is_cut_where_no_row_is_too_long(chat: ChatFormat) -> None:
     encodings = encode_rated([rating("ppp", "a"), rating("q", "bbb", False)], chat, 5, "error", block=2)
-    assert texts(chat, encodings.mismatched) == ["pppbb", "qa</s>"]
+    assert texts(chat, companions(encodings)) == ["pppbb", "qa</s>"]
     assert encodings.counts == {"rows": 2, **NONE, "mismatched_truncated": 1}
 
 
@@ -312,7 +316,7 @@ def test_every_task_shows_the_tools_of_a_row_and_learns_calls(templated: ChatFor
     assert texts(chat, pairs.samples) == [shown + first, shown + second]
     assert learnt(chat, pairs.samples) == [first, second]
     assert texts(chat, rated.samples) == [shown + first, "<user>q</s>\n<assistant>no</s>"]
-    assert texts(chat, rated.mismatched) == [shown + "no</s>", "<user>q</s>\n<assistant>" + first]
+    assert texts(chat, companions(rated)) == [shown + "no</s>", "<user>q</s>\n<assistant>" + first]
     assert texts(chat, steps.samples) == [shown + "ab"]
 
 

@@ -1,6 +1,7 @@
 """From rows in files to the plan of a run, and what the loop asks of its parts."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,22 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
+from trueline.algorithms.losses import LOSSES
 from trueline.config.base import ConfigError
+from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts
+from trueline.models.loading import ModelFacts, load_model
 from trueline.offline import plan as planning
 from trueline.offline.build import worker_specs
 from trueline.offline.dataset import Dataset, check_longest, encode_sources, load_material
 from trueline.offline.launch import show_preview
 from trueline.offline.plan import SupervisedPlan, describe_plan, plan_supervised
 from trueline.offline.tasks import TASKS
-from trueline.offline.trainer import kl_estimate, shown
+from trueline.offline.trainer import shown
 from trueline.runtime.cluster import Machine
 from trueline.verbs import TASK_VERBS
 
@@ -62,7 +65,7 @@ def test_every_verb_makes_a_plan(load: Any, verb: str) -> None:
     assert (train.rows(), plan.steps) == (6, 3)
     assert len(train.samples) == 6 * train.task.together
     assert all(sample.sampled_tokens() > 0 for sample in train.samples)
-    assert len(train.mismatched) == (6 if verb == "kto" else 0)
+    assert sum(sample.companion is not None for sample in train.samples) == (6 if verb == "kto" else 0)
     assert plan.config.max_tokens == 64  # the model's context
 
 
@@ -73,6 +76,11 @@ def test_a_task_names_a_loss_and_settings_of_its_own(load: Any, verb: str) -> No
     assert task.reference(config) == (verb in ("dpo", "cdpo", "ipo", "kto"))
     assert task.together == (2 if verb in ("dpo", "cdpo", "ipo", "simpo", "orpo", "rm") else 1)
     assert task.head == {"rm": "reward", "prm": "steps"}.get(verb, "language")
+    assert task.loss in LOSSES
+    assert (task.goal(config) is not None) == (verb == "distill")
+    kinds = {"rm": RewardModelConfig, "kto": KTOConfig, "distill": DistillConfig}
+    plain = type(None) if verb in ("sft", "prm") else PreferenceConfig
+    assert type(task.section_of(config)) is kinds.get(verb, plain)
 
 
 def test_the_completion_and_its_end_are_learnt(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -122,7 +130,7 @@ def test_a_mixture_has_rows_of_every_source(load: Any, tmp_path: Path) -> None:
 def make_dataset(lengths: list[int], together: int) -> Dataset:
     task = TASKS["preference" if together == 2 else "sft"]
     samples = [Sample(torch.arange(length), torch.arange(length) > 0) for length in lengths]
-    return Dataset(task, samples, [], [len(lengths) // together], [""], [1.0], {}, [])
+    return Dataset(task, samples, [len(lengths) // together], [""], [1.0], {}, [])
 
 
 def test_taken_samples_weigh_one_minibatch() -> None:
@@ -165,18 +173,20 @@ def test_held_out_pairs_are_held_against_the_limit_too(load: Any, tmp_path: Path
         plan_supervised(load("dpo", "training.micro_batch_tokens=40", f"evaluation.data={long}"))
 
 
+def test_a_rank_can_load_the_teacher_of_its_students_run(load: Any, model_folder: Path) -> None:
+    """The goal travels to another process; a task without one sends none."""
+    (spec,) = worker_specs(plan_supervised(load("distill", "distill.temperature=2")))
+    assert spec.goal is not None
+    student = load_model(spec.model, torch.float32, packed=True)
+    teacher = pickle.loads(pickle.dumps(spec)).goal(student, torch.float32, True)
+    assert teacher.config.temperature == 2.0
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+    assert worker_specs(plan_supervised(load("sft")))[0].goal is None
+
+
 def test_a_missing_teacher_is_asked_for(load: Any) -> None:
     with pytest.raises(ConfigError, match=r"distill\.teacher is empty"):
         plan_supervised(load("distill", "distill.teacher="))
-
-
-def test_ktos_kl_is_the_mean_log_ratio_and_never_below_zero() -> None:
-    samples = [Sample(torch.arange(3), torch.tensor([False, True, True])) for _ in range(2)]
-    for sample, value in zip(samples, (1.0, 3.0), strict=True):
-        sample.ref_logprobs = torch.tensor([9.0, -value, -value])
-    zeros = [torch.zeros(3), torch.zeros(3)]
-    assert kl_estimate(samples, zeros) == pytest.approx((2.0 + 6.0) / 2)
-    assert kl_estimate(samples, [torch.full((3,), -10.0)] * 2) == 0.0
 
 
 def test_the_numbers_before_the_first_step_are_one_line() -> None:
@@ -189,7 +199,7 @@ def test_material_is_the_same_every_time(load: Any, tokenizer: PreTrainedTokeniz
     config = load("kto", "evaluation.share=0.3", "max_tokens=32")
     chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
     first, second = load_material(config, chat), load_material(config, chat)
-    assert (first.train.rows(), len(first.train.mismatched)) == (4, 4)
+    assert (first.train.rows(), len(first.train.samples_of(range(4)))) == (4, 8)
     pairs = zip(*(one.train.samples_of(range(4)) for one in (first, second)), strict=True)
     assert all(torch.equal(one.tokens, two.tokens) for one, two in pairs)
 

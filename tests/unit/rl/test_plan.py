@@ -15,9 +15,10 @@ from trueline.models.loading import ModelFacts
 from trueline.rl import plan as planning
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.rl.metrics import transcript
-from trueline.rl.plan import RLPlan, check_lengths, check_names, plan_rl, share_devices
+from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
 from trueline.rl.recipe import describe_recipe
 from trueline.runs import roles as role_planning
+from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
 from trueline.runtime.cluster import Machine
 
@@ -125,10 +126,27 @@ def test_shapes_that_cannot_work_are_refused_by_key(overrides: list[str], parts:
 
 
 def test_names_are_looked_up_before_the_start() -> None:
-    check_names(RLConfig())
+    check_algorithm(RLConfig())
     for override in ("algorithm.advantage=nonsense", "algorithm.loss=nonsense"):
         with pytest.raises(ConfigError, match=override):
-            check_names(RLConfig.load([], [override]))
+            check_algorithm(RLConfig.load([], [override]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_only_steps=10 of steps=10"),
+        (["algorithm.preset=ppo", "critic.engine=torch", "critic.ranks=2"], "critic.engine=torch"),
+        (["algorithm.preset=ppo", "critic.offload=all"], "critic.offload=all needs critic.zero_stage=3"),
+        (["algorithm.preset=remax", "algorithm.shaping.overlong_factor=1"], "greedy"),
+        (["algorithm.group_size=1"], "algorithm.group_size to 2 or more"),
+    ],
+)
+def test_what_the_algorithm_cannot_work_with_is_refused_before_any_row_is_read(overrides: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_rl(RLConfig.load([], ["data.path=nowhere.jsonl", *overrides]))
+    assert part in str(caught.value)
+    check_algorithm(RLConfig.load([], ["critic.offload=all", "algorithm.critic_only_steps=500"]))  # grpo has no critic
 
 
 @pytest.fixture
@@ -190,11 +208,86 @@ def test_a_critic_starts_from_the_policy_or_from_what_it_is_told(local_run: Any,
         plan_rl(local_run(ROWS, "algorithm.preset=ppo", "critic.path=./nowhere"))
 
 
+def test_a_critic_is_held_against_its_section_again_once_its_ranks_are_known(local_run: Any) -> None:
+    words = ["algorithm.preset=ppo", "runtime=ray", "training.ranks=2", "critic.engine=torch", "model.dtype=float32"]
+    with pytest.raises(ConfigError, match=r"critic\.engine=torch runs in one process: set critic\.ranks=1 \(got 2\)"):
+        plan_rl(local_run(ROWS, *words))
+
+
 def test_a_teacher_must_be_named(local_run: Any, model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"teacher\.path is empty"):
         plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill"))
     plan = plan_rl(local_run(ROWS, "algorithm.preset=on_policy_distill", f"teacher.path={model_folder}"))
     assert loaded(plan) == {"teacher": ("language", 1)}
+
+
+OWN = """
+from trueline.algorithms.entries import entry
+
+
+@entry("a value of mine at {0.gamma:g}", needs=("critic",), reads=("gamma",))
+def with_critic(samples, config):
+    pass
+
+
+@entry(needs=("groups",))
+def with_groups(samples, config):
+    pass
+
+
+@entry("the teacher's word", needs=("teacher",))
+def with_teacher(samples, config):
+    pass
+
+
+def plain(samples, config):
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_plan.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("own")
+def test_an_advantage_of_the_users_own_says_which_models_it_needs(local_run: Any, model_folder: Path) -> None:
+    alone = ["algorithm.kl.coefficient=0"]
+    assert loaded(plan_rl(local_run(ROWS, *alone, "algorithm.advantage=own_plan:plain"))) == {}
+    critic = plan_rl(local_run(ROWS, *alone, "algorithm.advantage=own_plan:with_critic"))
+    assert loaded(critic) == {"critic": ("value", 1)}
+    words = [*alone, "algorithm.advantage=own_plan:with_teacher", "reward.function="]  # in a reward's place
+    with pytest.raises(ConfigError, match=r"teacher\.path is empty"):
+        plan_rl(local_run(ROWS, *words))
+    teacher = plan_rl(local_run(ROWS, *words, f"teacher.path={model_folder}"))
+    assert loaded(teacher) == {"teacher": ("language", 1)}
+    with pytest.raises(ConfigError, match=r"own_plan:with_groups compares answers to one prompt"):
+        plan_rl(local_run(ROWS, *alone, "algorithm.advantage=own_plan:with_groups", "algorithm.group_size=1"))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_critic_of_the_users_own_advantage_has_gpus_and_keys_that_count() -> None:
+    words = ["algorithm.advantage=own_plan:with_critic", "critic.placement=separate", "critic.ranks=2"]
+    assert shares(resolved(8, *words)) == (3, 3, "separate")
+    assert idle_keys(RLConfig.load([], [*words, "algorithm.value_clip=0.1", "critic.learning_rate=1e-3"])) == []
+    with pytest.raises(ConfigError, match="critic_only_steps=100 of steps=100"):
+        check_algorithm(RLConfig.load([], [*words, "algorithm.critic_only_steps=100"]))
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("with_critic", "baseline is a value of mine at 0.5; gamma 0.5"),
+        ("with_teacher", "baseline is the teacher's word"),
+        ("with_groups", "baseline is your own"),
+        ("plain", "baseline is your own"),
+    ],
+)
+def test_an_advantage_of_the_users_own_brings_its_words(name: str, said: str) -> None:
+    config = RLConfig.parse({"algorithm": {"advantage": f"own_plan:{name}", "gamma": 0.5}})
+    assert describe_recipe(config).splitlines()[0] == f"advantage  own_plan:{name}: {said}"
 
 
 def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +11,14 @@ import torch
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
+from trueline.config.model import TrainingConfig
 from trueline.config.rl import RLConfig
 from trueline.data.types import Sample
 from trueline.rl.trainer import RLTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.state import RLState
+from trueline.training.group import ModelGroup
+from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
@@ -92,6 +94,32 @@ def test_the_checkpoint_with_the_best_held_out_reward_stays(tmp_path: Path) -> N
     assert found == {f"step_{best:06d}", "step_000006"}
 
 
+OWN = """
+from trueline.algorithms.advantages import gae
+from trueline.algorithms.entries import entry
+
+
+@entry("mine", needs=("critic", "greedy"))
+def own_gae(samples, config):
+    assert any(sample.baseline for sample in samples)
+    gae(samples, config)
+"""
+
+
+def test_an_advantage_of_the_users_own_gets_its_critic_and_greedy_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_trainer.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["algorithm.advantage=own_trainer:own_gae", "algorithm.critic_only_steps=1", "critic.learning_rate=1e-3"]
+    assert run_letters(tmp_path, "grpo", *words, "steps=2") == 0
+    first, second = rows_of(tmp_path)[1:]
+    assert first["critic/grad_norm"] > 0 and "grad_norm" not in first  # the policy waits
+    assert second["critic/grad_norm"] > 0 and second["grad_norm"] > 0
+    assert "critic/explained_variance" in second
+    assert (tmp_path / "run" / "checkpoints" / "step_000002" / "critic").is_dir()
+
+
 def split_run(folder: Path, verb: str, *words: str) -> list[list[dict[str, Any]]]:
     """What four steps report, made at a stretch and in two parts."""
     losses.CALLS.clear()
@@ -139,14 +167,13 @@ def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = Fals
     return sample
 
 
-def test_assess_shapes_then_compares_then_labels() -> None:
+def test_assess_shapes_then_compares() -> None:
     algorithm = {"preset": "dr_grpo", "shaping": {"overlong_factor": 0.5, "overlong_share": 0.5}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
     samples = [answer(4, 1.0), answer(8, 1.0), answer(4, -1.0), answer(4, 0.0)]
     bare_trainer(config).assess(samples)
     assert [sample.reward for sample in samples] == [1.0, 0.5, -1.0, 0.0]  # 8 of 8 tokens: the whole punishment
     assert [sample.task_reward for sample in samples] == [1.0, 1.0, -1.0, 0.0]
-    assert [sample.label for sample in samples] == [1.0, 1.0, 0.0, 0.0]
     mean = (1.0 + 0.5 - 1.0) / 4
     expected = [1.0 - mean, 0.5 - mean, -1.0 - mean, -mean]
     assert [sample.advantages[-1].item() for sample in samples] == pytest.approx(expected)
@@ -167,19 +194,21 @@ def test_losses_get_the_temperature_the_adapted_coefficient_and_the_good_tokens(
     told: list[tuple[str, LossSettings]] = []
 
     class Listening:
+        model = ModelGroup("policy", [], TrainingConfig(micro_batch_tokens=99), 60.0, Mesh(1))
+
         def update(self, minibatch: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
             told.append((loss, settings))
             return {}
 
-    algorithm = {"preset": "grpo", "kl": {"coefficient": 0.1, "target": 1.0}}
+    algorithm = {"preset": "grpo", "positive_nll": 0.1, "kl": {"coefficient": 0.1, "target": 1.0}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8, "temperature": 0.7}})
     trainer = bare_trainer(config, kl_coefficient=0.25)
-    trainer.guard, trainer.models = Listening(), SimpleNamespace(critic=None)  # type: ignore[assignment]
+    trainer.guard = Listening()  # type: ignore[assignment]
     samples = [answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)]
     trainer.assess(samples)
     trainer.update(samples)
     ((loss, settings),) = told
-    assert (loss, settings.temperature, settings.algorithm) == ("policy", 0.7, config.algorithm)
+    assert (loss, settings.temperature, settings.section) == ("policy", 0.7, config.algorithm)
     assert settings.statistics == {"positive_tokens": 7.0, "kl_coefficient": 0.25}
 
 

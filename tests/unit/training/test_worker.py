@@ -2,7 +2,9 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,9 @@ from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
-from trueline.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample
+from trueline.models.divergence import load_teacher
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup, write_model
 from trueline.training.report import LossSettings
@@ -53,11 +56,12 @@ def make_samples(count: int, seed: int) -> list[Sample]:
 
 
 def make_worker(
-    folder: Path, lora: LoraConfig = FULL, head: str = "language", distill: DistillConfig | None = None, **training: Any
+    folder: Path, lora: LoraConfig = FULL, head: str = "language", teacher: Path | None = None, **training: Any
 ) -> Worker:
     model = ModelConfig(path=str(folder), dtype="float32", lora=lora)
     ranks = TrainingConfig(engine="torch", **(SCHEDULE | training))
-    spec = WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0, head=head, distill=distill)
+    goal = None if teacher is None else partial(load_teacher, DistillConfig(), ModelConfig(path=str(teacher)))
+    spec = WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0, head=head, goal=goal)
     worker = Worker(spec)
     worker.start(("", 0))  # plain PyTorch meets nobody
     return worker
@@ -450,14 +454,31 @@ def test_rewards_are_learnt_and_opened_by_transformers(model_folder: Path, tmp_p
     group, settings = make_group(worker), LossSettings(1.0, RewardModelConfig())
     losses = [group.update(samples, "reward_model", settings, together=2)["loss"] for _ in "1234"]
     assert losses == sorted(losses, reverse=True)
-    worker.annotate({"reward_mean": 0.25, "reward_std": 2.0})
+    group.keep_facts(samples, "reward_model", settings)
     save(worker, tmp_path / "checkpoint")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint" / "model", dtype=torch.float32)
-    assert (model.config.reward_mean, model.config.reward_std) == (0.25, 2.0)
-    for sample, scores in zip(samples, group.score(samples), strict=True):
+    found = group.score(samples)
+    rewards = [float(scores[-1, 0]) for scores in found]
+    assert (model.config.reward_mean, model.config.reward_std) == (fmean(rewards), pstdev(rewards))
+    for sample, scores in zip(samples, found, strict=True):
         assert scores.shape == (sample.length(), 1)
         expected = model(input_ids=sample.tokens[None]).logits[0, 0]
         torch.testing.assert_close(scores[-1, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_loss_wants_to_know_of_the_minibatch_joins_the_settings(model_folder: Path) -> None:
+    """KTO's companions are scored by the model that is trained, at the temperature of the run."""
+    group, samples = make_group(make_worker(model_folder)), make_samples(2, seed=26)
+    others = make_samples(2, seed=27)
+    for sample, other in zip(samples, others, strict=True):
+        sample.companion, other.ref_logprobs = other, torch.full((other.length(),), -20.0)
+    given = LossSettings(0.8, KTOConfig(), {"known": 1.0})
+    settings = group.prepared(samples, "kto", given)
+    scored = zip(others, group.score(others, 0.8), strict=True)
+    kl = fmean(float(((logprobs + 20.0) * other.mask).sum()) for other, logprobs in scored)
+    assert (settings.temperature, settings.section) == (0.8, given.section)
+    assert settings.statistics == {"known": 1.0, "kto/kl": kl}
+    assert group.prepared(samples, "sft", given) == given
 
 
 @pytest.mark.parametrize("head", ["reward", "steps"])
@@ -483,7 +504,7 @@ def test_what_belongs_to_a_reward_model_with_adapters_is_saved(model_folder: Pat
 
 def test_a_student_comes_nearer_to_its_teacher(model_folder: Path, tmp_path: Path) -> None:
     teacher = make_tiny_model(tmp_path / "teacher", tied=False)
-    worker = make_worker(model_folder, distill=DistillConfig(teacher=str(teacher)), learning_rate=1e-3)
+    worker = make_worker(model_folder, teacher=teacher, learning_rate=1e-3)
     samples = make_samples(4, seed=28)
     losses = [make_group(worker).update(samples, "distill", SETTINGS)["loss"] for _ in "1234"]
     assert losses == sorted(losses, reverse=True)
@@ -495,7 +516,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(model_folder: Path, tmp_path
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "teacher")
     with pytest.raises(ConfigError, match=r"distill\.teacher=.*choose models with one vocabulary"):
-        make_worker(model_folder, distill=DistillConfig(teacher=str(tmp_path / "teacher")))
+        make_worker(model_folder, teacher=tmp_path / "teacher")
 
 
 def make_bloom(model_folder: Path, target: Path) -> Path:

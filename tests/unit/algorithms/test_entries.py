@@ -8,11 +8,12 @@ import torch
 
 from trueline.algorithms.advantages import ADVANTAGES, assign_advantages
 from trueline.algorithms.correction import CORRECTIONS
+from trueline.algorithms.entries import NEEDS, Entry, entry, lookup
 from trueline.algorithms.kl import KL_ESTIMATORS
-from trueline.algorithms.lookup import lookup
+from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from trueline.algorithms.weighting import WEIGHTINGS
-from trueline.config.algorithm import NEED_GROUPS, PRESETS, AlgorithmConfig, CorrectionConfig, KLConfig
+from trueline.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig, KLConfig
 from trueline.config.base import Config, ConfigError
 from trueline.data.types import Batch, ModelOutput, Sample
 
@@ -31,7 +32,7 @@ def test_an_unknown_name_is_refused_with_key_and_names() -> None:
 
 
 def test_a_path_is_imported() -> None:
-    assert lookup({}, "math:sqrt", "some.key") is math.sqrt
+    assert lookup({}, "math:sqrt", "some.key") == Entry(math.sqrt, "your own")
 
 
 @pytest.mark.parametrize("path", ["no_such_module_here:f", "math:no_such_function"])
@@ -64,8 +65,24 @@ def test_the_values_that_a_key_allows_are_the_entries_of_its_table(
     assert set(get_args(section.model_fields[key].annotation)) == set(table)
 
 
-def test_estimators_that_need_groups_exist() -> None:
-    assert set(ADVANTAGES) >= NEED_GROUPS
+TABLES = {"advantage": ADVANTAGES, "loss": POLICY_LOSSES, "weighting": WEIGHTINGS}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_entry_says_what_it_does(table: dict[str, Entry]) -> None:
+    keys = AlgorithmConfig.model_fields
+    for name, found in table.items():
+        assert found.words not in ("", "your own")
+        assert "{" not in found.words.format(AlgorithmConfig())
+        assert found.function.__name__ == name
+        assert set(found.reads) <= set(keys)
+
+
+def test_a_need_that_no_run_knows_is_refused_with_those_it_knows() -> None:
+    with pytest.raises(ConfigError) as caught:
+        entry("nothing", needs=("groups", "critics"))(math.sqrt)
+    for part in ("math:sqrt", "'critics'", *NEEDS):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(("key", "table"), [("advantage", ADVANTAGES), ("loss", POLICY_LOSSES)])
@@ -88,12 +105,17 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     sample = Sample(torch.arange(3), torch.tensor([False, True, True]), reward=2.0)
     assign_advantages([sample], AlgorithmConfig(advantage="own_0:above_median", group_size=4))
     assert sample.advantages.tolist() == [0.0, 0.0, 0.0]
+    sample.values = torch.tensor([9.0, 0.5, 1.5])
+    valued = AlgorithmConfig(advantage="own_1:one_step")
+    assign_advantages([sample], valued)
+    assert (sample.advantages.tolist(), sample.returns.tolist()) == ([0.0, 1.5, 0.5], [0.0, 2.0, 2.0])
+    assert needs(valued) == ("critic",)
     batch = Batch(sample.tokens, sample.mask, [3], torch.ones(1), torch.zeros(1))
     batch.old_logprobs = batch.rollout_logprobs = torch.full((3,), -1.0)
     batch.advantages = torch.tensor([0.0, 2.0, -1.0])
     output = ModelOutput()
     output.logprobs, output.entropy = torch.full((3,), -1.0), torch.zeros(3)
-    loss = policy_loss(output, batch, AlgorithmConfig(preset="dr_grpo", loss="own_1:squared"))
+    loss = policy_loss(output, batch, AlgorithmConfig(preset="dr_grpo", loss="own_2:squared"))
     assert loss.values.tolist() == [0.0, -2.0, 1.0]
 
 
@@ -101,3 +123,5 @@ def test_the_page_names_every_entry_of_every_table() -> None:
     for table in (ADVANTAGES, POLICY_LOSSES, WEIGHTINGS, KL_ESTIMATORS, CORRECTIONS, PRESETS):
         for name in table:
             assert f"`{name}`" in PAGE, name
+    for need in NEEDS:
+        assert f"\n| `{need}` |" in PAGE, need

@@ -1,0 +1,97 @@
+"""What advantages and losses ask of a run, and runs that do not give it."""
+
+from pathlib import Path
+
+import pytest
+
+from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
+from trueline.config.algorithm import PRESETS, AlgorithmConfig
+from trueline.config.base import ConfigError
+
+OWN = """
+from trueline.algorithms.entries import entry
+
+
+@entry(needs=("greedy", "groups"))
+def asking(samples, config):
+    pass
+
+
+@entry(needs=("teacher", "reward"))
+def both(samples, config):
+    pass
+
+
+@entry(needs=("recompute",))
+def exact(logprobs, batch, config):
+    pass
+
+
+def plain(samples, config):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_needs.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_preset_needs(preset: str) -> None:
+    config = AlgorithmConfig(preset=preset)
+    check_needs(config)
+    assert ("critic" in needs(config)) == (preset in ("ppo", "vapo"))
+    assert ("teacher" in needs(config)) == (not reads_reward(config)) == (preset == "on_policy_distill")
+    assert ("greedy" in needs(config)) == (preset == "remax")
+    assert ("groups" in needs(config)) == (config.group_size > 1 and preset != "vapo")
+
+
+@pytest.mark.parametrize(("preset", "steps"), [("vapo", 10), ("ppo", 3), ("grpo", 0)])
+def test_the_policy_waits_for_a_critic_only(preset: str, steps: int) -> None:
+    config = AlgorithmConfig.parse({"preset": preset} | ({} if preset == "vapo" else {"critic_only_steps": 3}))
+    assert policy_waits(config) == steps
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "own_needs:asking"])
+def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_needs(AlgorithmConfig.load([], [f"advantage={advantage}", "group_size=1"]))
+    assert f"algorithm.advantage={advantage}" in str(caught.value)
+    assert "algorithm.group_size to 2 or more (got 1)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["preset=remax", "shaping.overlong_factor=1"], "another advantage than greedy_baseline"),
+        (["advantage=own_needs:asking", "shaping.truncated=set"], "another advantage than own_needs:asking"),
+        (["preset=on_policy_distill", "group_size=2", "dynamic_sampling.enabled=true"], "advantage=teacher reads no"),
+        (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher reads no reward"),
+        (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
+        (["preset=gspo", "old=rollout", "correction.kind=none"], "clip of loss=gspo; set old=recompute"),
+        (["loss=own_needs:exact", "old=rollout", "correction.kind=none"], "loss=own_needs:exact; set old=recompute"),
+        (["advantage=nonsense"], "algorithm.advantage=nonsense"),
+        (["loss=nonsense"], "algorithm.loss=nonsense"),
+    ],
+)
+def test_what_a_function_would_not_read_as_it_sounds_is_refused(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_needs(AlgorithmConfig.load([], words))
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["advantage=own_needs:plain", "group_size=1", "kl.place=reward"],
+        ["advantage=own_needs:both", "kl.place=reward", "shaping.overlong_factor=1"],
+        ["advantage=own_needs:asking"],
+        ["loss=own_needs:exact"],
+    ],
+)
+def test_a_function_of_the_users_own_gets_what_it_asks_for_and_no_more(words: list[str]) -> None:
+    config = AlgorithmConfig.load([], words)
+    check_needs(config)
+    assert reads_reward(config)

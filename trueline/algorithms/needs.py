@@ -1,0 +1,49 @@
+"""What the named advantage and loss ask of a run, and what they cannot work with."""
+
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.entries import lookup
+from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.base import ConfigError
+
+
+def needs(config: AlgorithmConfig) -> tuple[str, ...]:
+    """Of the advantage: models beside the policy, groups, greedy answers."""
+    return lookup(ADVANTAGES, config.advantage, "algorithm.advantage").needs
+
+
+def reads_reward(config: AlgorithmConfig) -> bool:
+    """A teacher takes the reward's place, unless the advantage asks for both."""
+    return "teacher" not in needs(config) or "reward" in needs(config)
+
+
+def policy_waits(config: AlgorithmConfig) -> int:
+    """First steps, in which only the critic learns."""
+    return config.critic_only_steps if "critic" in needs(config) else 0
+
+
+def check_needs(config: AlgorithmConfig) -> None:
+    """Keys that the named functions could not work with, or would not read as they sound."""
+    name, asked, shaping = config.advantage, needs(config), config.shaping
+    shaped = shaping.overlong_factor > 0 or shaping.truncated != "keep"
+    if "groups" in asked and config.group_size < 2:
+        raise ConfigError(
+            f"algorithm.advantage={name} compares answers to one prompt: "
+            f"set algorithm.group_size to 2 or more (got {config.group_size})"
+        )
+    if "greedy" in asked and shaped:
+        raise ConfigError(
+            "algorithm.shaping changes rewards but not that of the greedy answer: set overlong_factor=0 and "
+            f"truncated=keep, or another advantage than {name}"
+        )
+    if not reads_reward(config) and (config.kl.place == "reward" or config.dynamic_sampling.enabled or shaped):
+        raise ConfigError(
+            f"algorithm.advantage={name} reads no reward: set kl.place=loss, dynamic_sampling.enabled=false and "
+            "no shaping"
+        )
+    loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
+    if "recompute" in loss.needs and config.old == "rollout":
+        raise ConfigError(
+            f"algorithm.old=rollout: the engine's rounding alone exceeds the clip of loss={config.loss}; "
+            "set old=recompute"
+        )
