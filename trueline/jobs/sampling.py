@@ -29,12 +29,11 @@ from trueline.jobs.sample_file import (
 )
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.rollout.answers import Answers, Numbered
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.evaluation import Evaluator, prefix_of
 from trueline.rollout.failures import FailureBudget, RolloutFailure
+from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import Group
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Start, begin, named
@@ -78,7 +77,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        specs = engine_specs(config.model, config.rollout, plan.layout, config.seed)
+        specs = engine_specs(config.model, plan.rollout, plan.layout, config.seed)
         pool = EnginePool(start_engines(processes, config.rollout, specs))
         judges = start_judges(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
@@ -224,18 +223,18 @@ def sample(
     plan: SamplingPlan[GenerateConfig], left: list[Numbered], file: SampleFile, folder: RunFolder, pace: Pace
 ) -> bool:
     """Whether it came to its end; what is under way when it is interrupted is given up and sampled again later."""
-    config = plan.config
+    config, rollout = plan.config, plan.rollout
     budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
-    under_way = 2 * config.rollout.max_sequences * plan.layout.engines
+    under_way = 2 * rollout.max_sequences * plan.layout.engines
 
     def told(message: str) -> None:
         pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
 
     with open_conversations(plan, folder, pace.progress) as talk, pace.progress, Interrupts(told) as interrupts:
-        params = talk.params(config.rollout.temperature, config.rollout.max_new_tokens)
-        answers = Answers(talk.episodes, talk.environment, params, talk.loop, config.samples, "generate")
+        seed = config.seed if rollout.seeded else None
+        sampler = talk.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
-        for place, group in answers.to(left, seed=config.seed if config.rollout.seeded else None, under_way=under_way):
+        for place, group in sampler.each(left, talk.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, config.judged()))
             pace.add(group)
             budget.add(group)
@@ -274,10 +273,10 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         budget.add(group)
 
     with open_conversations(plan, folder, progress) as talk, progress:
-        params = talk.params(evaluation.temperature, config.rollout.max_new_tokens)
-        evaluator = Evaluator(talk.episodes, talk.environment, sets, params, evaluation, talk.loop)
+        longest = plan.rollout.max_new_tokens
+        sampler = talk.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
-        metrics, trajectories = evaluator.run(config.seed, told)
+        metrics, trajectories = Evaluator(sampler, sets, evaluation, talk.loop).run(told)
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
         stream.writelines(line_of(row_of(number, group, judged=True)) for number, group in enumerate(groups))

@@ -15,7 +15,6 @@ from torch import Tensor
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardPartConfig
-from trueline.config.roles import FrozenConfig
 from trueline.config.serving import ServingConfig
 from trueline.data.types import Sample
 from trueline.models.loading import ModelFacts, check_model, load_chat
@@ -35,7 +34,7 @@ from trueline.training.worker import WORKER, WorkerSpec
 class ServingPlan:
     config: ServingConfig
     model: ModelConfig  # resolved
-    ranks: FrozenConfig  # resolved
+    world: int  # ranks
     part: RewardPartConfig
     facts: ModelFacts
     machine: Machine
@@ -76,16 +75,16 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         step_separator=config.step_separator,
     )
     check_reward_model(part)
-    ranks = config.ranks.replaced({"ranks": config.ranks.ranks or fitting_ranks(config, machine)})
-    limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
+    world = config.ranks.ranks or fitting_ranks(config, machine)
+    limit = min(facts.context, config.ranks.tokens_per_pass() * model.ring)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
-            f"ranks.micro_batch_tokens={ranks.tokens_per_pass()} allow: lower it"
+            f"ranks.micro_batch_tokens={config.ranks.tokens_per_pass()} allow: lower it"
         )
-    if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
-        raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")
-    return ServingPlan(config, model, ranks, part, facts, machine, config.max_tokens or limit)
+    if machine.gpus and world > machine.gpus and config.runtime == "ray":
+        raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
+    return ServingPlan(config, model, world, part, facts, machine, config.max_tokens or limit)
 
 
 def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
@@ -96,18 +95,17 @@ def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
-    config, world = plan.config, plan.ranks.ranks
-    assert world
+    config, world = plan.config, plan.world
     head = reward_model_head(plan.model.path)
     specs = [
-        WorkerSpec(plan.model, plan.ranks, rank, world, 0, 0, config.timeout_seconds, head=head)
+        WorkerSpec(plan.model, config.ranks, rank, world, 0, 0, config.timeout_seconds, head=head)
         for rank in range(world)
     ]
     place = Beside("reward_model", world, shared=False)
     layout = Layout(0, beside=(place,))
     processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
     actors = processes.beside(place, WORKER, specs)
-    group = ModelGroup(place.name, actors, plan.ranks, config.timeout_seconds, specs[0].mesh())
+    group = ModelGroup(place.name, actors, config.ranks, config.timeout_seconds, specs[0].mesh())
     group.start()
     return group
 

@@ -40,39 +40,40 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
     check_installed("training.engine", config.training.engine, "torch")
     facts, machine = check_model(config.model), this_machine()
-    config = resolve(config, facts, machine)
+    config, world, max_tokens = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
-    material = load_material(config, chat)
+    material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
-    config = settle_memory(config, facts, machine, longest) if here else config
+    config = settle_memory(config, facts, machine, world, longest) if here else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
-    assert config.training.ranks
-    layout = Layout(config.training.ranks)
+    layout = Layout(world)
     check_devices(layout, machine)
     return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
 
 
-def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
-    """Fill in every key that was left to the machine or the model."""
+def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tuple[SupervisedConfig, int, int]:
+    """Fill in every key that was left to the machine or the model; ranks and the longest sequence besides."""
     width = config.model.tensor_parallel * config.model.ring
     ranks = config.training.ranks or (max(machine.gpus // width, 1) * width)
+    ranks = ranks if config.training.engine == "deepspeed" else 1
     limit = config.training.micro_batch_tokens
+    max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring)
     resolved = config.replaced(
         {
             "model": {
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks if config.training.engine == "deepspeed" else 1},
-            "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
+            "training": {"ranks": ranks},
+            "max_tokens": max_tokens,
         }
     )
     check_parallel(resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
         check_teacher(resolved)
-    return resolved
+    return resolved, ranks, max_tokens
 
 
 def budget_of(config: SupervisedConfig) -> Budget:
@@ -82,10 +83,10 @@ def budget_of(config: SupervisedConfig) -> Budget:
     return Budget(limit, training.micro_batch_samples, training.packing)
 
 
-def settle_memory(config: SupervisedConfig, facts: ModelFacts, machine: Machine, longest: int) -> SupervisedConfig:
+def settle_memory(
+    config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int
+) -> SupervisedConfig:
     """Fill in what memory decides; a teacher lives beside its student."""
-    world = config.training.ranks
-    assert world
     tokens = config.samples_per_step * longest / world
     tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
     if isinstance(config, DistillRunConfig):

@@ -20,9 +20,8 @@ def memory_bytes(plan: RLPlan) -> dict[str, float]:
 def seconds_per_step(plan: RLPlan) -> float:
     """With answers of full length: sampling, scoring by every model, and forward and backward passes."""
     config, machine = plan.config, plan.machine
-    assert config.rollout.max_new_tokens
     answers = config.groups_per_step * config.algorithm.group_size
-    tokens = answers * (plan.longest_prompt + config.rollout.max_new_tokens)
+    tokens = answers * (plan.longest_prompt + plan.rollout.max_new_tokens)
     work = (2 + 2 + 6 * config.epochs) * plan.facts.parameters
     for role in plan.roles:
         work += (2 + (6 * config.epochs if role.head == "value" else 0)) * role.facts.parameters
@@ -71,7 +70,7 @@ def plan_warnings(plan: RLPlan) -> list[str]:
 
 def describe_roles(plan: RLPlan, each: dict[str, str]) -> list[str]:
     lines = [
-        f"{role.name:<10} {role.world()} x {role.ranks.engine} rank, {describe_passes(role.ranks, role.model)}, "
+        f"{role.name:<10} {role.world} x {role.ranks.engine} rank, {describe_passes(role.ranks, role.model)}, "
         f"about {each[role.name]} each" + ("" if role.model.path == plan.config.model.path else f": {role.model.path}")
         for role in plan.roles
     ]

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.model import ModelConfig
-from trueline.config.rl import RolloutConfig
+from trueline.config.rl import ResolvedRollout, RolloutConfig
 from trueline.config.run import RunConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.episode import Episodes
+from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
 from trueline.runs.roles import RoleModel
 from trueline.runtime.actors import Actor, Target
@@ -55,17 +56,19 @@ class Conversations:
     stops: tuple[int, ...]
     loop: EventLoop
 
-    def params(self, temperature: float, max_new_tokens: int | None) -> SamplingParams:
-        assert max_new_tokens
-        return SamplingParams(temperature, max_new_tokens, self.stops)
+    def sampler(
+        self, temperature: float, max_new_tokens: int, size: int, seed: int | None, purpose: str, greedy: bool = False
+    ) -> GroupSampler:
+        params = SamplingParams(temperature, max_new_tokens, self.stops)
+        return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 
 
 def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
     return [
         WorkerSpec(
-            role.model, role.ranks, rank, role.world(), updates, config.seed, config.timeout_seconds, head=role.head
+            role.model, role.ranks, rank, role.world, updates, config.seed, config.timeout_seconds, head=role.head
         )
-        for rank in range(role.world())
+        for rank in range(role.world)
     ]
 
 
@@ -77,13 +80,12 @@ def start_engines(processes: Processes, rollout: RolloutConfig, specs: list[Engi
     return processes.engines(ENGINES[rollout.engine], specs, rollout.cpu_cache_gib)
 
 
-def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
-    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, seed: int) -> list[EngineSpec]:
     return [
         EngineSpec(
             model=model.path,
             dtype=rollout.dtype,
-            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            context=rollout.longest(),
             tensor_parallel=rollout.tensor_parallel,
             max_sequences=rollout.max_sequences,
             seed=seed + number,
