@@ -24,6 +24,7 @@ from trueline.runs.preflight import (
 )
 from trueline.runs.rewards import check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, reward_models
+from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
 
@@ -111,20 +112,14 @@ def check_place(config: SamplingConfig, layout: Layout, judges: list[RoleModel],
 
 
 def describe(plan: SamplingPlan[Kind], work: str) -> str:
-    config, layout, machine = plan.config, plan.layout, plan.machine
-    devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
-    dropped = sum(one.dropped for one in plan.sets.values())
-    longest = max(one.longest for one in plan.sets.values())
-    rewards = ", ".join(part.function for part in config.reward.named_parts().values())
+    rewards = ", ".join(part.function for part in plan.config.reward.named_parts().values())
     return "\n".join(
         [
-            f"machine    {devices}",
-            f"model      {config.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {config.rollout.dtype}",
-            f"engines    {layout.engines} x {config.rollout.engine}, tensor parallel {layout.tensor_parallel}",
+            machine_line(plan.machine),
+            model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
+            engines_line(plan.rollout),
             f"reward     {rewards or 'none'}",
-            f"data       {plan.prompts()} prompts"
-            + (f", {dropped} too long and left out" if dropped else "")
-            + f"; longest prompt {longest} tokens, answers up to {config.rollout.max_new_tokens}",
+            prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",
         ]

@@ -13,30 +13,28 @@ from pathlib import Path
 from torch import Tensor
 
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.config.serving import ServingConfig
 from trueline.data.types import Sample
-from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.models.loading import check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port, serve_until
 from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
-from trueline.runs.processes import opened
+from trueline.runs.processes import opened, role_group
+from trueline.runs.roles import RoleModel
+from trueline.runs.summary import model_line
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Beside, Layout
+from trueline.runtime.placement import Layout
 from trueline.training.group import ModelGroup
-from trueline.training.worker import WORKER, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
     config: ServingConfig
-    model: ModelConfig  # resolved
-    world: int  # ranks
+    role: RoleModel
     part: RewardPartConfig
-    facts: ModelFacts
     machine: Machine
     max_tokens: int
 
@@ -48,7 +46,7 @@ def serve(config: ServingConfig) -> int:
         # While the model loads, both signals end it the same way.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is told before the load
-        say(f"model      {plan.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {plan.model.dtype}")
+        say(model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype))
         try:
             group = start_model(plan, stack)
             asyncio.run(answer(plan, group, listener))
@@ -84,7 +82,9 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         )
     if machine.gpus and world > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
-    return ServingPlan(config, model, world, part, facts, machine, config.max_tokens or limit)
+    ranks = config.ranks.replaced({"placement": "separate"})  # there is no policy to share with
+    role = RoleModel("reward_model", "ranks", model, ranks, reward_model_head(model.path), facts, world)
+    return ServingPlan(config, role, part, machine, config.max_tokens or limit)
 
 
 def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
@@ -95,17 +95,9 @@ def fitting_ranks(config: ServingConfig, machine: Machine) -> int:
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
-    config, world = plan.config, plan.world
-    head = reward_model_head(plan.model.path)
-    specs = [
-        WorkerSpec(plan.model, config.ranks, rank, world, 0, 0, config.timeout_seconds, head=head)
-        for rank in range(world)
-    ]
-    place = Beside("reward_model", world, shared=False)
-    layout = Layout(0, beside=(place,))
+    config, layout = plan.config, Layout(0, beside=(plan.role.beside(),))
     processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
-    actors = processes.beside(place, WORKER, specs)
-    group = ModelGroup(place.name, actors, config.ranks, config.timeout_seconds, specs[0].mesh())
+    group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
     group.start()
     return group
 
@@ -128,7 +120,7 @@ async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
 
-    chat = load_chat(plan.model, config.chat_template)
+    chat = load_chat(plan.role.model, config.chat_template)
     reward = ModelReward(score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
     token = os.environ.get(config.token_variable, "").strip()
     server = RewardServer(listener, reward, loop, token=token or secrets.token_urlsafe(32), name=config.model.path)

@@ -12,12 +12,12 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
-from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
-from trueline.runs.memory import Room, Tenant, describe_passes, settled
+from trueline.runs.memory import Room, Tenant, settled
 from trueline.runs.preflight import check_installed, check_parallel, resolve_dtype, resolve_path
+from trueline.runs.summary import machine_line, model_line, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Layout, check_devices, crowding
+from trueline.runtime.placement import Layout, check_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,32 +112,19 @@ def check_teacher(config: DistillRunConfig) -> None:
 
 def describe_plan(plan: SupervisedPlan) -> str:
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
-    devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
-    mesh = config.model
-    shape = f", tensor {mesh.tensor_parallel} x ring {mesh.ring}" if mesh.tensor_parallel * mesh.ring > 1 else ""
+    model, parameters = config.model, plan.facts.parameters
     counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
-    data = [
-        f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
-        *(f"format     {described}" for described in train.formats),
-        *([f"held out   {held_out.rows()} rows"] if held_out else []),
-        *plan.chat.remarks(),
-    ]
+    rates = rate_warnings(parameters, config.task, model, config.training)
     return "\n".join(
         [
-            f"machine    {devices}",
-            f"model      {mesh.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {mesh.dtype}"
-            + (f", LoRA of rank {mesh.lora.rank}" if mesh.lora.rank else ""),
-            f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, "
-            f"ZeRO {config.training.zero_stage}{shape}, {describe_passes(config.training, mesh)}",
-            *data,
+            machine_line(plan.machine),
+            model_line(model.path, plan.facts, model.dtype, model.lora.rank),
+            ranks_line("training", plan.layout.policy_ranks, config.training, model),
+            f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
+            *(f"format     {described}" for described in train.formats),
+            *([f"held out   {held_out.rows()} rows"] if held_out else []),
+            *plan.chat.remarks(),
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
-            *(f"warning: {text}" for text in plan_warnings(plan)),
+            *warning_lines(config, plan.layout, plan.machine, rates),
         ]
     )
-
-
-def plan_warnings(plan: SupervisedPlan) -> list[str]:
-    """What will run, but hardly as it was meant."""
-    config = plan.config
-    rates = rate_warnings(plan.facts.parameters, config.task, config.model, config.training)
-    return [*crowding(plan.layout, plan.machine), *rates, *idle_keys(config)]

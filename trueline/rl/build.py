@@ -26,7 +26,7 @@ from trueline.runs.processes import (
     model_group,
     opened,
     opened_loop,
-    role_specs,
+    role_group,
     start_engines,
 )
 from trueline.runs.rewards import failure_files, open_rewards
@@ -106,9 +106,7 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     engines = start_engines(
         processes, config.rollout, engine_specs(config.model, plan.rollout, plan.layout, config.seed)
     )
-    for role in plan.roles:
-        specs = role_specs(role, config, updates)
-        groups[role.name] = model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
+    groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     start_groups(list(groups.values()))
     return groups, EnginePool(engines)
 

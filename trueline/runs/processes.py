@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trueline.config.model import ModelConfig
 from trueline.config.rl import ResolvedRollout, RolloutConfig
-from trueline.config.run import RunConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
@@ -20,7 +19,7 @@ from trueline.runtime.cluster import Machine, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import WORKER, Worker, WorkerSpec
 
 ENGINES: dict[str, Target[RolloutEngine]] = {
     "vllm": Target("trueline.rollout.vllm_engine:VllmEngine", asynchronous=True),
@@ -63,13 +62,15 @@ class Conversations:
         return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 
 
-def role_specs(role: RoleModel, config: RunConfig, updates: int) -> list[WorkerSpec]:
-    return [
-        WorkerSpec(
-            role.model, role.ranks, rank, role.world, updates, config.seed, config.timeout_seconds, head=role.head
-        )
+def role_group(
+    role: RoleModel, processes: Processes, seed: int, timeout_seconds: float, updates: int = 0
+) -> ModelGroup:
+    """The processes of a model beside the policy, not yet started."""
+    specs = [
+        WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
         for rank in range(role.world)
     ]
+    return model_group(role.name, processes.beside(role.beside(), WORKER, specs), specs)
 
 
 def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
