@@ -306,6 +306,24 @@ def test_no_method_of_another_process_is_called_by_a_string() -> None:
     accept(places(by_string))
 
 
+def test_no_key_is_asserted() -> None:
+    """A plan holds what it has resolved; whoever starts from it need not hope that a key was filled in."""
+    kinds = [command.kind for command in VERBS.values()]
+    paths = [key.path for kind in kinds for key in kind().leaves() if key.kind.endswith("null")]
+    keys = {tuple(f"config.{path}".split(".")[-2:]) for path in paths}
+
+    def asserted(name: str, node: ast.AST) -> str | None:
+        inner = ast.walk(node) if isinstance(node, ast.Assert) else ()
+        found = [one for one in inner if isinstance(one, ast.Attribute) and (last_name(one.value), one.attr) in keys]
+        return ast.unparse(found[0]) if found else None
+
+    accept(places(asserted))
+
+
+def last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def test_no_print() -> None:
     accept(places(lambda name, node: "print" if called_name(node) == "print" else None))
 

@@ -201,8 +201,10 @@ def run_command(options: argparse.Namespace) -> int:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
     config = load(command, options)
     quiet_libraries()
-    launch = pkgutil.resolve_name(command.launch)
-    return int(launch(config, options.verb, dry_run=options.dry_run, resume=options.resume))
+    from trueline.runs.launch import launch  # noqa: PLC0415
+
+    prepare = pkgutil.resolve_name(command.prepare)
+    return launch(config, options.verb, prepare, dry_run=options.dry_run, resume=options.resume)
 
 
 def serve_reward(options: argparse.Namespace) -> int:

@@ -28,26 +28,26 @@ class Verb:
 
     kind: type[RunConfig]
     meaning: str
-    launch: str  # `package.module:function`
+    prepare: str  # `package.module:function` that plans it
     flags: dict[str, str]  # each one's key
     defaults: Tree = field(default_factory=dict)
 
 
 def rl(preset: str) -> Verb:
     meaning, defaults = f"reinforcement learning with {preset}", {"algorithm": {"preset": preset}}
-    return Verb(RLConfig, meaning, "trueline.rl.launch:launch_rl", COMMON | DATA | HELD_OUT | REWARD, defaults)
+    return Verb(RLConfig, meaning, "trueline.rl.launch:prepare_rl", COMMON | DATA | HELD_OUT | REWARD, defaults)
 
 
 def offline(kind: type[SupervisedConfig], meaning: str, defaults: Tree | None = None) -> Verb:
-    return Verb(kind, meaning, "trueline.offline.launch:launch_supervised", COMMON | DATA | HELD_OUT, defaults or {})
+    return Verb(kind, meaning, "trueline.offline.launch:prepare_supervised", COMMON | DATA | HELD_OUT, defaults or {})
 
 
 def preference(meaning: str, keys: Tree) -> Verb:
     return offline(PreferenceRunConfig, meaning, {"preference": keys, "training": {"learning_rate": 1e-6}})
 
 
-def job(kind: type[RunConfig], meaning: str, launch: str, flags: dict[str, str], defaults: Tree | None = None) -> Verb:
-    return Verb(kind, meaning, f"trueline.jobs.{launch}", COMMON | REWARD | flags, defaults or {})
+def job(kind: type[RunConfig], meaning: str, prepare: str, flags: dict[str, str], defaults: Tree | None = None) -> Verb:
+    return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | flags, defaults or {})
 
 
 TASK_VERBS: dict[str, Verb] = {
@@ -69,25 +69,25 @@ VERBS: dict[str, Verb] = {
     "generate": job(
         GenerateConfig,
         "sample answers with rewards to a file: best-of-n, rejection sampling, preference pairs",
-        "sampling:launch_generate",
+        "sampling:prepare_generate",
         DATA,
     ),
     "eval": job(
         EvalConfig,
         "sample held-out prompts and report mean@k, pass@k and maj@k",
-        "sampling:launch_eval",
+        "sampling:prepare_eval",
         HELD_OUT,
     ),
     "raft": job(
         RaftConfig,
         "rounds of best-of-n or rejection sampling, each followed by sft",
-        "rounds:launch_rounds",
+        "rounds:prepare_rounds",
         DATA | HELD_OUT,
     ),
     "iterative_dpo": job(
         IterativeDPOConfig,
         "rounds of best-against-worst pairs, each followed by dpo against the present model",
-        "rounds:launch_rounds",
+        "rounds:prepare_rounds",
         DATA | HELD_OUT,
         {"training": {"learning_rate": 1e-6}},
     ),

@@ -54,6 +54,18 @@ class RolloutConfig(Config):
     """Capture CUDA graphs on GPUs: a slower start, faster sampling."""
 
 
+class ResolvedRollout(RolloutConfig):
+    """What a plan holds: nothing is left to machine, model or data any more."""
+
+    engines: int
+    max_new_tokens: int
+    max_prompt_tokens: int
+
+    def longest(self) -> int:
+        """Tokens of the longest sequence that sampling can make."""
+        return self.max_prompt_tokens + self.max_new_tokens
+
+
 class EvaluationConfig(Config):
     data: str = ""
     """Held-out prompts, same columns as data.path; empty turns evaluation off, unless `sets` names some."""

@@ -12,8 +12,9 @@ from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 from trueline.demo.material import make_data, make_model
 from trueline.monitoring.run_folder import RunFolder
-from trueline.offline.launch import launch_supervised
-from trueline.rl.launch import launch_rl
+from trueline.offline.launch import prepare_supervised
+from trueline.rl.launch import prepare_rl
+from trueline.runs.launch import launch
 from trueline.training.checkpoints import Checkpoints
 
 SHOWN_TRANSCRIPTS = 3
@@ -61,12 +62,12 @@ def run(folder: Path, seed: int) -> int:
     make_data(folder, seed)
     console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in {folder}")
     console.print("[bold]2. Warm start[/] by supervised training (trueline sft)")
-    failed = launch_supervised(SftConfig.parse(warm_start_settings(folder, seed)), "sft")
+    failed = launch(SftConfig.parse(warm_start_settings(folder, seed)), "sft", prepare_supervised)
     if failed:
         return failed
     console.print("[bold]3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)")
     config = RLConfig.parse(grpo_settings(folder, seed, newest_model(folder / "warm_start")))
-    failed = launch_rl(config, "grpo")
+    failed = launch(config, "grpo", prepare_rl)
     if failed:
         return failed
     show_result(RunFolder(folder / "grpo"), console)

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from trueline.config.base import ConfigError, Tree
+from trueline.config.rl import ResolvedRollout
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
-from trueline.rollout.answers import Numbered
+from trueline.rollout.groups import Numbered
 from trueline.runs.engines import check_engines
 from trueline.runs.preflight import (
     PromptSet,
@@ -22,7 +23,8 @@ from trueline.runs.preflight import (
     resolved_rollout,
 )
 from trueline.runs.rewards import check_rewards
-from trueline.runs.roles import RoleModel, reward_models
+from trueline.runs.roles import RoleModel, own_gpus, reward_models
+from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
 
@@ -32,6 +34,7 @@ Kind = TypeVar("Kind", bound=SamplingConfig)
 @dataclass(frozen=True, slots=True)
 class SamplingPlan(Generic[Kind]):
     config: Kind  # resolved
+    rollout: ResolvedRollout
     machine: Machine
     facts: ModelFacts
     layout: Layout
@@ -70,25 +73,25 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) 
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)
-    judges = reward_models(config.reward, config.reward_model, config.model, 1)
+    judges = reward_models(config.reward, config.reward_model, config.model)
     engines = engine_count(config, judges, machine)
     chat = load_chat(config.model, config.data.chat_template)
     sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
-    config = config.replaced({"rollout": resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)})
-    layout = Layout(0, engines, config.rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
+    rollout = resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)
+    config = config.replaced({"rollout": rollout.model_dump()})
+    layout = Layout(0, engines, rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
     check_place(config, layout, judges, machine)
-    check_rollout(config.rollout, config.model, facts, machine)
-    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    check_rollout(rollout, config.model, facts, machine)
+    limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, machine, facts, layout, judges, fitted, chat)
+    return SamplingPlan(config, rollout, machine, facts, layout, judges, fitted, chat)
 
 
 def engine_count(config: SamplingConfig, judges: list[RoleModel], machine: Machine) -> int:
     """One on a CPU; else all GPUs that reward models leave."""
     if config.runtime == "local" or not machine.gpus:
         return 1 if config.runtime == "local" else config.rollout.engines or 1
-    own = sum(judge.world() for judge in judges if not judge.beside().shared)
-    return config.rollout.engines or max((machine.gpus - own) // config.rollout.tensor_parallel, 1)
+    return config.rollout.engines or max((machine.gpus - own_gpus(judges)) // config.rollout.tensor_parallel, 1)
 
 
 def check_place(config: SamplingConfig, layout: Layout, judges: list[RoleModel], machine: Machine) -> None:
@@ -109,20 +112,14 @@ def check_place(config: SamplingConfig, layout: Layout, judges: list[RoleModel],
 
 
 def describe(plan: SamplingPlan[Kind], work: str) -> str:
-    config, layout, machine = plan.config, plan.layout, plan.machine
-    devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
-    dropped = sum(one.dropped for one in plan.sets.values())
-    longest = max(one.longest for one in plan.sets.values())
-    rewards = ", ".join(part.function for part in config.reward.named_parts().values())
+    rewards = ", ".join(part.function for part in plan.config.reward.named_parts().values())
     return "\n".join(
         [
-            f"machine    {devices}",
-            f"model      {config.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {config.rollout.dtype}",
-            f"engines    {layout.engines} x {config.rollout.engine}, tensor parallel {layout.tensor_parallel}",
+            machine_line(plan.machine),
+            model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
+            engines_line(plan.rollout),
             f"reward     {rewards or 'none'}",
-            f"data       {plan.prompts()} prompts"
-            + (f", {dropped} too long and left out" if dropped else "")
-            + f"; longest prompt {longest} tokens, answers up to {config.rollout.max_new_tokens}",
+            prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",
         ]

@@ -1,13 +1,12 @@
 """Recipes that run rounds: sample from the present model, train it on the best of that, and again."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from trueline.config.base import Tree
@@ -16,11 +15,12 @@ from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.jobs.plan import describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import write_json
-from trueline.jobs.sampling import EVALUATION, SUMMARY, launch_eval, launch_generate, shown
+from trueline.jobs.sampling import EVALUATION, SUMMARY, prepare_eval, prepare_generate, shown
+from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.offline.launch import launch_supervised
+from trueline.offline.launch import prepare_supervised
 from trueline.runs.engines import check_engines
-from trueline.runs.launch import named
+from trueline.runs.launch import Job, Start, launch
 from trueline.training.export import Export, export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
@@ -31,12 +31,13 @@ class Stage:
     """An ordinary run inside the folder of a recipe."""
 
     round: int
-    launch: Callable[..., int]
+    verb: str  # and its name in the folder of the round
+    prepare: Callable[[Any, Start], Job]
     config: RunConfig
 
     @property
     def name(self) -> str:
-        return f"round_{self.round}/{self.config.name}"
+        return f"round_{self.round}/{self.verb}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class Recipe:
         """In their order. A stage's model is that of the rounds before it, so each is made when its turn comes."""
         for number in range(self.config.rounds + 1):
             if number > 0:
-                yield Stage(number, launch_generate, self.generation(number))
-                yield Stage(number, launch_supervised, self.training(number))
+                yield Stage(number, "generate", prepare_generate, self.generation(number))
+                yield Stage(number, self.config.trainer, prepare_supervised, self.training(number))
             if self.config.evaluation.named_sets():
-                yield Stage(number, launch_eval, self.evaluation(number))
+                yield Stage(number, "eval", prepare_eval, self.evaluation(number))
 
     def generation(self, number: int) -> GenerateConfig:
         place = {"skip": (number - 1) * self.prompts, "limit": self.prompts}
@@ -106,25 +107,20 @@ def read(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def launch_rounds(config: RoundsConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
-    config = named(config, verb)
-    folder = RunFolder(Path(config.folder).resolve() / str(config.name))
-    recipe, about = plan_rounds(config, folder.path)
-    config = recipe.config
-    if dry_run:
-        sys.stdout.write(f"{config.dump()}\n{about}\n")
-        return 0
-    RunFolder.open(config, verb, resume=resume)
-    console = Console(highlight=False)
-    console.print(f"{about}\nrun        {folder.path}", markup=False, soft_wrap=True)
-    status = run_stages(recipe, verb, console)
+def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
+    recipe, about = plan_rounds(config, start.folder.path)
+    return Job(recipe.config, about, config.rounds, partial(run_rounds, recipe, start.verb))
+
+
+def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
+    status = run_stages(recipe, verb, progress)
     if status:
-        console.print(f"The rounds can go on with trueline {verb} --resume --name {config.name}", soft_wrap=True)
+        progress.note(f"The rounds can go on with trueline {verb} --resume --name {folder.path.name}")
         return status
-    results = [recipe.result(number) for number in range(config.rounds + 1)]
+    results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
     write_json(folder.path / ROUNDS, results)
-    console.print(rounds_table(results))
-    console.print(f"done: model in {recipe.model_after(config.rounds)}", markup=False, soft_wrap=True)
+    progress.console.print(rounds_table(results))
+    progress.note(f"done: model in {recipe.model_after(recipe.config.rounds)}")
     return 0
 
 
@@ -143,23 +139,22 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
     return recipe, describe(plan, work)
 
 
-def run_stages(recipe: Recipe, verb: str, console: Console) -> int:
+def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
     """Those that are not done yet; the first one that does not come to its end gives the exit status."""
     done = read(recipe.folder / DONE) if (recipe.folder / DONE).exists() else []
     for stage in recipe.stages():
         if stage.name in done:
             continue
-        console.print(f"\n[bold]{verb} {stage.name}[/] of {recipe.config.rounds} rounds")
+        progress.console.print(f"\n[bold]{verb} {stage.name}[/] of {recipe.config.rounds} rounds")
         begun = (recipe.folder / stage.name).exists()
-        status = stage.launch(stage.config, stage.config.name, resume=begun)
+        status = launch(stage.config, stage.verb, stage.prepare, resume=begun)
         if status:
             return status
-        if stage.launch is launch_generate and not recipe.learnt(stage.round):
+        if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
-            console.print(
+            progress.note(
                 f"error: {stage.name} has nothing for {recipe.config.trainer} in {recipe.config.learnt}: take more "
-                "samples, other prompts, or a lower threshold",
-                soft_wrap=True,
+                "samples, other prompts, or a lower threshold"
             )
             return 1
         done.append(stage.name)

@@ -16,7 +16,7 @@ from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.rollout.failures import RolloutFailure
-from trueline.rollout.rollouts import Group
+from trueline.rollout.groups import Group
 
 SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs nothing that was written
 SHOWN_ERRORS = 3

@@ -1,12 +1,11 @@
 """Jobs that sample and judge but train nothing: `generate` and `eval`."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from statistics import fmean
 
 from rich.table import Table
@@ -29,19 +28,17 @@ from trueline.jobs.sample_file import (
 )
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.rollout.answers import Answers, Numbered
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.evaluation import Evaluator, prefix_of
-from trueline.rollout.failures import FailureBudget, RolloutFailure
+from trueline.rollout.failures import FailureBudget
+from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import Group
-from trueline.runs.idle_keys import idle_keys
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.launch import Start, begin, named
-from trueline.runs.processes import Conversations, converse, opened, opened_loop, start_engines, start_role
+from trueline.runs.launch import Job, Start
+from trueline.runs.processes import Conversations, converse, opened, opened_loop, role_group, start_engines
 from trueline.runs.rewards import failure_files, open_rewards
-from trueline.runtime.actors import ActorFailure
-from trueline.runtime.placement import Processes, crowding
+from trueline.runs.summary import warning_lines
+from trueline.runtime.placement import Processes
 from trueline.training.group import ModelGroup, start_groups
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
@@ -68,7 +65,7 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        pool = EnginePool(start_engines(processes, config.model, config.rollout, config.seed))
+        pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
         judges = start_judges(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         environment: Callable[[], Environment] = Unjudged
@@ -81,7 +78,8 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
 
 def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
     """Rewards that are models on this machine, by name."""
-    groups = {judge.name: start_role(processes, judge, plan.config, 0) for judge in plan.judges}
+    seed, seconds = plan.config.seed, plan.config.timeout_seconds
+    groups = {judge.name: role_group(judge, processes, seed, seconds) for judge in plan.judges}
     if groups:
         start_groups(list(groups.values()))
     return groups
@@ -97,44 +95,32 @@ class Unjudged(Environment):
         return Step(0.0, done=True)
 
 
-Job = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
+Run = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
 
 
-def launch_job(plan: SamplingPlan[Kind], start: Start, work: str, total: int, job: Job[Kind]) -> int:
-    config = plan.config
-    warnings = [*crowding(plan.layout, plan.machine), *idle_keys(config)]
-    about = "\n".join([describe(plan, work), *(f"warning: {text}" for text in warnings)])
-    if start.dry_run:
-        sys.stdout.write(f"{config.dump()}\n{about}\n")
-        return 0
-    folder, progress = begin(config, start, about, total)
-    try:
-        return job(plan, folder, progress)
-    except (ActorFailure, RolloutFailure) as error:
-        progress.note(f"error: {error}")
-        progress.note(f"The run can go on with --resume --name {config.name}")
-        return 1
+def job_of(plan: SamplingPlan[Kind], work: str, total: int, run: Run[Kind]) -> Job:
+    about = [describe(plan, work), *warning_lines(plan.config, plan.layout, plan.machine)]
+    return Job(plan.config, "\n".join(about), total, partial(run, plan))
 
 
 # generate
 
 
-def launch_generate(config: GenerateConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
-    plan = plan_generate(named(config, verb))
+def prepare_generate(config: GenerateConfig, start: Start) -> Job:
+    plan = plan_generate(config)
     config, prompts = plan.config, chosen_prompts(plan)
-    if resume:
-        check_unchanged(config)
+    if start.resume:
+        check_unchanged(config, start.folder)
     kept = {"all": "all answers", "best": "the best answer to each", "threshold": f"rewards from {config.threshold:g}"}
     share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
     work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
     work += ", pairs of best and worst" if config.pairs else ""
-    return launch_job(plan, Start(verb, dry_run, resume), work, len(prompts), generate)
+    return job_of(plan, work, len(prompts), generate)
 
 
-def check_unchanged(config: GenerateConfig) -> None:
+def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
     """A run that goes on must not mix the answers of two models, temperatures, datasets or rewards in one file."""
-    file = RunFolder(Path(config.folder).resolve() / str(config.name)).config
-    before = {key.path: key.default for key in GenerateConfig.parse(read_tree(file)).leaves()}
+    before = {key.path: key.default for key in GenerateConfig.parse(read_tree(folder.config)).leaves()}
     for key in config.leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
             raise ConfigError(
@@ -210,18 +196,18 @@ def sample(
     plan: SamplingPlan[GenerateConfig], left: list[Numbered], file: SampleFile, folder: RunFolder, pace: Pace
 ) -> bool:
     """Whether it came to its end; what is under way when it is interrupted is given up and sampled again later."""
-    config = plan.config
+    config, rollout = plan.config, plan.rollout
     budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
-    under_way = 2 * config.rollout.max_sequences * plan.layout.engines
+    under_way = 2 * rollout.max_sequences * plan.layout.engines
 
     def told(message: str) -> None:
         pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
 
     with open_conversations(plan, folder, pace.progress) as talk, pace.progress, Interrupts(told) as interrupts:
-        params = talk.params(config.rollout.temperature, config.rollout.max_new_tokens)
-        answers = Answers(talk.episodes, talk.environment, params, talk.loop, config.samples, "generate")
+        seed = config.seed if rollout.seeded else None
+        sampler = talk.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
-        for place, group in answers.to(left, seed=config.seed if config.rollout.seeded else None, under_way=under_way):
+        for place, group in sampler.each(left, talk.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, config.judged()))
             pace.add(group)
             budget.add(group)
@@ -241,12 +227,12 @@ def summary_line(summary: Row) -> str:
 # eval
 
 
-def launch_eval(config: EvalConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
+def prepare_eval(config: EvalConfig, start: Start) -> Job:
     """An evaluation that goes on begins anew."""
-    plan = plan_eval(named(config, verb))
+    plan = plan_eval(config)
     evaluation = plan.config.evaluation
     work = f"{plan.prompts()} prompts, answers to each: {evaluation.samples}, temperature {evaluation.temperature:g}"
-    return launch_job(plan, Start(verb, dry_run, resume), work, plan.prompts(), evaluate)
+    return job_of(plan, work, plan.prompts(), evaluate)
 
 
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
@@ -260,10 +246,10 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         budget.add(group)
 
     with open_conversations(plan, folder, progress) as talk, progress:
-        params = talk.params(evaluation.temperature, config.rollout.max_new_tokens)
-        evaluator = Evaluator(talk.episodes, talk.environment, sets, params, evaluation, talk.loop)
+        longest = plan.rollout.max_new_tokens
+        sampler = talk.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
-        metrics, trajectories = evaluator.run(config.seed, told)
+        metrics, trajectories = Evaluator(sampler, sets, evaluation, talk.loop).run(told)
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
         stream.writelines(line_of(row_of(number, group, judged=True)) for number, group in enumerate(groups))

@@ -11,31 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardPartConfig
-from trueline.config.roles import FrozenConfig
 from trueline.config.serving import ServingConfig
-from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.models.loading import check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port
 from trueline.runs.engines import check_engines, check_ranks
 from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
-from trueline.runs.processes import opened
+from trueline.runs.processes import opened, role_group
+from trueline.runs.roles import RoleModel
+from trueline.runs.summary import model_line
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Beside, Layout
+from trueline.runtime.placement import Layout
 from trueline.training.group import ModelGroup
-from trueline.training.worker import WorkerSpec, worker_target
 
 
 @dataclass(frozen=True, slots=True)
 class ServingPlan:
     config: ServingConfig
-    model: ModelConfig  # resolved
-    ranks: FrozenConfig  # resolved
+    role: RoleModel
     part: RewardPartConfig
-    facts: ModelFacts
     machine: Machine
     max_tokens: int
 
@@ -47,7 +44,7 @@ def serve(config: ServingConfig) -> int:
         # While the model loads, both signals end it the same way.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is told before the load
-        say(f"model      {plan.model.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {plan.model.dtype}")
+        say(model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype))
         try:
             group = start_model(plan, stack)
             asyncio.run(answer(plan, group, listener))
@@ -75,38 +72,31 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         step_separator=config.step_separator,
     )
     check_reward_model(part)
-    ranks = config.ranks.replaced({"ranks": rank_count(config.ranks, model, machine)})
-    limit = min(facts.context, ranks.tokens_per_pass() * model.ring)
+    world = rank_count(config.ranks, model, machine)
+    limit = min(facts.context, config.ranks.tokens_per_pass() * model.ring)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
-            f"ranks.micro_batch_tokens={ranks.tokens_per_pass()} allow: lower it"
+            f"ranks.micro_batch_tokens={config.ranks.tokens_per_pass()} allow: lower it"
         )
-    if machine.gpus and (ranks.ranks or 0) > machine.gpus and config.runtime == "ray":
-        raise ConfigError(f"ranks.ranks={ranks.ranks} need as many GPUs, there are {machine.gpus}: lower it")
-    return ServingPlan(config, model, ranks, part, facts, machine, config.max_tokens or limit)
+    if machine.gpus and world > machine.gpus and config.runtime == "ray":
+        raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
+    ranks = config.ranks.replaced({"placement": "separate"})  # there is no policy to share with
+    role = RoleModel("reward_model", "ranks", model, ranks, reward_model_head(model.path), facts, world)
+    return ServingPlan(config, role, part, machine, config.max_tokens or limit)
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
-    config, world = plan.config, plan.ranks.ranks
-    assert world
-    head = reward_model_head(plan.model.path)
-    specs = [
-        WorkerSpec(plan.model, plan.ranks, rank, world, 0, 0, config.timeout_seconds, head=head)
-        for rank in range(world)
-    ]
-    place = Beside("reward_model", world, shared=False)
-    layout = Layout(0, beside=(place,))
+    config, layout = plan.config, Layout(0, beside=(plan.role.beside(),))
     processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
-    actors = processes.beside(place, worker_target(plan.ranks), specs)
-    group = ModelGroup(place.name, actors, plan.ranks, config.timeout_seconds, specs[0].mesh())
+    group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
     group.start()
     return group
 
 
 async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) -> None:
     config = plan.config
-    chat = load_chat(plan.model, config.chat_template)
+    chat = load_chat(plan.role.model, config.chat_template)
     reward = ModelReward(group.score, chat, plan.part, max_tokens=plan.max_tokens, batch=config.batch)
     given = os.environ.get(config.token_variable, "").strip()
     token = given or secrets.token_urlsafe(32)

@@ -3,6 +3,7 @@
 import shutil
 from datetime import datetime
 from pathlib import Path
+from typing import Self
 
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
@@ -21,22 +22,19 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
 
-    @classmethod
-    def open(cls, config: RunConfig, verb: str, *, resume: bool) -> "RunFolder":
-        """A new one, or the one to go on with; it is written to before anything starts."""
-        assert config.name is not None
-        folder = cls(Path(config.folder).resolve() / config.name)
+    def open(self, config: RunConfig, verb: str, *, resume: bool) -> Self:
+        """Make it, or try the one to go on with: it is written to before anything starts."""
         try:
             if resume:
-                folder._touch()
+                self._touch()
             else:
-                folder._make(config, verb)
+                self._make(config, verb)
         except OSError as error:
             raise ConfigError(
-                f"folder={config.folder}: {folder.path} cannot be written ({error.strerror}): choose another place "
+                f"folder={config.folder}: {self.path} cannot be written ({error.strerror}): choose another place "
                 "with folder=..., or see to its permissions and to room on the disk"
             ) from error
-        return folder
+        return self
 
     def _make(self, config: RunConfig, verb: str) -> None:
         if self.path.exists():

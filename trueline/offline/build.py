@@ -13,10 +13,9 @@ from trueline.offline.reference import ReferenceCache, fill_reference
 from trueline.offline.trainer import SupervisedTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import opened
+from trueline.runs.processes import model_group, opened
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
@@ -29,8 +28,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
     with ExitStack() as stack:
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         specs = worker_specs(plan)
-        actors = processes.policy(worker_target(config.training), specs)
-        model = ModelGroup("model", actors, config.training, config.timeout_seconds, specs[0].mesh())
+        model = model_group("model", processes.policy(worker_target(config.training), specs), specs)
         model.start()
         if task.reference(config):
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)

@@ -55,11 +55,11 @@ class Material:
     held_out: Dataset | None
 
 
-def load_material(config: SupervisedConfig, chat: ChatFormat) -> Material:
+def load_material(config: SupervisedConfig, chat: ChatFormat, max_tokens: int) -> Material:
     sources, evaluation = config.data.sources(), config.evaluation
     opened = [open_source(path, config.data.source_key()) for path in sources]
     parts = [split_rows(rows, evaluation.share, evaluation.by, config.seed) for rows in opened]
-    train, records = encode_sources([part for part, _ in parts], list(sources.values()), config, chat)
+    train, records = encode_sources([part for part, _ in parts], list(sources.values()), config, chat, max_tokens)
     train.task.check(records)
     held_out = [part for _, part in parts if part]
     if evaluation.data:
@@ -68,13 +68,17 @@ def load_material(config: SupervisedConfig, chat: ChatFormat) -> Material:
         return Material(train, None)
     shares = [part[: evaluation.limit] for part in held_out]
     try:
-        return Material(train, encode_sources(shares, [1.0] * len(shares), config, chat)[0])
+        return Material(train, encode_sources(shares, [1.0] * len(shares), config, chat, max_tokens)[0])
     except ConfigError as error:
         raise ConfigError(f"held-out rows (evaluation.*): {error}") from error
 
 
 def encode_sources(
-    sources: list[list[Located]], probabilities: list[float], config: SupervisedConfig, chat: ChatFormat
+    sources: list[list[Located]],
+    probabilities: list[float],
+    config: SupervisedConfig,
+    chat: ChatFormat,
+    max_tokens: int,
 ) -> tuple[Dataset, Records]:
     """The samples, and the records that they were made of."""
     task = TASKS[config.task]
@@ -84,7 +88,7 @@ def encode_sources(
     for rows in sources:
         records, described = task.read(rows, config)
         everything += records
-        encodings.append(task.encode(records, chat, config))
+        encodings.append(task.encode(records, chat, config, max_tokens))
         formats.append(described)
     counts = {name: sum(one.counts.get(name, 0) for one in encodings) for one in encodings for name in one.counts}
     dataset = Dataset(

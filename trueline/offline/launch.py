@@ -1,18 +1,18 @@
-"""From a configuration of an offline task to a finished run, or to a look at its rows."""
+"""From a configuration of an offline task to a run that can start, or to a look at its rows."""
 
 import sys
+from functools import partial
 
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.preview import render
 from trueline.offline.build import supervised_trainer
 from trueline.offline.plan import describe_plan, plan_supervised
-from trueline.runs.launch import Start, launch, named
+from trueline.runs.launch import Job, Start, training
 
 
-def launch_supervised(config: SupervisedConfig, verb: str, *, dry_run: bool = False, resume: bool = False) -> int:
-    plan = plan_supervised(named(config, verb))
-    start, about = Start(verb, dry_run, resume), describe_plan(plan)
-    return launch(plan.config, start, about, plan.steps, lambda *parts: supervised_trainer(plan, *parts))
+def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
+    plan = plan_supervised(config)
+    return training(plan.config, describe_plan(plan), plan.steps, partial(supervised_trainer, plan))
 
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:

@@ -14,12 +14,12 @@ from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
 from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
-from trueline.runs.idle_keys import idle_keys
 from trueline.runs.learning_rate import rate_warnings
-from trueline.runs.memory import Room, Tenant, describe_passes, settled
+from trueline.runs.memory import Room, Tenant, settled
 from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
+from trueline.runs.summary import machine_line, model_line, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Layout, check_devices, crowding
+from trueline.runtime.placement import Layout, check_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +42,38 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
     check_engines(config, "training")
     facts, machine = check_model(config.model), this_machine()
-    config = resolve(config, facts, machine)
+    config, world, max_tokens = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
-    material = load_material(config, chat)
+    material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
-    config = settle_memory(config, facts, machine, longest) if here else config
+    config = settle_memory(config, facts, machine, world, longest) if here else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
-    assert config.training.ranks
-    layout = Layout(config.training.ranks)
+    layout = Layout(world)
     check_devices(layout, machine)
     return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
 
 
-def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> SupervisedConfig:
-    """Fill in every key that was left to the machine or the model."""
+def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tuple[SupervisedConfig, int, int]:
+    """Fill in every key that was left to the machine or the model; ranks and the longest sequence besides."""
+    ranks = rank_count(config.training, config.model, machine)
     limit = config.training.micro_batch_tokens
+    max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring)
     resolved = config.replaced(
         {
             "model": {
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": rank_count(config.training, config.model, machine)},
-            "max_tokens": config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring),
+            "training": {"ranks": ranks},
+            "max_tokens": max_tokens,
         }
     )
     check_parallel(resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
         check_teacher(resolved)
-    return resolved
+    return resolved, ranks, max_tokens
 
 
 def budget_of(config: SupervisedConfig) -> Budget:
@@ -82,10 +83,10 @@ def budget_of(config: SupervisedConfig) -> Budget:
     return Budget(limit, training.micro_batch_samples, training.packing)
 
 
-def settle_memory(config: SupervisedConfig, facts: ModelFacts, machine: Machine, longest: int) -> SupervisedConfig:
+def settle_memory(
+    config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int
+) -> SupervisedConfig:
     """Fill in what memory decides; a teacher lives beside its student."""
-    world = config.training.ranks
-    assert world
     tokens = config.samples_per_step * longest / world
     tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
     if isinstance(config, DistillRunConfig):
@@ -106,32 +107,19 @@ def check_teacher(config: DistillRunConfig) -> None:
 
 def describe_plan(plan: SupervisedPlan) -> str:
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
-    devices = f"{plan.machine.gpus} GPUs" if plan.machine.gpus else f"{plan.machine.cpus} CPU cores"
-    mesh = config.model
-    shape = f", tensor {mesh.tensor_parallel} x ring {mesh.ring}" if mesh.tensor_parallel * mesh.ring > 1 else ""
+    model, parameters = config.model, plan.facts.parameters
     counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
-    data = [
-        f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
-        *(f"format     {described}" for described in train.formats),
-        *([f"held out   {held_out.rows()} rows"] if held_out else []),
-        *plan.chat.remarks(),
-    ]
+    rates = rate_warnings(parameters, config.task, model, config.training)
     return "\n".join(
         [
-            f"machine    {devices}",
-            f"model      {mesh.path}: {plan.facts.parameters / 1e6:.1f} M parameters, {mesh.dtype}"
-            + (f", LoRA of rank {mesh.lora.rank}" if mesh.lora.rank else ""),
-            f"training   {plan.layout.policy_ranks} x {config.training.engine} rank, "
-            f"ZeRO {config.training.zero_stage}{shape}, {describe_passes(config.training, mesh)}",
-            *data,
+            machine_line(plan.machine),
+            model_line(model.path, plan.facts, model.dtype, model.lora.rank),
+            ranks_line("training", plan.layout.policy_ranks, config.training, model),
+            f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
+            *(f"format     {described}" for described in train.formats),
+            *([f"held out   {held_out.rows()} rows"] if held_out else []),
+            *plan.chat.remarks(),
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
-            *(f"warning: {text}" for text in plan_warnings(plan)),
+            *warning_lines(config, plan.layout, plan.machine, rates),
         ]
     )
-
-
-def plan_warnings(plan: SupervisedPlan) -> list[str]:
-    """What will run, but hardly as it was meant."""
-    config = plan.config
-    rates = rate_warnings(plan.facts.parameters, config.task, config.model, config.training)
-    return [*crowding(plan.layout, plan.machine), *rates, *idle_keys(config)]

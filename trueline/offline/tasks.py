@@ -32,7 +32,7 @@ def nothing(given: Any) -> None:
 @dataclass(frozen=True, slots=True)
 class Task:
     read: Callable[[list[Located], Any], tuple[Records, str]]  # and what format the rows have
-    encode: Callable[[Records, ChatFormat, Any], Encodings]
+    encode: Callable[[Records, ChatFormat, Any, int], Encodings]  # of so many tokens at most
     loss: str
     check: Callable[[Records], None] = nothing  # of all that is trained on
     section: str = ""  # of the configuration, that the loss reads
@@ -50,8 +50,8 @@ def read_text(rows: list[Located], config: SftConfig) -> tuple[Records, str]:
     return read_conversations(rows, config.data)
 
 
-def encode_text(records: Records, chat: ChatFormat, config: SftConfig) -> Encodings:
-    return encode_conversations(records, chat, limit(config), config.learn, config.data.too_long)
+def encode_text(records: Records, chat: ChatFormat, config: SftConfig, limit: int) -> Encodings:
+    return encode_conversations(records, chat, limit, config.learn, config.data.too_long)
 
 
 def read_preferences(rows: list[Located], config: PreferenceRunConfig) -> tuple[Records, str]:
@@ -62,31 +62,24 @@ def read_margins(rows: list[Located], config: RewardModelRunConfig) -> tuple[Rec
     return read_pairs(rows, config.data, config.reward_model.margin_column)
 
 
-def encode_preferences(records: Records, chat: ChatFormat, config: SupervisedConfig) -> Encodings:
-    return encode_pairs(records, chat, limit(config), config.data.too_long)
+def encode_preferences(records: Records, chat: ChatFormat, config: SupervisedConfig, limit: int) -> Encodings:
+    return encode_pairs(records, chat, limit, config.data.too_long)
 
 
 def read_verdicts(rows: list[Located], config: KTORunConfig) -> tuple[Records, str]:
     return read_rated(rows, config.data)
 
 
-def encode_verdicts(records: Records, chat: ChatFormat, config: KTORunConfig) -> Encodings:
-    return encode_rated(records, chat, limit(config), config.data.too_long, config.samples_per_step)
+def encode_verdicts(records: Records, chat: ChatFormat, config: KTORunConfig, limit: int) -> Encodings:
+    return encode_rated(records, chat, limit, config.data.too_long, config.samples_per_step)
 
 
 def read_process(rows: list[Located], config: ProcessRewardRunConfig) -> tuple[Records, str]:
     return read_steps(rows, config.data)
 
 
-def encode_process(records: Records, chat: ChatFormat, config: ProcessRewardRunConfig) -> Encodings:
-    return encode_steps(
-        records, chat, limit(config), config.data.too_long, config.data.step_separator.replace("\\n", "\n")
-    )
-
-
-def limit(config: SupervisedConfig) -> int:
-    assert config.max_tokens is not None
-    return config.max_tokens
+def encode_process(records: Records, chat: ChatFormat, config: ProcessRewardRunConfig, limit: int) -> Encodings:
+    return encode_steps(records, chat, limit, config.data.too_long, config.data.step_separator.replace("\\n", "\n"))
 
 
 def preference_reference(config: PreferenceRunConfig) -> bool:

@@ -17,10 +17,10 @@ from trueline.rl.trainer import RLTrainer
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
+from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import Conversations, converse, model_group, opened, opened_loop, start_engines, start_role
+from trueline.runs.processes import Conversations, converse, model_group, opened, opened_loop, role_group, start_engines
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
@@ -66,6 +66,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
         yield RLTrainer(
             config=config,
+            rollout=plan.rollout,
             models=models,
             rollouts=make_rollouts(plan, talk, state, folder),
             sync=sync,
@@ -93,33 +94,23 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    engines = start_engines(processes, config.model, config.rollout, config.seed)
-    for role in plan.roles:
-        groups[role.name] = start_role(processes, role, config, updates)
+    engines = start_engines(processes, config.model, plan.rollout, config.seed)
+    groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     start_groups(list(groups.values()))
     return groups, EnginePool(engines)
 
 
 def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:
-    config, rollout, algorithm = plan.config, plan.config.rollout, plan.config.algorithm
+    config, rollout, algorithm = plan.config, plan.rollout, plan.config.algorithm
     sizes = [len(source.prompts) for source in plan.sources]
     weights = list(config.data.sources().values())
-    about = RolloutPlan(
-        groups_per_step=config.groups_per_step,
-        group_size=algorithm.group_size,
-        max_staleness=rollout.max_staleness,
-        seed=config.seed,
-        seeded=rollout.seeded,
-        greedy="greedy" in needs(algorithm),
-        dynamic=algorithm.dynamic_sampling,
-    )
+    seed, greedy = config.seed if rollout.seeded else None, "greedy" in needs(algorithm)
     answers = config.groups_per_step * algorithm.group_size
-    params = talk.params(rollout.temperature, rollout.max_new_tokens)
     return Rollouts(
-        GroupSampler(talk.episodes, talk.environment, params, about),
+        talk.sampler(rollout.temperature, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
         plan.prompts,
         make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
-        about,
+        RolloutPlan(config.groups_per_step, rollout.max_staleness, algorithm.dynamic_sampling),
         FailureBudget(config.reward.max_failure_share, answers, failure_files(config.reward, folder.path)),
         talk.loop,
     )
@@ -128,8 +119,7 @@ def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: Run
 def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversations) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
-    assert config.rollout.max_prompt_tokens
-    length = min(CANARY_TOKENS, config.rollout.max_prompt_tokens)
+    length = min(CANARY_TOKENS, plan.rollout.max_prompt_tokens)
     prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
@@ -138,8 +128,9 @@ def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversa
 
 
 def make_evaluator(plan: RLPlan, talk: Conversations) -> Evaluator | None:
-    evaluation = plan.config.evaluation
+    evaluation, seed = plan.config.evaluation, plan.config.seed
     if not plan.evaluation_sets:
         return None
-    params = talk.params(evaluation.temperature, plan.config.rollout.max_new_tokens)
-    return Evaluator(talk.episodes, talk.environment, plan.evaluation_sets, params, evaluation, talk.loop)
+    longest = plan.rollout.max_new_tokens
+    sampler = talk.sampler(evaluation.temperature, longest, evaluation.samples, seed, "evaluate")
+    return Evaluator(sampler, plan.evaluation_sets, evaluation, talk.loop)

@@ -8,7 +8,8 @@ from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
 from trueline.data.types import Outcome, Sample, Trajectory, content_of
-from trueline.rollout.rollouts import Dropped, Group, judged_reward
+from trueline.rollout.groups import Group
+from trueline.rollout.rollouts import Dropped, judged_reward
 
 Metrics = dict[str, float]
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import RanksConfig, check_training
-from trueline.config.rl import RLConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
-from trueline.rewards.combined import kind_of
 from trueline.runs.engines import check_engines
 from trueline.runs.memory import Room, Tenant, engine_bytes, settled
 from trueline.runs.preflight import (
@@ -26,7 +25,7 @@ from trueline.runs.preflight import (
     resolved_rollout,
 )
 from trueline.runs.rewards import check_rewards
-from trueline.runs.roles import RoleModel, roles_of
+from trueline.runs.roles import RoleModel, own_gpus, roles_of
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
 
@@ -34,6 +33,7 @@ from trueline.runtime.placement import Layout, check_devices
 @dataclass(frozen=True, slots=True)
 class RLPlan:
     config: RLConfig  # resolved
+    rollout: ResolvedRollout
     machine: Machine
     facts: ModelFacts
     layout: Layout
@@ -73,17 +73,16 @@ def plan_rl(config: RLConfig) -> RLPlan:
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
-    config, roles = resolve(config, facts, machine, [*trained, *tested.values()])
+    config, rollout, layout, roles = resolve(config, facts, machine, [*trained, *tested.values()])
     check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
-    layout = layout_of(config, roles)
     if config.runtime != "local":
         check_devices(layout, machine)
-    check_lengths(config, roles, check_rollout(config.rollout, config.model, facts, machine))
+    check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
-    limit, too_long = config.rollout.max_prompt_tokens, config.data.too_long
+    limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    return settle_memory(RLPlan(config, machine, facts, layout, roles, fitted, sets, chat))
+    return settle_memory(RLPlan(config, rollout, machine, facts, layout, roles, fitted, sets, chat))
 
 
 def check_algorithm(config: RLConfig) -> None:
@@ -110,63 +109,41 @@ def check_critic(config: RLConfig) -> None:
 
 def resolve(
     config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
-) -> tuple[RLConfig, list[RoleModel]]:
+) -> tuple[RLConfig, ResolvedRollout, Layout, list[RoleModel]]:
     """Fill in every key that was left to the machine, the model or the data, but for those of memory."""
     dtype = resolve_dtype(config.model.dtype, config.training, machine)
-    ranks, engines, colocated = share_devices(config, machine)
+    places: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
+    config = config.replaced(places | {"teacher": {"path": resolve_path(config.teacher.path)}})
+    roles = roles_of(config)
+    ranks, engines, colocated = share_devices(config, machine, own_gpus(roles))
+    roles = [role.spread(ranks) for role in roles]
+    rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
-        "model": {"dtype": dtype, "path": resolve_path(config.model.path)},
         "training": {"ranks": ranks},
-        "rollout": resolved_rollout(config.rollout, facts, prompts, engines, dtype),
-        "teacher": {"path": resolve_path(config.teacher.path)},
+        "rollout": rollout.model_dump(),
+        **{role.section: {"ranks": role.world} for role in roles},
     }
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, tuple(role.beside() for role in roles))
     config = config.replaced(values)
-    roles = roles_of(config, ranks)
-    config = config.replaced({role.section: {"ranks": role.world()} for role in roles})
     check_critic(config)
-    return config, roles
+    return config, rollout, layout, roles
 
 
-def share_devices(config: RLConfig, machine: Machine) -> tuple[int, int, bool]:
-    """Ranks, engines, and whether they share GPUs. With two or more GPUs each side gets about half."""
+def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:
+    """Ranks, engines, and whether they share GPUs. With two or more that are not `taken` each side gets about half."""
     width = config.rollout.tensor_parallel
     if config.runtime == "local":
         return 1, 1, False
     if not machine.gpus:
         return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
-    gpus = max(machine.gpus - own_gpus(config), 1)
+    gpus = max(machine.gpus - taken, 1)
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
     colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
     if colocated:
         return config.training.ranks or gpus, config.rollout.engines or max(gpus // width, 1), True
     engines = config.rollout.engines or max((gpus - (config.training.ranks or gpus // 2)) // width, 1)
     return config.training.ranks or max(gpus - engines * width, 1), engines, False
-
-
-def own_gpus(config: RLConfig) -> int:
-    """Of the models that this run needs and that share with no one."""
-    policy, algorithm = config.model, config.algorithm
-    needed = {
-        "reference": algorithm.needs_reference() and not policy.lora.rank,
-        "critic": "critic" in needs(algorithm),
-        "teacher": "teacher" in needs(algorithm),
-        "reward_model": any(kind_of(part) == "model" for part in config.reward.named_parts().values()),
-    }
-    own = {name: role for name, role in config.roles().items() if needed[name] and role.placement == "separate"}
-    width = policy.tensor_parallel * policy.ring
-    return sum(role.ranks or width for role in own.values())
-
-
-def layout_of(config: RLConfig, roles: list[RoleModel]) -> Layout:
-    assert config.training.ranks and config.rollout.engines
-    return Layout(
-        policy_ranks=config.training.ranks,
-        engines=config.rollout.engines,
-        tensor_parallel=config.rollout.tensor_parallel,
-        colocated=config.placement == "colocated",
-        beside=tuple(role.beside() for role in roles),
-    )
 
 
 def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> None:
@@ -192,10 +169,8 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
 
 def settle_memory(plan: RLPlan) -> RLPlan:
     """Fill in what memory decides, for the policy and the models beside it."""
-    rollout = plan.config.rollout
-    assert rollout.max_new_tokens and rollout.max_prompt_tokens
-    longest = rollout.max_new_tokens + rollout.max_prompt_tokens
-    passes = settled(rooms_of(plan), longest, "rollout.max_prompt_tokens or rollout.max_new_tokens")
+    lengths = "rollout.max_prompt_tokens or rollout.max_new_tokens"
+    passes = settled(rooms_of(plan), plan.rollout.longest(), lengths)
     config = plan.config.replaced(passes.keys())
     sections = config.roles()
     again = {"gradient_checkpointing": passes.checkpointing}
@@ -205,14 +180,13 @@ def settle_memory(plan: RLPlan) -> RLPlan:
 
 def tenants_of(plan: RLPlan) -> list[Tenant]:
     config, ranks = plan.config, plan.layout.policy_ranks
-    assert config.rollout.max_new_tokens
     answers = config.groups_per_step * config.algorithm.group_size / config.minibatches / ranks
-    tokens = answers * (plan.longest_prompt + config.rollout.max_new_tokens)
+    tokens = answers * (plan.longest_prompt + plan.rollout.max_new_tokens)
     policy = Tenant("policy", "training", plan.facts, config.model, config.training, ranks, tokens)
     roles = plan.roles
     return [
         policy,
-        *(Tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world(), tokens) for one in roles),
+        *(Tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world, tokens) for one in roles),
     ]
 
 

@@ -8,7 +8,7 @@ from trueline.algorithms.advantages import assign_advantages
 from trueline.algorithms.needs import policy_waits
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.algorithms.weighting import set_weights
-from trueline.config.rl import RLConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
@@ -18,7 +18,8 @@ from trueline.rl.metrics import AIMS, describe_models, describe_step, first_step
 from trueline.rl.models import Models
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import NothingToLearn
-from trueline.rollout.rollouts import Group, Rollouts
+from trueline.rollout.groups import Group
+from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import Rescue
@@ -31,6 +32,7 @@ from trueline.training.report import LossSettings
 @dataclass(slots=True)
 class RLTrainer:
     config: RLConfig  # resolved
+    rollout: ResolvedRollout
     models: Models
     rollouts: Rollouts
     sync: WeightSync
@@ -115,9 +117,8 @@ class RLTrainer:
 
     def assess(self, samples: list[Sample]) -> None:
         """Rewards -> what the losses read."""
-        algorithm, budget = self.config.algorithm, self.config.rollout.max_new_tokens
-        assert budget
-        shape_rewards(samples, algorithm, budget, self.kl_coefficient())
+        algorithm = self.config.algorithm
+        shape_rewards(samples, algorithm, self.rollout.max_new_tokens, self.kl_coefficient())
         assign_advantages(samples, algorithm)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
@@ -133,8 +134,7 @@ class RLTrainer:
 
     def update(self, minibatch: list[Sample]) -> dict[str, float]:
         config = self.config
-        assert config.rollout.max_new_tokens
-        set_weights(minibatch, config.algorithm.weighting, config.rollout.max_new_tokens)
+        set_weights(minibatch, config.algorithm.weighting, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
             return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
         metrics: dict[str, float] = {}
@@ -147,7 +147,7 @@ class RLTrainer:
 
     def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
-        settings = LossSettings(self.config.rollout.temperature, self.config.algorithm, statistics)
+        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics)
         return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
 
     def policy_learns(self) -> bool:
@@ -167,7 +167,7 @@ class RLTrainer:
         if self.evaluator is None:
             return {}
         with self.timer.phase("evaluate"):
-            metrics, trajectories = self.evaluator.run(self.config.seed)
+            metrics, trajectories = self.evaluator.run()
         self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in trajectories[:3]])
         if "evaluation/reward" in metrics:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")

@@ -5,12 +5,8 @@ from statistics import fmean
 
 from trueline.config.rl import EvaluationConfig
 from trueline.data.types import Prompt, Trajectory
-from trueline.environments.base import Environment
-from trueline.rollout.answers import Answers
-from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes
+from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.pass_at_k import Judged, set_metrics
-from trueline.rollout.rollouts import Group
 from trueline.runtime.event_loop import EventLoop
 
 UNDER_WAY = 4096  # answers of one engine, which queues what it cannot take at once
@@ -18,28 +14,19 @@ PART = "reward/"
 
 
 class Evaluator:
-    """`samples` answers to every held-out prompt. Failed rewards are counted apart, never as zeros."""
+    """A group for every held-out prompt. Failed rewards are counted apart, never as zeros."""
 
     def __init__(
-        self,
-        episodes: Episodes,
-        environment: Callable[[], Environment],
-        sets: dict[str, list[Prompt]],
-        params: SamplingParams,
-        config: EvaluationConfig,
-        loop: EventLoop,
+        self, sampler: GroupSampler, sets: dict[str, list[Prompt]], config: EvaluationConfig, loop: EventLoop
     ) -> None:
-        self.sets, self.config = sets, config
-        self.answers = Answers(episodes, environment, params, loop, config.samples, "evaluate")
-        self.under_way = UNDER_WAY * len(episodes.pool.actors)
+        self.sampler, self.sets, self.config, self.loop = sampler, sets, config, loop
+        self.under_way = UNDER_WAY * len(sampler.episodes.pool.actors)
 
-    def run(
-        self, seed: int, told: Callable[[Group], None] = lambda group: None
-    ) -> tuple[dict[str, float], list[Trajectory]]:
+    def run(self, told: Callable[[Group], None] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
         """Metrics by name, and the answers in the order of sets, prompts and seeds; `told` hears of each prompt's."""
         prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
         groups: dict[int, Group] = {}
-        for place, group in self.answers.to(prompts, seed=seed, under_way=self.under_way):
+        for place, group in self.sampler.each(prompts, self.loop, under_way=self.under_way):
             groups[place] = group
             told(group)
         ordered = iter(groups[place] for place in range(len(prompts)))

@@ -2,34 +2,24 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.types import Prompt, Trajectory
-from trueline.environments.base import Environment
-from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.groups import Group, GroupSampler
 from trueline.runtime.event_loop import EventLoop
 
 SAME_REWARD = 1e-6
-Group = list[Trajectory]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """How many groups of how many answers are under way at most, and which of them are trained on."""
+    """How many groups are under way at most, and which of them are trained on."""
 
     groups_per_step: int
-    group_size: int
     max_staleness: int
-    seed: int
-    seeded: bool
-    greedy: bool = False  # one more answer to each prompt, the likeliest one, as a baseline
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
 
     def capacity(self) -> int:
@@ -56,7 +46,7 @@ class Rollouts:
 
     def __init__(
         self,
-        sampler: "GroupSampler",
+        sampler: GroupSampler,
         prompts: list[Prompt],
         order: Order | Mixture,
         plan: RolloutPlan,
@@ -84,7 +74,7 @@ class Rollouts:
         for _ in range(count):
             number = self.order.position
             prompt = self.prompts[next(self.order)]
-            self.running.append(asyncio.create_task(self.sampler.sample(prompt, number)))
+            self.running.append(asyncio.create_task(self.sampler.sample((number, prompt), number)))
 
     async def _take(self, count: int) -> list[Group]:
         ready: list[Group] = []
@@ -110,7 +100,7 @@ class Rollouts:
         if not done:
             oldest.cancel()
             raise RolloutFailure(
-                f"sampling {self.plan.group_size} answers to a prompt: not done within timeout_seconds={seconds:.0f}"
+                f"sampling {self.sampler.size} answers to a prompt: not done within timeout_seconds={seconds:.0f}"
             )
         return oldest.result()
 
@@ -118,7 +108,7 @@ class Rollouts:
         """Enough answers with a reward and, under dynamic sampling, with more than one reward."""
         failed = self.budget.add(group)
         self.dropped.answers += failed
-        if len(group) - failed < min(2, self.plan.group_size):
+        if len(group) - failed < min(2, self.sampler.size):
             self.dropped.groups += 1
             return False
         if not self.plan.dynamic.enabled:
@@ -134,31 +124,3 @@ def judged_reward(trajectory: Trajectory, part: str | None) -> float:
     """Of one part; an answer whose own error left that part unjudged has the reward set for it."""
     assert trajectory.reward is not None
     return trajectory.metrics.get(f"reward/{part}", trajectory.reward)
-
-
-class GroupSampler:
-    """All answers to one prompt."""
-
-    def __init__(
-        self, episodes: Episodes, environment: Callable[[], Environment], params: SamplingParams, plan: RolloutPlan
-    ) -> None:
-        self.episodes, self.environment, self.params, self.plan = episodes, environment, params, plan
-
-    async def sample(self, prompt: Prompt, number: int) -> Group:
-        tickets = [Ticket(number, index, self.seed_of(number, index)) for index in range(self.plan.group_size)]
-        runs = [self.episodes.run(self.environment(), prompt, ticket, self.params) for ticket in tickets]
-        if not self.plan.greedy:
-            return list(await asyncio.gather(*runs))
-        likeliest = replace(self.params, temperature=0.0)
-        extra = self.episodes.run(self.environment(), prompt, Ticket(number, 0, None, "greedy"), likeliest)
-        *group, greedy = await asyncio.gather(*runs, extra)
-        for trajectory in group:
-            trajectory.baseline = greedy.reward
-            if greedy.outcome.failed:
-                trajectory.outcome, trajectory.error, trajectory.reward = greedy.outcome, greedy.error, None
-        return list(group)
-
-    def seed_of(self, group: int, index: int) -> int | None:
-        if not self.plan.seeded:
-            return None
-        return int(np.random.SeedSequence([self.plan.seed, group, index]).generate_state(1)[0]) >> 1

@@ -1,20 +1,24 @@
-"""From a configuration to a finished run: plan, say, start, train, tell where things are."""
+"""The one way from a configuration to a finished run: plan, say, start, work, tell where things are."""
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from trueline.config.run import RunConfig
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
+from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
 from trueline.sync.weights import SyncFailure
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)
+FAILURES = (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,42 +26,66 @@ class Start:
     """How a run was asked for."""
 
     verb: str
-    dry_run: bool
+    folder: RunFolder
     resume: bool
 
 
-def named(config: Kind, verb: str) -> Kind:
-    return config if config.name is not None else config.replaced({"name": default_name(verb)})
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A planned run."""
+
+    config: RunConfig  # resolved
+    about: str
+    total: int  # steps, prompts or rounds
+    work: Callable[[RunFolder, Progress], int]  # gives the exit status
+    trains: bool = False  # goes on from checkpoints only
 
 
-def begin(config: RunConfig, start: Start, about: str, total: int) -> tuple[RunFolder, Progress]:
-    """The run's folder, new or to go on with, and its plan on the screen."""
-    assert config.name is not None
-    folder = RunFolder.open(config, start.verb, resume=start.resume)
-    progress = Progress(config.name, total)
-    progress.note(about)
-    progress.note(f"run        {folder.path}")
-    return folder, progress
+class Trainer(Protocol):
+    def fit(self) -> RLState | SupervisedState: ...
 
 
-def launch(config: RunConfig, start: Start, about: str, steps: int, trainer: Callable[..., Any]) -> int:
-    if start.dry_run:
-        sys.stdout.write(f"{config.dump()}\n{about}\n")
+def launch(
+    config: Kind, verb: str, prepare: Callable[[Kind, Start], Job], *, dry_run: bool = False, resume: bool = False
+) -> int:
+    """Name the run, plan it with `prepare`, and do it, or only say what would be done."""
+    name = config.name or default_name(verb)
+    folder = RunFolder(Path(config.folder).resolve() / name)
+    job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
+    if dry_run:
+        sys.stdout.write(f"{job.config.dump()}\n{job.about}\n")
         return 0
-    folder, progress = begin(config, start, about, steps)
-    if start.resume and not folder.has_checkpoint():
+    folder.open(job.config, verb, resume=resume)
+    progress = Progress(name, job.total)
+    progress.note(f"{job.about}\nrun        {folder.path}")
+    if resume and job.trains and not folder.has_checkpoint():
         progress.note("resume     no checkpoint yet: starts over at step 0")
     try:
+        return job.work(folder, progress)
+    except FAILURES as error:
+        progress.note(f"error: {error}")
+        if folder.has_checkpoint() or not job.trains:
+            source = " from its last checkpoint" if job.trains else ""
+            progress.note(f"The run can go on{source} with --resume --name {name}")
+        return 1
+
+
+def training(
+    config: RunConfig,
+    about: str,
+    steps: int,
+    trainer: Callable[[RunFolder, Progress], AbstractContextManager[Trainer]],
+) -> Job:
+    """The job of a trainer that is open as long as it trains."""
+
+    def work(folder: RunFolder, progress: Progress) -> int:
         with trainer(folder, progress) as running:
             state = running.fit()
-    except (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure) as error:
-        progress.note(f"error: {error}")
-        if Checkpoints(folder.path, config.checkpoint).newest() is not None:
-            progress.note(f"The run can go on from its last checkpoint with --resume --name {config.name}")
-        return 1
-    newest = Checkpoints(folder.path, config.checkpoint).newest()
-    if newest is None or int(newest.name.removeprefix("step_")) < state.step:
-        progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
-        return 1
-    progress.note(f"done: step {state.step} of {steps}; model in {newest}/model")
-    return 0 if state.step == steps else 130
+        newest = Checkpoints(folder.path, config.checkpoint).newest()
+        if newest is None or int(newest.name.removeprefix("step_")) < state.step:
+            progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
+            return 1
+        progress.note(f"done: step {state.step} of {steps}; model in {newest}/model")
+        return 0 if state.step == steps else 130
+
+    return Job(config, about, steps, work, trains=True)

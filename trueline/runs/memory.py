@@ -180,9 +180,3 @@ def named(passes: Passes, section: str) -> str:
     """A value that would fit, as it is written in a configuration."""
     key, value = next(iter(passes.keys()[section].items()))
     return f"{section}.{key}={str(value).lower()}"
-
-
-def describe_passes(ranks: RanksConfig, model: ModelConfig) -> str:
-    again = ", activations computed again" if model.gradient_checkpointing and isinstance(ranks, TrainingConfig) else ""
-    size = ranks.micro_batch_tokens
-    return (f"passes of up to {size} tokens" if size else "passes as memory allows") + again

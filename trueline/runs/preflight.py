@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, RanksConfig
-from trueline.config.rl import RolloutConfig
+from trueline.config.rl import ResolvedRollout, RolloutConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import naming
 from trueline.data.readers import read_prompts
@@ -43,17 +43,18 @@ def resolve_path(path: str) -> str:
 
 def resolved_rollout(
     rollout: RolloutConfig, facts: ModelFacts, prompts: list["Measured"], engines: int, dtype: str
-) -> Tree:
-    """The keys of `rollout` that were left to machine, model and data."""
+) -> ResolvedRollout:
+    """Fill in the keys that were left to machine, model and data."""
     tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
     room = max(facts.context - tokens, 1)
     longest = max((length for one in prompts for length in one.lengths if length <= room), default=room)
-    return {
+    values = {
         "engines": engines,
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,
         "max_prompt_tokens": rollout.max_prompt_tokens or min(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, room),
     }
+    return ResolvedRollout.parse(rollout.model_dump() | values)
 
 
 def check_parallel(model: ModelConfig, facts: ModelFacts, section: str = "model") -> None:
@@ -65,10 +66,9 @@ def check_parallel(model: ModelConfig, facts: ModelFacts, section: str = "model"
         )
 
 
-def check_rollout(rollout: RolloutConfig, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
+def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
     """The longest sequence that sampling can make."""
-    assert rollout.max_new_tokens and rollout.max_prompt_tokens
-    longest = rollout.max_new_tokens + rollout.max_prompt_tokens
+    longest = rollout.longest()
     if longest > facts.context:
         raise ConfigError(
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
@@ -123,9 +123,8 @@ def prompt_length(prompt: Prompt, chat: ChatFormat) -> int:
         return len(chat.prompt_tokens(prompt.messages, prompt.tools))
 
 
-def fitting_prompts(source: Measured, limit: int | None, too_long: str) -> PromptSet:
+def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:
     """A prompt above the limit is refused by its place, or left out and counted."""
-    assert limit
     prompts = source.prompts
     kept: list[Prompt] = []
     longest = 0

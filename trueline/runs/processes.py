@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.model import ModelConfig
-from trueline.config.rl import RolloutConfig
-from trueline.config.run import RunConfig
+from trueline.config.rl import ResolvedRollout
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
+from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
 from trueline.runs.roles import RoleModel
 from trueline.runtime.actors import Actor
@@ -51,16 +51,20 @@ class Conversations:
     stops: tuple[int, ...]
     loop: EventLoop
 
-    def params(self, temperature: float, max_new_tokens: int | None) -> SamplingParams:
-        assert max_new_tokens
-        return SamplingParams(temperature, max_new_tokens, self.stops)
+    def sampler(
+        self, temperature: float, max_new_tokens: int, size: int, seed: int | None, purpose: str, greedy: bool = False
+    ) -> GroupSampler:
+        params = SamplingParams(temperature, max_new_tokens, self.stops)
+        return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 
 
-def start_role(processes: Processes, role: RoleModel, config: RunConfig, updates: int) -> ModelGroup:
-    seed, seconds = config.seed, config.timeout_seconds
+def role_group(
+    role: RoleModel, processes: Processes, seed: int, timeout_seconds: float, updates: int = 0
+) -> ModelGroup:
+    """The processes of a model beside the policy, not yet started."""
     specs = [
-        WorkerSpec(role.model, role.ranks, rank, role.world(), updates, seed, seconds, head=role.head)
-        for rank in range(role.world())
+        WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
+        for rank in range(role.world)
     ]
     return model_group(role.name, processes.beside(role.beside(), worker_target(role.ranks), specs), specs)
 
@@ -70,19 +74,18 @@ def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec])
 
 
 def start_engines(
-    processes: Processes, model: ModelConfig, rollout: RolloutConfig, seed: int
+    processes: Processes, model: ModelConfig, rollout: ResolvedRollout, seed: int
 ) -> list[Actor[RolloutEngine]]:
     specs = engine_specs(model, rollout, processes.layout, seed)
     return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
-def engine_specs(model: ModelConfig, rollout: RolloutConfig, layout: Layout, seed: int) -> list[EngineSpec]:
-    assert rollout.max_new_tokens and rollout.max_prompt_tokens
+def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, seed: int) -> list[EngineSpec]:
     return [
         EngineSpec(
             model=model.path,
             dtype=rollout.dtype,
-            context=rollout.max_prompt_tokens + rollout.max_new_tokens,
+            context=rollout.longest(),
             tensor_parallel=rollout.tensor_parallel,
             max_sequences=rollout.max_sequences,
             seed=seed + number,

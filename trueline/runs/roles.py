@@ -1,6 +1,6 @@
 """Which models a run loads beside its policy, and what each of them is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trueline.algorithms.needs import needs
 from trueline.config.base import ConfigError
@@ -17,7 +17,7 @@ from trueline.runtime.placement import Beside
 
 @dataclass(frozen=True, slots=True)
 class RoleModel:
-    """A model beside the policy; its configuration is resolved."""
+    """A model beside the policy."""
 
     name: str
     section: str  # of the configuration
@@ -25,37 +25,45 @@ class RoleModel:
     ranks: Role
     head: str
     facts: ModelFacts
-
-    def world(self) -> int:
-        assert self.ranks.ranks
-        return self.ranks.ranks
+    world: int  # ranks
 
     def beside(self) -> Beside:
-        return Beside(self.name, self.world(), self.ranks.placement == "shared")
+        return Beside(self.name, self.world, self.ranks.placement == "shared")
+
+    def spread(self, policy_ranks: int) -> "RoleModel":
+        """Take all of the policy's ranks that whole copies fit on, unless ranks were asked for."""
+        if self.ranks.ranks is not None or self.ranks.placement == "separate":
+            return self
+        return replace(self, world=max(policy_ranks // self.world, 1) * self.world)
 
 
-def roles_of(config: RLConfig, policy_ranks: int) -> list[RoleModel]:
-    """What the algorithm and the rewards need; a model that they do not need is not loaded."""
+def own_gpus(roles: list[RoleModel]) -> int:
+    """Of models that share with no one."""
+    return sum(role.world for role in roles if role.ranks.placement == "separate")
+
+
+def roles_of(config: RLConfig) -> list[RoleModel]:
+    """What the algorithm and the rewards need, one copy of each; a model that they do not need is not loaded."""
     algorithm, policy = config.algorithm, config.model
-    judges = reward_models(config.reward, config.reward_model, policy, policy_ranks)
+    judges = reward_models(config.reward, config.reward_model, policy)
     roles = list(judges)
     if algorithm.needs_reference() and not policy.lora.rank:  # a policy with adapters is its own reference
-        roles.append(role_model("reference", policy.path, config.reference, policy, policy_ranks))
+        roles.append(role_model("reference", policy.path, config.reference, policy))
     if "teacher" in needs(algorithm):
         check_teacher(config)
-        roles.append(role_model("teacher", config.teacher.path, config.teacher, policy, policy_ranks))
+        roles.append(role_model("teacher", config.teacher.path, config.teacher, policy))
     if "critic" in needs(algorithm):
         start = critic_start(config, judges)
-        roles.append(role_model("critic", start, config.critic, policy, policy_ranks, head="value"))
+        roles.append(role_model("critic", start, config.critic, policy, head="value"))
     return roles
 
 
-def reward_models(rewards: RewardConfig, ranks: FrozenConfig, policy: ModelConfig, world: int) -> list[RoleModel]:
+def reward_models(rewards: RewardConfig, ranks: FrozenConfig, policy: ModelConfig) -> list[RoleModel]:
     """One for each reward that is a model on this machine."""
     parts = {name: part for name, part in rewards.named_parts().items() if kind_of(part) == "model"}
     return [
         role_model(
-            reward_model_name(name, rewards), part.function, ranks, policy, world, head=reward_model_head(part.function)
+            reward_model_name(name, rewards), part.function, ranks, policy, head=reward_model_head(part.function)
         )
         for name, part in parts.items()
     ]
@@ -65,26 +73,21 @@ def reward_model_name(part: str, rewards: RewardConfig) -> str:
     return f"reward_model-{part}" if rewards.parts else "reward_model"
 
 
-def role_model(
-    name: str, path: str, ranks: Role, policy: ModelConfig, policy_ranks: int, *, head: str = "language"
-) -> RoleModel:
+def role_model(name: str, path: str, ranks: Role, policy: ModelConfig, *, head: str = "language") -> RoleModel:
     section = name.partition("-")[0]
     model = ranks.model_like(policy, resolve_path(path))
-    width = model.tensor_parallel * model.ring
-    own = ranks.placement == "separate"
-    world = ranks.ranks or (width if own else max(policy_ranks // width, 1) * width)
     try:
         facts = check_model(model)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    return RoleModel(name, section, model, ranks.replaced({"ranks": world}), head, facts)
+    return RoleModel(name, section, model, ranks, head, facts, ranks.ranks or model.tensor_parallel * model.ring)
 
 
 def critic_start(config: RLConfig, judges: list[RoleModel]) -> str:
     """What is named, a reward model that reads the policy's tokens, or the policy's own model."""
     named, policy = config.critic.path, config.model
     if named is not None:
-        role_model("critic", named, config.critic, policy, 1)  # it is there at all
+        role_model("critic", named, config.critic, policy)  # it is there at all
         if not reads_alike(named, policy):
             raise ConfigError(f"critic.path={named}: its tokenizer is not that of model.path={policy.path}")
         return named

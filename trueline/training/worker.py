@@ -113,7 +113,6 @@ class Worker:
         batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
         return only(self.engine.forward(batch, 1.0, entropy=False))
 
-
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
     ) -> np.ndarray:

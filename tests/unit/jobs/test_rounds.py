@@ -14,6 +14,8 @@ from trueline.config.run import CheckpointConfig
 from trueline.config.supervised import PreferenceRunConfig, SftConfig
 from trueline.jobs.rounds import Recipe, Stage, rounds_table, run_stages
 from trueline.jobs.sample_file import write_json
+from trueline.monitoring.progress import Progress
+from trueline.runs.launch import Job, Start
 from trueline.verbs import VERBS
 
 TREE: dict[str, Any] = {
@@ -125,23 +127,23 @@ class Told(Recipe):
 
     def stages(self) -> Iterator[Stage]:
         for name in ("one", "two", "three"):
-            yield Stage(1, self.launch, RaftConfig(name=name))
+            yield Stage(1, name, self.prepare, RaftConfig(name=name, folder=str(self.folder / "round_1")))
 
-    def launch(self, config: RaftConfig, verb: str, *, resume: bool) -> int:
-        self.started.append((verb, resume))
-        (self.folder / "round_1" / verb).mkdir(parents=True, exist_ok=True)
-        return self.statuses.get(verb, [0]).pop(0)
+    def prepare(self, config: RaftConfig, start: Start) -> Job:
+        self.started.append((start.verb, start.resume))
+        return Job(config, "", 1, lambda folder, progress: self.statuses[start.verb].pop(0))
 
 
 def test_a_stage_that_ends_early_ends_the_recipe_and_is_taken_up_again(tmp_path: Path) -> None:
+    quiet = Progress("raft", 1, Console(quiet=True))
     recipe = Told(RaftConfig(), tmp_path, 10, {"two": [130, 0], "one": [0], "three": [0]})
-    assert run_stages(recipe, "raft", Console(quiet=True)) == 130
+    assert run_stages(recipe, "raft", quiet) == 130
     assert recipe.started == [("one", False), ("two", False)]
     recipe.started.clear()
-    assert run_stages(recipe, "raft", Console(quiet=True)) == 0
+    assert run_stages(recipe, "raft", quiet) == 0
     assert recipe.started == [("two", True), ("three", False)]
     recipe.started.clear()
-    assert run_stages(recipe, "raft", Console(quiet=True)) == 0
+    assert run_stages(recipe, "raft", quiet) == 0
     assert recipe.started == []
 
 

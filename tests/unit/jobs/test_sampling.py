@@ -1,7 +1,6 @@
 """What sampling jobs keep on disk, what they select from it, and which prompts they take."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +28,10 @@ from trueline.jobs.sample_file import (
     write_json,
     write_selection,
 )
-from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_table, launch_generate
+from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_table, prepare_generate
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.failures import RolloutFailure
+from trueline.runs.launch import launch
 
 JUDGED = {"reward": {"function": "exact"}}
 
@@ -340,23 +340,22 @@ def test_a_plan_warns_of_idle_keys_and_crowded_cores(tree: dict[str, Any], capsy
     assert cores
     wanted = {"engine": "hf", "engines": cores + 1}
     asked = {**tree, "runtime": "ray", "checkpoint": {"every": 3}, "rollout": wanted}
-    assert launch_generate(GenerateConfig.parse(asked), "generate", dry_run=True) == 0
+    assert launch(GenerateConfig.parse(asked), "generate", prepare_generate, dry_run=True) == 0
     crowded, idle = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert f"rollout.engines={cores + 1}" in crowded
     assert "checkpoint.every=3 has no effect: nothing is trained" in idle
-    assert launch_generate(GenerateConfig.parse(tree), "generate", dry_run=True) == 0
+    assert launch(GenerateConfig.parse(tree), "generate", prepare_generate, dry_run=True) == 0
     assert "warning" not in capsys.readouterr().out
 
 
 def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     before = plan_generate(GenerateConfig.parse(tree)).config
-    os.makedirs(tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text(before.dump())
-    check_unchanged(before.replaced({"keep": "best", "limit": 3, "reward": {"timeout_seconds": 1.0}}))
+    folder = RunFolder(tmp_path / "run").open(before, "generate", resume=False)
+    check_unchanged(before.replaced({"keep": "best", "limit": 3, "reward": {"timeout_seconds": 1.0}}), folder)
     with pytest.raises(ConfigError, match=r"rollout.temperature was 1.0 when this run began and is 0.5 now"):
-        check_unchanged(before.replaced({"rollout": {"temperature": 0.5}}))
+        check_unchanged(before.replaced({"rollout": {"temperature": 0.5}}), folder)
     with pytest.raises(ConfigError, match=r"samples was 4 when this run began and is 8 now"):
-        check_unchanged(before.replaced({"samples": 8}))
+        check_unchanged(before.replaced({"samples": 8}), folder)
     for section, key, value in (
         ("rollout", "max_prompt_tokens", 3),
         ("reward", "function", ""),
@@ -366,7 +365,16 @@ def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, A
         ("reward", "steps", "mean"),
     ):
         with pytest.raises(ConfigError, match=rf"^{section}.{key} was .* choose another --name"):
-            check_unchanged(before.replaced({section: {key: value}}))
+            check_unchanged(before.replaced({section: {key: value}}), folder)
+
+
+def test_only_a_run_that_goes_on_is_compared_with_what_it_was(tree: dict[str, Any], tmp_path: Path) -> None:
+    before, folder = GenerateConfig.parse({**tree, "name": "run"}), RunFolder(tmp_path / "run")
+    folder.open(plan_generate(before).config, "generate", resume=False)
+    other = before.replaced({"folder": str(tmp_path), "rollout": {"temperature": 0.5}})
+    with pytest.raises(ConfigError, match=r"rollout.temperature was 1.0"):
+        launch(other, "generate", prepare_generate, dry_run=True, resume=True)
+    assert launch(other, "generate", prepare_generate, dry_run=True) == 0
 
 
 def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
@@ -388,15 +396,15 @@ def test_the_reward_is_checked_against_every_set(tree: dict[str, Any], tmp_path:
 
 
 def test_the_query_of_a_scorer_is_neither_shown_nor_saved(
-    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SCORER_QUERY", "key=s3cret")
     scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}}
     config = GenerateConfig.parse({**tree, "reward": scorer})
-    launch_generate(config, "generate", dry_run=True)
+    launch(config, "generate", prepare_generate, dry_run=True)
     shown = capsys.readouterr().out
     assert "reward     http://127.0.0.1:1/score\n" in shown
-    folder = RunFolder.open(config, "generate", resume=False)
+    folder = RunFolder(tmp_path / "run").open(config, "generate", resume=False)
     saved = GenerateConfig.load([folder.config], [])  # as --resume reads it
     assert saved.reward == config.reward and saved.reward.remote.query_variable == "SCORER_QUERY"
     assert "s3cret" not in shown + folder.config.read_text()

@@ -14,7 +14,7 @@ def config(folder: Path, name: str = "first") -> RunConfig:
 
 
 def create(folder: Path, name: str = "first", verb: str = "grpo") -> RunFolder:
-    return RunFolder.open(config(folder, name), verb, resume=False)
+    return RunFolder(folder / name).open(config(folder, name), verb, resume=False)
 
 
 def test_a_run_folder_keeps_its_configuration_and_its_verb(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_its_name(tmp_path: Path, p
     (tmp_path / "taken").write_text("")
     folder = {"a file": tmp_path / "taken", "below a file": tmp_path / "taken" / "runs"}.get(place, Path(place))
     with pytest.raises(ConfigError) as caught:
-        RunFolder.open(config(folder), "grpo", resume=resume)
+        RunFolder(folder / "first").open(config(folder), "grpo", resume=resume)
     for part in (f"folder={folder}", f"{folder / 'first'} cannot be written", "choose another place", "permissions"):
         assert part in str(caught.value)
 
@@ -66,7 +66,7 @@ def test_a_place_that_cannot_be_written_is_refused_by_its_name(tmp_path: Path, p
 def test_a_run_to_go_on_with_is_left_as_it_is(tmp_path: Path) -> None:
     made = create(tmp_path)
     before = made.config.read_text()
-    assert RunFolder.open(config(tmp_path), "grpo", resume=True).path == made.path
+    made.open(config(tmp_path), "grpo", resume=True)
     assert made.config.read_text() == before
     assert {path.name for path in made.path.iterdir()} == {"config.yaml", "logs"}
 

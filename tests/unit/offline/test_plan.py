@@ -198,7 +198,7 @@ def test_the_numbers_before_the_first_step_are_one_line() -> None:
 def test_material_is_the_same_every_time(load: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     config = load("kto", "evaluation.share=0.3", "max_tokens=32")
     chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
-    first, second = load_material(config, chat), load_material(config, chat)
+    first, second = load_material(config, chat, 32), load_material(config, chat, 32)
     assert (first.train.rows(), len(first.train.samples_of(range(4)))) == (4, 8)
     pairs = zip(*(one.train.samples_of(range(4)) for one in (first, second)), strict=True)
     assert all(torch.equal(one.tokens, two.tokens) for one, two in pairs)
@@ -208,7 +208,7 @@ def test_counts_of_all_sources_are_added(load: Any, tokenizer: PreTrainedTokeniz
     config = load("sft", "max_tokens=5", "data.too_long=truncate")
     rows = open_source(str(write(tmp_path, ROWS["sft"], "again.jsonl")), "data.path")
     chat = ChatFormat(tokenizer, True, [tokenizer.eos_token_id])
-    dataset, records = encode_sources([rows, rows[:2]], [0.5, 0.5], config, chat)
+    dataset, records = encode_sources([rows, rows[:2]], [0.5, 0.5], config, chat, 5)
     assert len(records) == 8
     assert dataset.counts["rows"] == dataset.counts["truncated"] == 8
     assert len(dataset.formats) == 2

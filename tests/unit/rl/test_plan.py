@@ -9,7 +9,7 @@ import pytest
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
-from trueline.config.rl import RLConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.models.loading import ModelFacts
 from trueline.rl import plan as planning
@@ -43,14 +43,16 @@ def machine(gpus: int) -> Machine:
 def resolved(gpus: int, *overrides: str, lengths: list[int] | None = None) -> RLConfig:
     """What machine and policy decide; the models beside it are looked at in whole plans."""
     config = RLConfig.load([], list(overrides))
-    ranks, engines, colocated = share_devices(config, machine(gpus))
+    ranks, engines, colocated = share_devices(config, machine(gpus), 0)
     dtype = resolve_dtype(config.model.dtype, config.training, machine(gpus))
     return config.replaced(
         {
             "placement": "colocated" if colocated else "separate",
             "model": {"dtype": dtype},
             "training": {"ranks": ranks},
-            "rollout": resolved_rollout(config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype),
+            "rollout": resolved_rollout(
+                config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype
+            ).model_dump(),
         }
     )
 
@@ -72,8 +74,6 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
-        (8, ["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
-        (8, ["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
     ],
 )
 def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:
@@ -120,7 +120,11 @@ def test_the_prompts_limit_follows_the_data() -> None:
 def test_shapes_that_cannot_work_are_refused_by_key(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         config = resolved(0, *overrides)
-        check_lengths(config, [], check_rollout(config.rollout, config.model, FACTS, machine(0)))
+        check_lengths(
+            config,
+            [],
+            check_rollout(ResolvedRollout.parse(config.rollout.model_dump()), config.model, FACTS, machine(0)),
+        )
     for part in parts:
         assert part in str(caught.value)
 
@@ -171,7 +175,7 @@ def test_a_whole_plan(local_run: Any) -> None:
 
 
 def loaded(plan: RLPlan) -> dict[str, tuple[str, int]]:
-    return {role.name: (role.head, role.world()) for role in plan.roles}
+    return {role.name: (role.head, role.world) for role in plan.roles}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,7 @@ def test_no_kl_no_reference_and_adapters_are_their_own(local_run: Any) -> None:
 def test_a_critic_starts_from_the_policy_or_from_what_it_is_told(local_run: Any, model_folder: Path) -> None:
     plan = plan_rl(local_run(ROWS, "algorithm.preset=ppo"))
     critic = next(role for role in plan.roles if role.name == "critic")
-    assert (critic.model.path, critic.head, critic.world()) == (str(model_folder), "value", 1)
+    assert (critic.model.path, critic.head, critic.world) == (str(model_folder), "value", 1)
     with pytest.raises(ConfigError, match=r"critic: .*nowhere"):
         plan_rl(local_run(ROWS, "algorithm.preset=ppo", "critic.path=./nowhere"))
 
@@ -385,6 +389,34 @@ def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
     words = ["algorithm.preset=ppo", "critic.micro_batch_tokens=300000", "groups_per_step=1000"]
     with pytest.raises(ConfigError, match=r"needs about .*1 x critic .*: set critic\.micro_batch_tokens=\d+$"):
         elsewhere(30, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
+        (["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
+        (["reference.placement=separate", "reference.ring=4"], (2, 2, "separate")),
+        (["reference.placement=separate", "reference.ring=4", "model.lora.rank=2"], (4, 4, "separate")),
+    ],
+)
+def test_gpus_of_models_that_are_needed_and_share_with_no_one_are_taken_first(
+    elsewhere: Any, words: list[str], expected: tuple[int, int, str]
+) -> None:
+    assert shares(elsewhere(80, *words, gpus=8).config) == expected
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_a_plan_holds_what_its_configuration_says(elsewhere: Any, gpus: int) -> None:
+    """Numbers that were left to machine, model and data are in the plan, and in the configuration that is written."""
+    plan = elsewhere(80, "algorithm.preset=ppo", "critic.tensor_parallel=3", gpus=gpus)
+    assert plan.rollout.model_dump() == plan.config.rollout.model_dump()
+    assert plan.rollout.longest() == 256 + 1024
+    assert (plan.layout.policy_ranks, plan.layout.engines) == (plan.config.training.ranks, plan.rollout.engines)
+    sections = plan.config.roles()
+    assert {role.name: role.world for role in plan.roles} == {"reference": 4 if gpus else 1, "critic": 3}
+    assert all(role.world == sections[role.section].ranks == role.ranks.ranks for role in plan.roles)
+    assert [one.ranks for one in plan.layout.beside] == [role.world for role in plan.roles]
 
 
 def test_engines_on_the_same_gpu_leave_less_to_the_passes(elsewhere: Any) -> None:

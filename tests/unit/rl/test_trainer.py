@@ -12,7 +12,7 @@ from tests.support import losses
 from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
 from trueline.config.model import TrainingConfig
-from trueline.config.rl import RLConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample
 from trueline.rl.trainer import RLTrainer
 from trueline.runs.guard import Guard
@@ -153,7 +153,8 @@ def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:
     """One that has a configuration and counters, and no models."""
     nothing: Any = None
     parts = (nothing,) * 8
-    return RLTrainer(config, *parts, RLState(**state), nothing, nothing, None)
+    rollout = ResolvedRollout.parse(config.rollout.model_dump() | {"engines": 1, "max_prompt_tokens": 8})
+    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None)
 
 
 def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = False) -> Sample:

@@ -1,99 +1,20 @@
-"""Evaluation with an engine that says which answer it is, and a reward that looks it up."""
+"""Evaluation with an engine that says which completion it is, and a reward that looks it up."""
 
-import asyncio
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
+from tests.support.index_engine import FAILS, PARAMS, IndexEngine, TableReward, prompts
 from trueline.config.reward import RewardPartConfig
 from trueline.config.rl import EvaluationConfig
-from trueline.data.chat import ChatFormat
-from trueline.data.types import Completion, Outcome, Prompt, Trajectory
+from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
-from trueline.rewards.base import RewardFailure
 from trueline.rewards.combined import CombinedReward
-from trueline.rollout.answers import Answers, answer_seed
-from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator, judged
+from trueline.rollout.groups import GroupSampler, completion_seed
 from trueline.rollout.pass_at_k import Judged
-from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import EventLoop
-
-STOP = 2
-PARAMS = SamplingParams(1.0, 8, (STOP,))
-FAILS = None  # in a table of rewards
-
-
-class IndexEngine:
-    """The reply is the answer's index; every call is remembered."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.name, self.tokenizer = "engine", tokenizer
-        self.requests: dict[str, tuple[str, int | None]] = {}  # -> prompt and seed
-        self.running = self.most_running = 0
-        self.delay: Callable[[str], float] = lambda prompt: 0.0
-
-    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return await self.generate(*args)
-
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
-        prompt = self.tokenizer.decode(tokens)
-        assert request not in self.requests, "two requests have one name"
-        self.requests[request] = (prompt, params.seed)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self.delay(prompt))
-        self.running -= 1
-        answer = [*self.tokenizer(request.split("-")[2])["input_ids"], STOP]
-        return Completion(answer, [-1.0] * len(answer), 0, "stop")
-
-    def submit(self, method: Callable[..., Any], *args: Any) -> Any:
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        pass
-
-
-class TableReward:
-    """Row by the prompt's label, column by the reply."""
-
-    def __init__(self, table: dict[str, list[float | None]]) -> None:
-        self.table = table
-
-    async def score(self, call: dict[str, Any]) -> float:
-        reward = self.table[call["label"]][int(call["reply"])]
-        if reward is FAILS:
-            raise RewardFailure(f"no reward for {call['label']}")
-        return reward
-
-    async def stop(self) -> None:
-        pass
-
-
-def prompts(*labels: str) -> list[Prompt]:
-    return [Prompt(number, [{"role": "user", "content": label}], label) for number, label in enumerate(labels)]
-
-
-@pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop(timeout_seconds=10)
-    yield made
-    made.stop()
-
-
-@pytest.fixture
-def engine(tokenizer: PreTrainedTokenizerFast) -> IndexEngine:
-    return IndexEngine(tokenizer)
-
-
-@pytest.fixture
-def episodes(engine: IndexEngine, tokenizer: PreTrainedTokenizerFast) -> Episodes:
-    return Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
-
 
 Table = dict[str, list[float | None]]
 
@@ -108,7 +29,8 @@ def evaluated(
     }
     config = EvaluationConfig(samples=samples, temperature=1.0)
     reward = CombinedReward(parts, 0.0)
-    return Evaluator(episodes, lambda: SingleTurn(reward), sets, PARAMS, config, loop).run(seed=5)
+    sampler = GroupSampler(episodes, lambda: SingleTurn(reward), PARAMS, samples, 5, "evaluate")
+    return Evaluator(sampler, sets, config, loop).run()
 
 
 def test_one_answer_to_each_prompt_of_one_set(episodes: Episodes, loop: EventLoop) -> None:
@@ -184,50 +106,4 @@ def test_seeds_depend_on_the_prompts_place_in_its_set_and_on_the_answer(
     engine.requests.clear()
     evaluated(episodes, loop, {"other": prompts("a"), "same": prompts("b", "c")}, table, samples=2)
     assert alone < set(engine.requests.values())
-    assert ("b", answer_seed(5, 0, 1)) in alone
-
-
-def ask(episodes: Episodes, loop: EventLoop, samples: int = 2) -> Answers:
-    reward = CombinedReward({"reward": (TableReward(dict.fromkeys("abcdefgh", [0.0] * 9)), RewardPartConfig())}, 0.0)
-    return Answers(episodes, lambda: SingleTurn(reward), PARAMS, loop, samples, "test")
-
-
-@pytest.mark.parametrize(("under_way", "most"), [(1, 2), (5, 4), (100, 16)])
-def test_no_more_answers_are_under_way_than_allowed(
-    episodes: Episodes, engine: IndexEngine, loop: EventLoop, under_way: int, most: int
-) -> None:
-    """Whole prompts of two answers, but at least one."""
-    engine.delay = lambda prompt: 0.01
-    places = [
-        place for place, _ in ask(episodes, loop).to(enumerate(prompts(*"abcdefgh")), seed=0, under_way=under_way)
-    ]
-    assert sorted(places) == list(range(8))
-    assert engine.most_running == most
-
-
-def test_answers_come_as_they_are_done(episodes: Episodes, engine: IndexEngine, loop: EventLoop) -> None:
-    engine.delay = lambda prompt: {"a": 0.2, "b": 0.1, "c": 0.0}[prompt]
-    found = list(ask(episodes, loop).to(enumerate(prompts("a", "b", "c")), seed=None, under_way=100))
-    assert [place for place, _ in found] == [2, 1, 0]
-    assert [group[0].prompt.label for _, group in found] == ["c", "b", "a"]
-    assert {seed for _, seed in engine.requests.values()} == {None}
-
-
-def test_the_wait_for_one_prompt_is_bounded_not_that_for_all(episodes: Episodes, engine: IndexEngine) -> None:
-    engine.delay = lambda prompt: 0.1
-    loop = EventLoop(timeout_seconds=0.5)
-    assert len(list(ask(episodes, loop).to(enumerate(prompts(*"abcdef")), seed=0, under_way=1))) == 6
-    engine.delay = lambda prompt: 5.0
-    engine.requests.clear()
-    with pytest.raises(ActorFailure, match=r"sampling 2 answers .*timeout_seconds"):
-        list(ask(episodes, loop).to(enumerate(prompts("a")), seed=0, under_way=1))
-    loop.stop()
-
-
-def test_an_engine_that_fails_is_heard(episodes: Episodes, engine: IndexEngine, loop: EventLoop) -> None:
-    def broken(prompt: str) -> float:
-        raise ConnectionError("engine lost")
-
-    engine.delay = broken
-    with pytest.raises(ConnectionError, match="engine lost"):
-        list(ask(episodes, loop).to(enumerate(prompts("a")), seed=0, under_way=1))
+    assert ("b", completion_seed(5, 0, 1)) in alone

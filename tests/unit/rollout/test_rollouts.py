@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.rollouts import GroupSampler, RolloutPlan, Rollouts
+from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import EventLoop
 
@@ -93,13 +95,6 @@ class MixedReward(FakeReward):
 
 
 @pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    made = EventLoop(timeout_seconds=10)
-    yield made
-    made.stop()
-
-
-@pytest.fixture
 def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., tuple[Rollouts, FakeEngine]]]:
     made: list[Rollouts] = []
 
@@ -115,14 +110,14 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         dynamic: DynamicSamplingConfig = AS_THEY_COME,
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
-        plan = RolloutPlan(groups, size, staleness, 0, seeded, greedy, dynamic)
         rewards = CombinedReward({"reward": (scorer, RewardPartConfig(function="fake"))}, policy_error=-1.0)
         episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
+        params, seed = SamplingParams(1.0, 8, (STOP,)), 0 if seeded else None
         rollouts = Rollouts(
-            GroupSampler(episodes, lambda: SingleTurn(rewards), SamplingParams(1.0, 8, (STOP,)), plan),
+            GroupSampler(episodes, lambda: SingleTurn(rewards), params, size, seed, "train", greedy),
             PROMPTS,
             Order(len(PROMPTS), seed=0, shuffle=False, position=position),
-            plan,
+            RolloutPlan(groups, staleness, dynamic),
             FailureBudget(share, groups * size),
             loop,
         )
@@ -397,7 +392,7 @@ def test_an_environment_that_wants_another_turn_is_refused(step: Step, build: An
             return step
 
     rollouts, _ = build()
-    rollouts.sampler.environment = lambda: Talkative(rollouts.sampler.environment)
+    rollouts.sampler = replace(rollouts.sampler, environment=lambda: Talkative(rollouts.sampler.environment))
     rollouts.start()
     with pytest.raises(RolloutFailure, match=rf"done={step.done} with {len(step.messages)} messages"):
         rollouts.take(2)

@@ -16,7 +16,6 @@ from trueline.runs.memory import (
     Room,
     Tenant,
     activation_bytes,
-    describe_passes,
     fitting,
     model_bytes,
     settled,
@@ -201,15 +200,6 @@ def test_a_refusal_names_engines_or_lengths_or_another_model() -> None:
         with pytest.raises(ConfigError, match=said):
             settled([room(gib, engines=8 if gib == 12 else 0)], longest, "max_tokens")
     assert fitting([room(12, engines=3)], 1277, 1.0) and not fitting([room(12, engines=4)], 1277, 1.0)
-
-
-def test_the_plan_says_what_was_chosen() -> None:
-    model = ModelConfig(gradient_checkpointing=True)
-    assert describe_passes(TrainingConfig(micro_batch_tokens=512), model) == (
-        "passes of up to 512 tokens, activations computed again"
-    )
-    assert describe_passes(FrozenConfig(micro_batch_tokens=7), model) == "passes of up to 7 tokens"
-    assert describe_passes(FrozenConfig(), model) == "passes as memory allows"
 
 
 @pytest.mark.parametrize(

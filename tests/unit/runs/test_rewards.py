@@ -51,7 +51,7 @@ def test_a_reward_model_takes_a_template_file(tmp_path: Path) -> None:
     folder, file = make_reward_model(tmp_path / "model", "reward"), tmp_path / "chat.jinja"
     file.write_text(TEMPLATE)
     config = RewardConfig(function=str(folder), chat_template=str(file))
-    (role,) = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)), 1)
+    (role,) = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)))
     reward = model_reward(config, config, role, local_group(folder, "reward"))
     assert reward.chat.templated and reward.chat.tokenizer.chat_template == TEMPLATE
 

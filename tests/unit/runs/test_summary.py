@@ -1,0 +1,81 @@
+"""What is said of plans: every kind of run says the same fact in the same words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
+from trueline.config.roles import FrozenConfig
+from trueline.config.sampling import GenerateConfig
+from trueline.config.supervised import SftConfig
+from trueline.jobs import plan as job_planning
+from trueline.jobs.plan import describe, plan_generate
+from trueline.offline import plan as offline_planning
+from trueline.offline.plan import plan_supervised
+from trueline.rl import plan as rl_planning
+from trueline.rl.estimates import describe_plan
+from trueline.rl.plan import plan_rl
+from trueline.runs.preflight import PromptSet
+from trueline.runs.summary import engines_line, machine_line, prompts_line, ranks_line
+from trueline.runtime.cluster import Machine
+
+GIB = 2**30
+
+
+def test_every_kind_of_run_says_a_fact_in_the_same_words(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (rl_planning, offline_planning, job_planning):
+        monkeypatch.setattr(module, "this_machine", lambda: Machine(3, 64 * GIB, 0, 0))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+
+    def tree(rank: int = 0, **keys: Any) -> dict[str, Any]:
+        model = {"path": str(model_folder), "lora": {"rank": rank}}
+        return {"runtime": "local", "data": {"path": str(tmp_path / "rows.jsonl")}, "model": model, **keys}
+
+    judged = {"reward": {"function": "exact"}}
+    rl, offline, job = said = [
+        describe_plan(plan_rl(RLConfig.parse(tree(**judged)))),
+        offline_planning.describe_plan(plan_supervised(SftConfig.parse(tree()))),
+        describe(plan_generate(GenerateConfig.parse(tree(**judged))), "none"),
+    ]
+    machine = "machine    3 CPU cores, 64.0 GiB of memory free"
+    model = f"model      {model_folder}: 0.0 M parameters, float32"
+    assert [lines.splitlines()[0].partition(";")[0] for lines in said] == [machine] * 3
+    assert [lines.splitlines()[1] for lines in said] == [model] * 3
+    assert all("\ntemplate   none: messages are joined by line breaks" in lines for lines in said)
+    data = "; longest prompt 4 tokens, answers up to 32\n"
+    assert f"data       1 prompts, 0 held out{data}" in rl and f"data       1 prompts{data}" in job
+    assert "policy     1 x torch rank, ZeRO 2, passes of up to" in rl
+    assert "training   1 x torch rank, ZeRO 2, passes of up to" in offline
+    adapted = [
+        describe_plan(plan_rl(RLConfig.parse(tree(2, **judged)))),
+        offline_planning.describe_plan(plan_supervised(SftConfig.parse(tree(2)))),
+    ]
+    assert [lines.splitlines()[1] for lines in adapted] == [f"{model}, LoRA of rank 2"] * 2
+
+
+def test_what_is_about_training_is_said_of_trained_models_only() -> None:
+    wide = ModelConfig(tensor_parallel=2, ring=3, gradient_checkpointing=True)
+    trained = TrainingConfig(zero_stage=1, micro_batch_tokens=64)
+    shape = "tensor 2 x ring 3"
+    assert ranks_line("critic", 6, trained, wide) == (
+        f"critic     6 x deepspeed rank, ZeRO 1, {shape}, passes of up to 64 tokens, activations computed again"
+    )
+    frozen = FrozenConfig(engine="torch")
+    assert ranks_line("teacher", 6, frozen, wide) == f"teacher    6 x torch rank, {shape}, passes as memory allows"
+    short = FrozenConfig(engine="torch", micro_batch_tokens=7)
+    assert ranks_line("teacher", 1, short, ModelConfig()) == "teacher    1 x torch rank, passes of up to 7 tokens"
+
+
+def test_devices_engines_and_prompts() -> None:
+    assert machine_line(Machine(3, GIB, 2, 5 * GIB)) == "machine    2 GPUs, 1.0 GiB of memory free"
+    rollout = ResolvedRollout(engines=2, tensor_parallel=4, max_new_tokens=9, max_prompt_tokens=8)
+    assert engines_line(rollout) == "engines    2 x vllm, tensor parallel 4"
+    nothing: Any = None
+    sets = [PromptSet([nothing] * 3, dropped=1, longest=5), PromptSet([nothing], dropped=2, longest=7)]
+    ending = ", 3 too long and left out; longest prompt 7 tokens, answers up to 9"
+    assert prompts_line(sets, rollout) == f"data       4 prompts{ending}"
+    assert prompts_line(sets, rollout, held_out=2) == f"data       4 prompts, 2 held out{ending}"
