@@ -13,11 +13,13 @@ from tests.support.disk import files_up_to
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
+from trueline.config.model import ModelConfig
+from trueline.config.roles import FrozenConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.formats import Conversation, read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.jobs.plan import chosen_prompts, describe, plan_eval, plan_generate
+from trueline.jobs.plan import chosen_prompts, describe, engine_count, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
     SampleFile,
     answer_of,
@@ -32,6 +34,8 @@ from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_t
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.launch import launch
+from trueline.runs.roles import RoleModel
+from trueline.runtime.cluster import Machine
 
 JUDGED = {"reward": {"function": "exact"}}
 
@@ -346,6 +350,14 @@ def test_a_plan_warns_of_idle_keys_and_crowded_cores(tree: dict[str, Any], capsy
     assert "checkpoint.every=3 has no effect: nothing is trained" in idle
     assert launch(GenerateConfig.parse(tree), "generate", prepare_generate, dry_run=True) == 0
     assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "place", "expected"), [(8, "separate", 3), (8, "shared", 4), (0, "separate", 1)])
+def test_engines_get_the_gpus_that_reward_models_leave(gpus: int, place: str, expected: int) -> None:
+    facts: Any = None
+    judge = RoleModel("reward_model", "reward_model", ModelConfig(), FrozenConfig(placement=place), "reward", facts, 2)
+    there = Machine(cpus=8, memory_bytes=0, gpus=gpus, gpu_bytes=0)
+    assert engine_count(config(rollout={"tensor_parallel": 2}), [judge], there) == expected
 
 
 def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
