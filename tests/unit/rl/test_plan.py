@@ -271,9 +271,9 @@ def test_an_advantage_of_the_users_own_says_which_models_it_needs(local_run: Any
 
 
 @pytest.mark.usefixtures("own")
-def test_a_critic_of_the_users_own_advantage_has_gpus_and_keys_that_count() -> None:
+def test_a_critic_of_the_users_own_advantage_has_gpus_and_keys_that_count(elsewhere: Any) -> None:
     words = ["algorithm.advantage=own_plan:with_critic", "critic.placement=separate", "critic.ranks=2"]
-    assert shares(resolved(8, *words)) == (3, 3, "separate")
+    assert shares(elsewhere(80, *words, gpus=8).config) == (3, 3, "separate")
     assert idle_keys(RLConfig.load([], [*words, "algorithm.value_clip=0.1", "critic.learning_rate=1e-3"])) == []
     with pytest.raises(ConfigError, match="critic_only_steps=100 of steps=100"):
         check_algorithm(RLConfig.load([], [*words, "algorithm.critic_only_steps=100"]))

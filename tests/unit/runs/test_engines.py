@@ -14,7 +14,7 @@ from torch import nn
 from trueline.cli import main
 from trueline.config.base import Config, ConfigError
 from trueline.config.model import RanksConfig, TrainingConfig
-from trueline.config.rl import RLConfig, RolloutConfig
+from trueline.config.rl import ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.rounds import RaftConfig
 from trueline.config.run import EnginesConfig
 from trueline.config.sampling import GenerateConfig
@@ -190,19 +190,19 @@ def test_what_brings_an_engine_is_an_extra_of_the_package() -> None:
 
 def test_samplers_refuse_what_they_cannot_do() -> None:
     model = RLConfig().model
-    lengths = {"max_new_tokens": 8, "max_prompt_tokens": 8}
+    lengths = {"engines": 1, "max_new_tokens": 8, "max_prompt_tokens": 8}
     with pytest.raises(ConfigError, match=r"heads have size 8; vllm on a CPU runs 32, 64.*: set rollout\.engine=hf or"):
-        check_rollout(RolloutConfig(**lengths), model, FACTS, machine(0))
-    check_rollout(RolloutConfig(**lengths), model, FACTS, machine(1))
-    check_rollout(RolloutConfig(engine="hf", **lengths), model, FACTS, machine(0))
+        check_rollout(ResolvedRollout(**lengths), model, FACTS, machine(0))
+    check_rollout(ResolvedRollout(**lengths), model, FACTS, machine(1))
+    check_rollout(ResolvedRollout(engine="hf", **lengths), model, FACTS, machine(0))
     with pytest.raises(ConfigError, match=r"rollout.tensor_parallel=1 \(got 2\) or rollout\.engine=vllm"):
-        check_rollout(RolloutConfig(engine="hf", tensor_parallel=2, **lengths), model, FACTS, machine(2))
+        check_rollout(ResolvedRollout(engine="hf", tensor_parallel=2, **lengths), model, FACTS, machine(2))
 
 
 def test_only_an_engine_that_can_is_told_to_sleep() -> None:
     layout = Layout(1, engines=1, colocated=True)
     for engine, sleeps in (("vllm", True), ("hf", False)):
-        rollout = RolloutConfig(engine=engine, max_new_tokens=8, max_prompt_tokens=8)
+        rollout = ResolvedRollout(engine=engine, engines=1, max_new_tokens=8, max_prompt_tokens=8)
         assert [spec.sleeps for spec in engine_specs(RLConfig().model, rollout, layout, 0)] == [sleeps]
 
 

@@ -71,7 +71,7 @@ def test_every_kind_is_opened_with_the_keys_of_the_run(tmp_path: Path) -> None:
             "timeout_seconds": 5,
         }
     )
-    roles = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)), 1)
+    roles = reward_models(config, FrozenConfig(engine="torch"), ModelConfig(path=str(folder)))
     groups = {"reward_model-learnt": local_group(folder, "reward")}
     opened = {name: reward for name, (reward, _) in open_rewards(config, roles, groups, tmp_path).parts.items()}
     right, asked, graded, learnt = (opened[name] for name in config.parts)
