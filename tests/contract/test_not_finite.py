@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.types import pack_samples

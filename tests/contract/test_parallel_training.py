@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.preference import KTOConfig, PreferenceConfig
@@ -91,7 +91,7 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
         model = ModelConfig(
             path=models[case.tied],
             dtype="float32",
-            ring=case.ring,
+            context_parallel=case.ring,
             tensor_parallel=case.tensor,
             gradient_checkpointing=case.checkpointing,
             head_chunk_tokens=7,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
@@ -49,7 +49,13 @@ class Case:
 
     def worker(self, rank: int, model: str) -> Worker:
         lora = {"rank": self.lora, "dropout": 0.1 if self.lora else 0.0}  # draws random numbers at every step
-        shape = {"path": model, "dtype": self.dtype, "ring": self.ring, "tensor_parallel": self.tensor, "lora": lora}
+        shape = {
+            "path": model,
+            "dtype": self.dtype,
+            "context_parallel": self.ring,
+            "tensor_parallel": self.tensor,
+            "lora": lora,
+        }
         settings = {"engine": self.engine, "zero_stage": self.stage, "ema_decay": self.ema, "offload": self.offload}
         training = TrainingConfig.parse(COURSE | settings)
         worker = Worker(WorkerSpec(ModelConfig.parse(shape), training, rank, self.ranks, REST.stop, seed=0))

@@ -58,7 +58,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         tensor_parallel=1,
         max_sequences=16,
         seed=0,
-        gpu_memory_share=0.3,
+        gpu_memory_utilization=0.3,
         cuda_graphs=False,
         sleeps=False,
         trust_remote_code=False,

@@ -24,7 +24,7 @@ def digits(reply: str, wanted: str) -> float:
     return sum(character == wanted for character in reply) / max(len(reply), 1)
 """
 GRPO = ["grpo", "--model", "my model", "--data", "prompts.jsonl", "--reward", "my_reward.py:digits"]
-SMALL = ["groups_per_step=2", "algorithm.group_size=4", "rollout.max_new_tokens=8", "training.learning_rate=1e-3"]
+SMALL = ["prompts_per_step=2", "algorithm.group_size=4", "rollout.max_new_tokens=8", "training.learning_rate=1e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +205,18 @@ def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     pairs = [{"prompt": f"Say {number}", "chosen": "yes", "rejected": f"no {number}"} for number in range(20)]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     named = ["--model", "my model", "--data", "pairs.jsonl", "--name", "pairs"]
-    wide = ["training.ranks=2", "model.ring=2", "training.zero_stage=3", "evaluation.share=0.2", "samples_per_step=4"]
+    wide = [
+        "training.ranks=2",
+        "model.context_parallel=2",
+        "training.zero_stage=3",
+        "evaluation.share=0.2",
+        "samples_per_step=4",
+    ]
     first = run(home, *TRUELINE, "dpo", *named, *wide, "steps=2", "training.learning_rate=1e-3")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "format     preference (columns prompt, chosen, rejected)" in first.stdout
     assert "held out   4 rows" in first.stdout
-    narrow = ["training.ranks=1", "model.ring=1", "training.zero_stage=1", "steps=4"]
+    narrow = ["training.ranks=1", "model.context_parallel=1", "training.zero_stage=1", "steps=4"]
     second = run(home, *TRUELINE, "dpo", "--resume", "--name", "pairs", *narrow)
     assert second.returncode == 0, second.stdout + second.stderr
     rows = rows_of(home / "runs" / "pairs" / "metrics.jsonl")

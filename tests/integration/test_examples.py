@@ -15,7 +15,7 @@ from trueline.verbs import TASK_VERBS
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file.stem in {*PRESETS, *TASK_VERBS}]
 TINY_RL = [
-    "groups_per_step=2",
+    "prompts_per_step=2",
     "algorithm.group_size=2",
     "minibatches=1",
     "rollout.max_new_tokens=8",
@@ -25,7 +25,7 @@ TINY_RL = [
 TINY_TASK = ["samples_per_step=2", "max_tokens=128", "evaluation.share=0.5"]
 OF_VERB = {  # what one step of a random model with two answers per prompt asks for
     "dapo": ["algorithm.dynamic_sampling.enabled=false"],  # no answer is right, so every group has one reward
-    "vapo": ["algorithm.critic_only_steps=0"],
+    "vapo": ["algorithm.critic_warmup_steps=0"],
     "on_policy_distill": ["teacher.path={model}"],
     "distill": ["distill.teacher={model}"],
 }

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import make_samples, make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.runtime.actors import LocalActor

@@ -19,7 +19,7 @@ def letters(reply: str, learnable: bool) -> float:
 SFT = ["sft", "--model", "model", "--data", "rows.jsonl", "runtime=local", "samples_per_step=4"]
 QUICK = ["training.learning_rate=1e-3", "monitoring.tensorboard=false"]
 GRPO = ["grpo", "--model", "model", "--data", "prompts.jsonl", "runtime=local", "rollout.max_new_tokens=8"]
-GROUPS = ["groups_per_step=2", "algorithm.group_size=4", "training.learning_rate=1e-3"]
+GROUPS = ["prompts_per_step=2", "algorithm.group_size=4", "training.learning_rate=1e-3"]
 Screen = pytest.CaptureFixture[str]
 
 

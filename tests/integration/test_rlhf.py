@@ -64,7 +64,7 @@ def rewards(home: Path, reward: str, name: str, *words: str) -> list[tuple[str, 
     assert main(["generate", *named, "runtime=local", "rollout.max_new_tokens=8", "samples=1", *words]) == 0
     rows = [json.loads(line) for line in (home / "runs" / name / "samples.jsonl").read_text().splitlines()]
     rows.sort(key=lambda row: row["number"])
-    return [(one["reply"], one["reward"]) for row in rows for one in row["answers"]]
+    return [(one["reply"], one["reward"]) for row in rows for one in row["completions"]]
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def served(home: Path) -> Iterator[str]:
 
 def test_four_models_train_side_by_side(home: Path) -> None:
     rows = trueline(
-        home, "ppo", "reward_model", "local", "groups_per_step=16", "steps=2", "algorithm.kl.coefficient=0.05"
+        home, "ppo", "reward_model", "local", "prompts_per_step=16", "steps=2", "algorithm.kl.coefficient=0.05"
     )
     for role in ("policy", "critic", "reference", "reward_model", "engine"):
         assert (home / "runs" / "local" / "logs" / f"{role}-0.log").is_file()
@@ -115,8 +115,8 @@ def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
-        ("ppo", ["groups_per_step=64"]),
-        ("dapo", ["groups_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
+        ("ppo", ["prompts_per_step=64"]),
+        ("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
     ],
 )
 def test_it_learns_through_ray_and_vllm(home: Path, preset: str, words: list[str]) -> None:

@@ -112,17 +112,17 @@ def whole(home: Path) -> Path:
 def test_every_prompt_is_answered_and_counted(whole: Path) -> None:
     rows = ordered(whole)
     assert sorted(row["id"] for row in rows) == list(range(PROMPTS))
-    rewards = [[answer["reward"] for answer in row["answers"]] for row in rows]
+    rewards = [[answer["reward"] for answer in row["completions"]] for row in rows]
     assert {len(group) for group in rewards} == {SAMPLES}
     summary = json.loads((whole / "summary.json").read_text())
-    assert (summary["prompts"], summary["answers"], summary["failed"]) == (PROMPTS, PROMPTS * SAMPLES, 0)
+    assert (summary["prompts"], summary["completions"], summary["failed"]) == (PROMPTS, PROMPTS * SAMPLES, 0)
     assert summary["reward_mean"] == pytest.approx(sum(map(sum, rewards)) / PROMPTS / SAMPLES)
     assert summary["reward_best_mean"] == pytest.approx(sum(map(max, rewards)) / PROMPTS)
     assert summary["tokens_per_second"] > 0
     kept = rows_of(whole / "kept.jsonl")
     assert [row["reward"] for row in kept] == [max(group) for group in rewards]
     assert len(rows_of(whole / "pairs.jsonl")) == summary["pairs"] == sum(max(group) > min(group) for group in rewards)
-    assert len({answer["reply"] for row in rows for answer in row["answers"]}) > PROMPTS * SAMPLES * 0.9
+    assert len({answer["reply"] for row in rows for answer in row["completions"]}) > PROMPTS * SAMPLES * 0.9
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_finished_run_can_be_selected_from_again(home: Path, whole: Path, caps
     capsys.readouterr()
     assert main(["generate", "--resume", "--name", "again", *keys]) == 0
     assert "starting" not in capsys.readouterr().out
-    rewards = [answer["reward"] for row in ordered(whole) for answer in row["answers"]]
+    rewards = [answer["reward"] for row in ordered(whole) for answer in row["completions"]]
     assert len(rows_of(home / "runs/again/kept.jsonl")) == sum(reward >= 0.5 for reward in rewards) > 0
 
 
@@ -190,11 +190,11 @@ def test_shares_of_several_runs_make_up_the_whole(home: Path, whole: Path) -> No
 def test_without_a_reward_there_are_answers_alone(home: Path, whole: Path) -> None:
     assert main([*GENERATE, "--name", "unjudged"]) == 0
     replies = [
-        [[answer["reply"] for answer in row["answers"]] for row in ordered(run)]
+        [[answer["reply"] for answer in row["completions"]] for row in ordered(run)]
         for run in (home / "runs/unjudged", whole)
     ]
     assert replies[0] == replies[1]
-    assert {answer["reward"] for row in ordered(home / "runs/unjudged") for answer in row["answers"]} == {None}
+    assert {answer["reward"] for row in ordered(home / "runs/unjudged") for answer in row["completions"]} == {None}
     assert len(rows_of(home / "runs/unjudged/kept.jsonl")) == PROMPTS * SAMPLES
 
 
@@ -215,7 +215,7 @@ def test_a_few_failures_are_counted_and_never_kept(home: Path, capsys: pytest.Ca
     assert (summary["failed"], summary["kept"]) == (4, PROMPTS - 1)
     assert any("cannot grade 0:" in error for error in summary["errors"])
     (lost,) = [row for row in ordered(home / "runs" / "few") if row["id"] == 0]
-    assert {(answer["reward"], answer["outcome"]) for answer in lost["answers"]} == {(None, "reward_error")}
+    assert {(answer["reward"], answer["outcome"]) for answer in lost["completions"]} == {(None, "reward_error")}
     assert [row["prompt"] for row in rows_of(home / "runs/few/kept.jsonl")].count(lost["prompt"]) == 0
 
 
@@ -245,7 +245,7 @@ def test_eval_prints_a_table_and_writes_numbers_and_answers(home: Path, capsys: 
         assert f"{mean:.3f} ± {width:.3f}" in said
         assert metrics[f"evaluation/{name}/pass@1"] < metrics[f"evaluation/{name}/pass@4"] <= 1
     rows = rows_of(home / "runs/eval/transcripts.jsonl")
-    rewards = [[answer["reward"] for answer in row["answers"]] for row in rows]
+    rewards = [[answer["reward"] for answer in row["completions"]] for row in rows]
     assert len(rows) == PROMPTS + 2
     assert metrics["evaluation/all/reward"] == pytest.approx(sum(map(sum, rewards[:PROMPTS])) / PROMPTS / 4)
     right = [any(reward >= 0.5 for reward in group) for group in rewards]

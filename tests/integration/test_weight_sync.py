@@ -10,7 +10,7 @@ import torch
 
 from tests.support.restartable import RestartableWorker
 from tests.support.tiny import make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.rl import RolloutConfig, SyncConfig
@@ -87,7 +87,7 @@ def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
         tensor_parallel=tensor_parallel,
         max_sequences=32,
         seed=0,
-        gpu_memory_share=0.3,
+        gpu_memory_utilization=0.3,
         cuda_graphs=False,
         sleeps=False,
         trust_remote_code=False,
@@ -135,7 +135,7 @@ def largest_gap(trainer: ModelGroup, samples: list[Sample], temperature: float) 
 
 
 def train_once(trainer: ModelGroup, samples: list[Sample], seed: int) -> dict[str, float]:
-    """One update whose `old` log-probs are the engine's own, so the ratio compares engine and trainer."""
+    """One update whose `old_logprobs` log-probs are the engine's own, so the ratio compares engine and trainer."""
     generator = torch.Generator().manual_seed(seed)
     for sample in samples:
         sample.old_logprobs = sample.rollout_logprobs

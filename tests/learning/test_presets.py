@@ -32,7 +32,7 @@ MARGIN = 0.25
 def test_preset_learns(preset: str, seed: int, tmp_path: Path) -> None:
     """Of 259 bytes 26 are letters: a random policy earns about 0.1. The last three steps beat the first by MARGIN."""
     size = PRESETS[preset]["group_size"]
-    words = [f"groups_per_step={ANSWERS // size}", f"seed={seed}", *SETTINGS.get(preset, [])]
+    words = [f"prompts_per_step={ANSWERS // size}", f"seed={seed}", *SETTINGS.get(preset, [])]
     rows = train(tmp_path, preset, *words)
     assert rows[0]["reward/mean"] < 0.2
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
@@ -43,21 +43,21 @@ SETTINGS = {  # what answers of eight tokens, all of which reach the length limi
     "ppo": ["critic.learning_rate=1e-3"],
     "remax": ["steps=30", "training.learning_rate=2e-3"],  # the greedy answer is a noisy baseline
     "dapo": ["algorithm.shaping.overlong_factor=0.2"],
-    "vapo": ["critic.learning_rate=1e-3", "algorithm.critic_only_steps=2", "algorithm.length_adaptive=1", "steps=24"],
+    "vapo": ["critic.learning_rate=1e-3", "algorithm.critic_warmup_steps=2", "algorithm.length_adaptive=1", "steps=24"],
 }
 
 
 def test_ppos_critic_explains_the_returns(tmp_path: Path) -> None:
-    rows = train(tmp_path, "ppo", f"groups_per_step={ANSWERS}", "steps=24", *SETTINGS["ppo"])
+    rows = train(tmp_path, "ppo", f"prompts_per_step={ANSWERS}", "steps=24", *SETTINGS["ppo"])
     assert abs(rows[0]["critic/explained_variance"]) < 0.05  # a new critic says 0
     assert fmean(row["critic/explained_variance"] for row in rows[-5:]) > 0.3
 
 
 def test_on_policy_distillation_closes_half_of_the_gap_to_its_teacher(tmp_path: Path) -> None:
     """The teacher learnt letters by dr_grpo; the student starts where the teacher did, and sees no reward."""
-    train(tmp_path / "teacher", "dr_grpo", "groups_per_step=8")
+    train(tmp_path / "teacher", "dr_grpo", "prompts_per_step=8")
     teacher = tmp_path / "teacher" / "run" / "checkpoints" / f"step_{STEPS:06d}" / "model"
-    words = [f"groups_per_step={ANSWERS}", f"teacher.path={teacher}", "reward.function=", "steps=24"]
+    words = [f"prompts_per_step={ANSWERS}", f"teacher.path={teacher}", "reward.function=", "steps=24"]
     rows = train(tmp_path / "student", "on_policy_distill", *words)
     assert not [name for name in rows[0] if name.startswith("reward/")]
     gaps = [row["distill/kl_per_token"] for row in rows]
@@ -105,7 +105,7 @@ def test_other_losses_learn(loss: str, tmp_path: Path) -> None:
 
 
 def test_old_logprobs_may_be_the_engines(tmp_path: Path) -> None:
-    words = ["algorithm.old=rollout", "algorithm.correction.kind=mask", "minibatches=2"]
+    words = ["algorithm.old_logprobs=rollout", "algorithm.importance_sampling.mode=token_mask", "minibatches=2"]
     rows = train(tmp_path, "cispo", *words)
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
 
@@ -123,7 +123,7 @@ def test_mixed_datasets_and_several_rewards_report_each(tmp_path: Path) -> None:
     data = {"mixture": {str(file): 1.0 for file in files}}
     settings = {"data": data, "reward": {"parts": parts}, "model": {"path": f"{tmp_path}/first/model"}, "steps": 1}
     config.write_text(yaml.safe_dump(settings))
-    words = ["runtime=local", "groups_per_step=8", "rollout.max_new_tokens=8", f"folder={tmp_path}", "name=mixed"]
+    words = ["runtime=local", "prompts_per_step=8", "rollout.max_new_tokens=8", f"folder={tmp_path}", "name=mixed"]
     assert main(["dr_grpo", "--config", str(config), *words]) == 0
     row = json.loads((tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"reward/source/prompts", "reward/source/other"} <= set(row)
@@ -167,7 +167,7 @@ def test_prompts_with_tools_and_a_template_file(tmp_path: Path) -> None:
     reward = f"def seen(prompt, messages, tools):\n    return float((prompt, messages, tools) == {expected!r})\n"
     (tmp_path / "reward.py").write_text(reward)
     named = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/prompts.jsonl", "--name", "run"]
-    words = ["runtime=local", f"folder={tmp_path}", "steps=1", "groups_per_step=1", "rollout.max_new_tokens=4"]
+    words = ["runtime=local", f"folder={tmp_path}", "steps=1", "prompts_per_step=1", "rollout.max_new_tokens=4"]
     words += [f"data.chat_template={tmp_path}/chat.jinja", "monitoring.tensorboard=false"]
     assert main(["grpo", *named, "--reward", f"{tmp_path}/reward.py:seen", *words]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

@@ -32,7 +32,7 @@ def run_letters(folder: Path, verb: str, *words: str, prompts: int = 30) -> int:
         "--reward",
         f"{folder}/reward.py:letters",
     ]
-    small = ["groups_per_step=8", "rollout.max_new_tokens=8", "training.learning_rate=1e-3", "checkpoint.every=0"]
+    small = ["prompts_per_step=8", "rollout.max_new_tokens=8", "training.learning_rate=1e-3", "checkpoint.every=0"]
     local = ["runtime=local", f"folder={folder}", "name=run", "monitoring.tensorboard=false"]
     return main([verb, *named, *small, *local, *words])
 

@@ -66,7 +66,7 @@ def test_verbs_that_others_use_lead_to_verbs_that_there_are() -> None:
     ("words", "meant"),
     [
         (["--num_generations", "8"], "'algorithm.group_size'"),
-        (["--per-device-train-batch-size=8"], "`groups_per_step`"),
+        (["--per-device-train-batch-size=8"], "`prompts_per_step`"),
         (["--seed", "3"], "'seed'"),
         (["--modle", "x"], "'--model'"),
         (["--xyzzy"], "`trueline config` lists every key"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trueline.algorithms.policy_losses import label_good_answers, policy_loss
+from trueline.algorithms.policy_losses import label_good_completions, policy_loss
 from trueline.algorithms.preference_losses import Score, kto, mismatch_kl, preference, reward_model, reward_scale
 from trueline.algorithms.supervised_losses import distill, process_reward, sft
 from trueline.algorithms.value_loss import value
@@ -26,7 +26,7 @@ class Loss:
 
 
 LOSSES: dict[str, Loss] = {
-    "policy": Loss(policy_loss, prepare=label_good_answers, entropy=True),
+    "policy": Loss(policy_loss, prepare=label_good_completions, entropy=True),
     "value": Loss(value),
     "sft": Loss(sft),
     "preference": Loss(preference),

@@ -19,7 +19,7 @@ def reads_reward(config: AlgorithmConfig) -> bool:
 
 def policy_waits(config: AlgorithmConfig) -> int:
     """First steps, in which only the critic learns."""
-    return config.critic_only_steps if "critic" in needs(config) else 0
+    return config.critic_warmup_steps if "critic" in needs(config) else 0
 
 
 def check_needs(config: AlgorithmConfig) -> None:
@@ -42,8 +42,8 @@ def check_needs(config: AlgorithmConfig) -> None:
             "no shaping"
         )
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
-    if "recompute" in loss.needs and config.old == "rollout":
+    if "recompute" in loss.needs and config.old_logprobs == "rollout":
         raise ConfigError(
-            f"algorithm.old=rollout: the engine's rounding alone exceeds the clip of loss={config.loss}; "
-            "set old=recompute"
+            f"algorithm.old_logprobs=rollout: the engine's rounding alone exceeds the clip of loss={config.loss}; "
+            "set old_logprobs=recompute"
         )

@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from trueline.algorithms.correction import correction_weights
 from trueline.algorithms.entries import Entry, entry, lookup, named
+from trueline.algorithms.importance_sampling import importance_weights
 from trueline.algorithms.kl import bounded, estimated_kl
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
@@ -30,8 +30,8 @@ def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOut
         return loss
     bound = -config.dual_clip * batch.advantages
     beyond = (batch.advantages < 0) & (loss.values > bound)
-    share = loss.means["policy/clipped_share"] + beyond  # PPO's own clip is never in force there
-    return LossOutput(torch.where(beyond, bound, loss.values), {"policy/clipped_share": share})
+    share = loss.means["policy/clip_fraction"] + beyond  # PPO's own clip is never in force there
+    return LossOutput(torch.where(beyond, bound, loss.values), {"policy/clip_fraction": share})
 
 
 @entry(f"ratio of the whole answer {CLIPPED}", needs=("recompute",), reads=("clip_low", "clip_high"))
@@ -47,7 +47,7 @@ def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput
     """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): the ratio is a capped weight, so every token has a gradient."""
     ratio = ratios(logprobs, batch).detach()
     values = -ratio.clamp(max=config.ratio_cap) * batch.advantages * logprobs
-    return LossOutput(values, {"policy/clipped_share": (ratio > config.ratio_cap).float()})
+    return LossOutput(values, {"policy/clip_fraction": (ratio > config.ratio_cap).float()})
 
 
 @entry("ratio capped at {0.ratio_cap:g}", reads=("ratio_cap",))
@@ -72,7 +72,7 @@ def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     lower = torch.where(batch.advantages < 0, -GMPO_CLIP, -torch.inf)
     clipped = free.clamp(lower, upper)
     values = -batch.spread(means(clipped, batch).exp()) * batch.advantages
-    return LossOutput(values, {"policy/clipped_share": (clipped != free).float()})
+    return LossOutput(values, {"policy/clip_fraction": (clipped != free).float()})
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = named(ppo_clip, gspo, cispo, reinforce, sapo, gmpo)
@@ -82,7 +82,7 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
     """The named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
     logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")(logprobs, batch, config)
-    weights, corrected = correction_weights(logprobs, batch, config)
+    weights, corrected = importance_weights(logprobs, batch, config)
     loss.values = loss.values * weights
     loss.means["policy/corrected_share"] = corrected.float()
     loss.means["policy/entropy"] = output.entropy.detach()
@@ -100,7 +100,7 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
     return loss
 
 
-def label_good_answers(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
+def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
     """For `positive_nll`: which answers it takes, and how many tokens of the whole minibatch are theirs."""
     if config.positive_nll == 0:
         return {}
@@ -122,7 +122,7 @@ def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
 def clipped_surrogate(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     free = ratio * batch.advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
-    return LossOutput(-torch.minimum(free, clipped), {"policy/clipped_share": (clipped < free).float()})
+    return LossOutput(-torch.minimum(free, clipped), {"policy/clip_fraction": (clipped < free).float()})
 
 
 def ratios(logprobs: Tensor, batch: Batch) -> Tensor:

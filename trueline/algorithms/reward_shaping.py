@@ -61,9 +61,9 @@ def sequence_kl(samples: list[Sample]) -> float:
     return fmean(token_kl(sample).double().sum().item() for sample in samples)
 
 
-def adapted_coefficient(coefficient: float, kl: float, answers: int, config: KLConfig) -> float:
+def adapted_coefficient(coefficient: float, kl: float, completions: int, config: KLConfig) -> float:
     """The KL coefficient after a step of so many answers (arXiv:1909.08593, section 2.2); null target: as it was."""
     if config.target is None:
         return coefficient
     error = min(max(kl / config.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
-    return coefficient * max(1 + error * answers / config.horizon, 0.0)
+    return coefficient * max(1 + error * completions / config.horizon, 0.0)

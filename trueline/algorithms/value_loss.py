@@ -10,11 +10,11 @@ def value(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOut
     """Half the squared gap to the return, pessimistic about moves beyond the clip (PPO's code; arXiv:1811.02553)."""
     values = output.values.float()
     error = (values - batch.returns).square()
-    means = {"critic/value": values.detach(), "critic/clipped_share": torch.zeros_like(error)}
+    means = {"critic/value": values.detach(), "critic/clip_fraction": torch.zeros_like(error)}
     if config.value_clip > 0:
         near = batch.values + (values - batch.values).clamp(-config.value_clip, config.value_clip)
         clipped_error = (near - batch.returns).square()
-        means["critic/clipped_share"] = (clipped_error > error).float()
+        means["critic/clip_fraction"] = (clipped_error > error).float()
         error = torch.maximum(error, clipped_error)
     return LossOutput(0.5 * error, means)
 

@@ -38,20 +38,20 @@ class KLConfig(Config):
         return self
 
 
-class CorrectionConfig(Config):
+class ImportanceSamplingConfig(Config):
     """What is done about tokens that engine and trainer see with different probabilities."""
 
-    kind: Literal["none", "truncate", "mask", "sequence_truncate", "sequence_mask"] = "truncate"
+    mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     """Weight of a token, w = p_trainer / p_engine: 1; min(w, cap); w, or 0 outside [low, high]; or by whole answers."""
 
     cap: float = Field(2.0, gt=0)
-    """Largest weight under the truncating kinds and sequence_mask."""
+    """Largest weight under the truncating modes and sequence_mask."""
 
     low: float = Field(0.5, ge=0)
-    """Lowest weight that `mask` keeps."""
+    """Lowest weight that `token_mask` keeps."""
 
     high: float = Field(5.0, gt=0)
-    """Highest weight that `mask` keeps."""
+    """Highest weight that `token_mask` keeps."""
 
     sequence_low: float = Field(0.99, ge=0)
     """Lowest geometric mean of an answer's weights that `sequence_mask` keeps."""
@@ -67,7 +67,7 @@ class DynamicSamplingConfig(Config):
     """Drop such groups and sample others."""
 
     max_batches: int = Field(10, ge=1)
-    """Groups sampled for one step, in multiples of groups_per_step, before the step trains on what there is."""
+    """Groups sampled for one step, in multiples of prompts_per_step, before the step trains on what there is."""
 
     reward: str | None = None
     """Judge by this one of `reward.parts`; null takes the whole task reward."""
@@ -113,7 +113,7 @@ class AlgorithmConfig(Config):
     loss: str = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, or `package.module:function`."""
 
-    weighting: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
     """How token losses are averaged over one minibatch."""
 
     group_size: int = Field(8, ge=1)
@@ -143,7 +143,7 @@ class AlgorithmConfig(Config):
     ratio_cap: float = Field(5.0, gt=0)
     """Largest ratio that weights a token under the losses cispo and reinforce."""
 
-    old: Literal["recompute", "rollout"] = "recompute"
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Log-probs that the ratio compares with: the trainer's before the update, or the engine's as sampled."""
 
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -155,11 +155,11 @@ class AlgorithmConfig(Config):
     value_clip: float = Field(0.5, ge=0)
     """How far the critic's value may move from its old one before its loss stops falling; 0 turns this off."""
 
-    critic_only_steps: int = Field(0, ge=0)
+    critic_warmup_steps: int = Field(0, ge=0)
     """First steps, in which the critic learns and the policy waits."""
 
     kl: KLConfig = KLConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     shaping: ShapingConfig = ShapingConfig()
 
@@ -187,18 +187,17 @@ class AlgorithmConfig(Config):
         """Keys that would be read by nothing, or not as they sound."""
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError(f"algorithm.kl.target={self.kl.target} has nothing to adapt: set kl.coefficient above 0")
-        if self.correction.low > self.correction.high:
-            raise ValueError(
-                f"algorithm.correction.low={self.correction.low} is above high={self.correction.high}: swap them"
-            )
+        low, high = self.importance_sampling.low, self.importance_sampling.high
+        if low > high:
+            raise ValueError(f"algorithm.importance_sampling.low={low} is above high={high}: swap them")
         return self
 
     @model_validator(mode="after")
     def check_old_logprobs(self) -> Self:
-        if self.old == "rollout" and self.correction.kind in ("truncate", "sequence_truncate"):
+        if self.old_logprobs == "rollout" and self.importance_sampling.mode in ("token_truncate", "sequence_truncate"):
             raise ValueError(
-                f"algorithm.old=rollout puts mismatch and staleness into one ratio: correction.kind="
-                f"{self.correction.kind} has nothing left to weight; set correction.kind=none, mask or sequence_mask"
+                "algorithm.old_logprobs=rollout puts mismatch and staleness into one ratio: importance_sampling.mode="
+                f"{self.importance_sampling.mode} has nothing to weight; set it to none, token_mask or sequence_mask"
             )
         return self
 
@@ -210,8 +209,14 @@ KL_IN_REWARD: Tree = {"coefficient": 0.01, "place": "reward"}
 OVERLONG: Tree = {"overlong_factor": 1.0}
 
 
-def row(advantage: str, loss: str, weighting: str, group_size: int, **besides: Any) -> Tree:
-    return {"advantage": advantage, "loss": loss, "weighting": weighting, "group_size": group_size, **besides}
+def row(advantage: str, loss: str, loss_aggregation: str, group_size: int, **besides: Any) -> Tree:
+    return {
+        "advantage": advantage,
+        "loss": loss,
+        "loss_aggregation": loss_aggregation,
+        "group_size": group_size,
+        **besides,
+    }
 
 
 PRESETS: dict[str, Tree] = {
@@ -237,7 +242,7 @@ PRESETS: dict[str, Tree] = {
         length_adaptive=0.05,
         clip_high=0.28,
         positive_nll=0.1,
-        critic_only_steps=10,
+        critic_warmup_steps=10,
     ),
     "on_policy_distill": row("teacher", "ppo_clip", "token_mean", 1),
 }

@@ -11,7 +11,7 @@ from typing import Any, Self, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trueline.config.foreign_names import FOREIGN_NAMES
+from trueline.config.foreign_names import FOREIGN_NAMES, RENAMED
 
 Tree = dict[str, Any]
 TEXT_KINDS = ("str", "str | null")
@@ -155,6 +155,8 @@ def explain_value(path: str, detail: Any) -> str:
 
 def suggestion(config: type[Config], path: str) -> str:
     keys = [key.path for key in config().leaves()]
+    if RENAMED.get(path) in keys:
+        return f": it was renamed to {RENAMED[path]!r}"
     answer = known_answer(path, keys)
     if answer is None:
         answer = nearest(path, keys)

@@ -11,18 +11,18 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "num_train_epochs num_episodes total_epochs",
         (
-            "set `steps`: each step takes the next `groups_per_step` prompts, pass after pass over the data",
+            "set `steps`: each step takes the next `prompts_per_step` prompts, pass after pass over the data",
             "epochs",
             "training.epochs",
         ),
     ),
     ("num_iterations ppo_epochs num_ppo_epochs max_epochs", ("epochs", "training.epochs")),
-    ("rollout_batch_size", ("groups_per_step", "prompts_per_round")),
-    ("data.train_batch_size", ("groups_per_step", "prompts_per_round", "samples_per_step")),
+    ("rollout_batch_size", ("prompts_per_step", "prompts_per_round")),
+    ("data.train_batch_size", ("prompts_per_step", "prompts_per_round", "samples_per_step")),
     (
         "train_batch_size batch_size global_batch_size ppo_mini_batch_size mini_batch_size num_mini_batches",
         (
-            "the `groups_per_step` x `algorithm.group_size` answers of a step are cut into `minibatches`, one "
+            "the `prompts_per_step` x `algorithm.group_size` answers of a step are cut into `minibatches`, one "
             "optimizer step each",
             "samples_per_step",
             "training.samples_per_step",
@@ -31,7 +31,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size",
         (
-            "micro-batches follow `training.micro_batch_tokens`; a step trains on `groups_per_step` x "
+            "micro-batches follow `training.micro_batch_tokens`; a step trains on `prompts_per_step` x "
             "`algorithm.group_size` answers over all ranks",
             "micro-batches follow `training.micro_batch_tokens`; a step trains on `samples_per_step` over all ranks",
             "micro-batches follow `training.micro_batch_tokens`; a step trains on `training.samples_per_step` over all "
@@ -72,7 +72,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("use_vllm rollout.name", ("rollout.engine",)),
     ("vllm_num_engines", ("rollout.engines",)),
     ("vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size", ("rollout.tensor_parallel",)),
-    ("vllm_gpu_memory_utilization gpu_memory_utilization", ("rollout.gpu_memory_share",)),
+    ("vllm_gpu_memory_utilization gpu_memory_utilization", ("rollout.gpu_memory_utilization",)),
     ("max_num_seqs", ("rollout.max_sequences",)),
     ("enforce_eager", ("enforce_eager=true is `rollout.cuda_graphs=false` here",)),
     ("async_train async_queue_size", ("rollout.max_staleness",)),
@@ -113,15 +113,21 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lambd lam", ("algorithm.gae_lambda",)),
     ("entropy_coeff entropy_loss_coef ent_coef", ("algorithm.entropy_coefficient",)),
     ("adv_estimator advantage_estimator", ("algorithm.advantage",)),
-    ("loss_type", ("preference.loss", "algorithm.weighting")),
+    ("loss_type", ("preference.loss", "algorithm.loss_aggregation")),
     ("policy_loss_type", ("algorithm.loss",)),
-    ("loss_agg_mode", ("algorithm.weighting",)),
-    ("critic_warmup freezing_actor_steps", ("algorithm.critic_only_steps",)),
+    ("loss_agg_mode", ("algorithm.loss_aggregation",)),
+    ("critic_warmup freezing_actor_steps", ("algorithm.critic_warmup_steps",)),
     ("dynamic_filtering filter_groups.enable", ("algorithm.dynamic_sampling.enabled",)),
     ("mask_truncated_completions", ("algorithm.shaping.overlong_filter",)),
     ("overlong_penalty_factor overlong_buffer.penalty_factor", ("algorithm.shaping.overlong_factor",)),
-    ("enable_vllm_is_correction vllm_importance_sampling_correction", ("algorithm.correction.kind",)),
-    ("vllm_is_truncated_threshold vllm_importance_sampling_cap tis_imp_ratio_cap", ("algorithm.correction.cap",)),
+    (
+        "enable_vllm_is_correction vllm_importance_sampling_correction rollout_is",
+        ("algorithm.importance_sampling.mode",),
+    ),
+    (
+        "vllm_is_truncated_threshold vllm_importance_sampling_cap tis_imp_ratio_cap",
+        ("algorithm.importance_sampling.cap",),
+    ),
     ("rpo_alpha nll_loss_coef", ("preference.nll_coefficient",)),
     # Models
     ("pretrain model_name_or_path model_name model.name", ("model.path",)),
@@ -140,7 +146,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("load_in_4bit", ("model.lora.quantize",)),
     ("use_liger use_liger_kernel", ("model.liger",)),
     ("ds_tensor_parallel_size", ("model.tensor_parallel",)),
-    ("ring_attn_size ulysses_sequence_parallel_size context_parallel_size", ("model.ring",)),
+    ("ring_attn_size ulysses_sequence_parallel_size context_parallel_size", ("model.context_parallel",)),
     # Data and rewards
     ("train_files dataset dataset_name prompt_data", ("data.path",)),
     ("prompt_data_probs", ("data.mixture",)),
@@ -175,6 +181,24 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("add --resume, and --name unless it is the run that was touched last",),
     ),
 )
+
+# Endings of keys that had another name here, and the name that they have.
+RENAMED: dict[str, str] = {
+    "groups_per_step": "prompts_per_step",
+    "algorithm.weighting": "algorithm.loss_aggregation",
+    "algorithm.old": "algorithm.old_logprobs",
+    "algorithm.critic_only_steps": "algorithm.critic_warmup_steps",
+    "algorithm.correction.kind": "algorithm.importance_sampling.mode",
+    **{
+        f"algorithm.correction.{name}": f"algorithm.importance_sampling.{name}"
+        for name in ("cap", "low", "high", "sequence_low", "sequence_high")
+    },
+    "rollout.gpu_memory_share": "rollout.gpu_memory_utilization",
+    **{
+        f"{section}ring": f"{section}context_parallel"
+        for section in ("model.", "critic.", "reference.", "teacher.", "reward_model.")
+    },
+}
 
 FOREIGN_NAMES: dict[str, tuple[str, ...]] = {name: answers for names, answers in ROWS for name in names.split()}
 

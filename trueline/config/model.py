@@ -50,13 +50,17 @@ class ModelConfig(Config):
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share out every layer's matrices (DeepSpeed AutoTP)."""
 
-    ring: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
     """Ranks that share out every sequence (ring attention), for contexts too long for one device."""
 
     liger: bool = False
     """Use Liger's fused kernels for norms, rotary embeddings and MLPs; needs a GPU and the liger-kernel package."""
 
     lora: LoraConfig = LoraConfig()
+
+    def width(self) -> int:
+        """Return the ranks that share one copy of the model."""
+        return self.tensor_parallel * self.context_parallel
 
 
 class RanksConfig(Config):
@@ -133,14 +137,16 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
 
 def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str = "model.") -> None:
     """Ranks, and the division of layers and sequences among them, which are `whose` keys."""
-    width = model.tensor_parallel * model.ring
+    width = model.width()
     if ranks.ranks is not None and ranks.ranks % width:
         raise ConfigError(
             f"{section}.ranks={ranks.ranks} is no multiple of {whose}tensor_parallel={model.tensor_parallel} x "
-            f"{whose}ring={model.ring}: set it to {width} or a multiple"
+            f"{whose}context_parallel={model.context_parallel}: set it to {width} or a multiple"
         )
-    if model.ring > 1 and not ranks.packing:
-        raise ConfigError(f"{whose}ring={model.ring} works on packed sequences: set {section}.packing=true")
+    if model.context_parallel > 1 and not ranks.packing:
+        raise ConfigError(
+            f"{whose}context_parallel={model.context_parallel} works on packed sequences: set {section}.packing=true"
+        )
 
 
 def check_lora(training: TrainingConfig, model: ModelConfig) -> None:

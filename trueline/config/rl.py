@@ -44,7 +44,7 @@ class RolloutConfig(Config):
     max_sequences: int = Field(256, ge=1)
     """Answers that one engine works on at a time."""
 
-    gpu_memory_share: float = Field(0.4, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(0.4, gt=0, lt=1)
     """Share of each GPU's memory for the engine (weights and KV cache)."""
 
     cpu_cache_gib: float = Field(1.0, gt=0)
@@ -123,7 +123,7 @@ class RLConfig(RunConfig):
     steps: int = Field(100, ge=1)
     """Training steps: each samples, scores, updates and publishes once."""
 
-    groups_per_step: int = Field(16, ge=1)
+    prompts_per_step: int = Field(16, ge=1)
     """Prompts per step; each gets algorithm.group_size answers."""
 
     minibatches: int = Field(1, ge=1)
@@ -151,11 +151,11 @@ class RLConfig(RunConfig):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
-        answers = self.groups_per_step * self.algorithm.group_size
-        if answers % self.minibatches:
+        completions = self.prompts_per_step * self.algorithm.group_size
+        if completions % self.minibatches:
             raise ValueError(
-                f"minibatches={self.minibatches} does not divide the {answers} answers of a step "
-                f"(groups_per_step={self.groups_per_step} x algorithm.group_size={self.algorithm.group_size}): "
+                f"minibatches={self.minibatches} does not divide the {completions} answers of a step "
+                f"(prompts_per_step={self.prompts_per_step} x algorithm.group_size={self.algorithm.group_size}): "
                 "change one of the three"
             )
         if self.placement == "colocated" and self.rollout.max_staleness > 0:

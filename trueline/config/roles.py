@@ -17,8 +17,8 @@ class RoleConfig(Config):
     tensor_parallel: int | None = Field(None, ge=1)
     """Ranks that share out every layer's matrices; null: as model.tensor_parallel."""
 
-    ring: int | None = Field(None, ge=1)
-    """Ranks that share out every sequence; null: as model.ring."""
+    context_parallel: int | None = Field(None, ge=1)
+    """Ranks that share out every sequence; null: as model.context_parallel."""
 
     def model_like(self, policy: ModelConfig, path: str) -> ModelConfig:
         """The policy's settings for another model: cut as this role says, without adapters."""
@@ -26,7 +26,7 @@ class RoleConfig(Config):
             {
                 "path": path,
                 "tensor_parallel": self.tensor_parallel or policy.tensor_parallel,
-                "ring": self.ring or policy.ring,
+                "context_parallel": self.context_parallel or policy.context_parallel,
                 "lora": {"rank": 0, "quantize": False},
             }
         )

@@ -15,7 +15,7 @@ from trueline.config.run import RunConfig
 class SamplerConfig(RolloutConfig):
     """Engines that share their GPUs with no trainer."""
 
-    gpu_memory_share: float = Field(0.9, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
     """Share of each GPU's memory for the engine (weights and KV cache)."""
 
 
@@ -28,7 +28,7 @@ class SamplingConfig(RunConfig):
     reward: RewardConfig = RewardConfig()
     reward_model: FrozenConfig = FrozenConfig()
 
-    def judged(self) -> bool:
+    def scored(self) -> bool:
         """Whether answers get a reward at all."""
         return bool(self.reward.named_parts())
 

@@ -91,9 +91,12 @@ class ChatFormat:
         return content_of(message)
 
     def _encode_plain(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
-        answers = [self.completion_tokens(self._plain_text(messages[turn])) for turn in turns]
+        completions = [self.completion_tokens(self._plain_text(messages[turn])) for turn in turns]
         prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
-        return [joined([(prompt, 0), (answer, len(answer))]) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [
+            joined([(prompt, 0), (completion, len(completion))])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
 
     def _encode_templated(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
         sequences: list[list[Piece]] = []
@@ -105,13 +108,13 @@ class ChatFormat:
                 sequences.append([])
                 spelled = ""
             other = [*messages[:turn], {"role": "assistant", "content": UNLIKE_ANY}]
-            answer = learnt_text(prompt, full, partial(self._apply, other, tools, open_turn=False))
-            check_answer(answer, messages[turn], turn)
-            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._answer_piece(answer)]
+            completion = learnt_text(prompt, full, partial(self._apply, other, tools, open_turn=False))
+            check_completion(completion, messages[turn], turn)
+            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._completion_piece(completion)]
             spelled = full if full.startswith(prompt) else None
         return [self._closed(pieces) for pieces in sequences]
 
-    def _answer_piece(self, text: str) -> Piece:
+    def _completion_piece(self, text: str) -> Piece:
         """What the template puts after the last end token is never sampled, so it is not learnt."""
         tokens = self.text_tokens(text)
         ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
@@ -160,10 +163,10 @@ def unseen_fields(message: Message, text: str) -> set[str]:
     return {name for name, values in others.items() if any(value not in text for value in values)}
 
 
-def check_answer(answer: str, message: Message, turn: int) -> None:
-    if not answer.strip():
+def check_completion(completion: str, message: Message, turn: int) -> None:
+    if not completion.strip():
         raise ConfigError(f"the chat template leaves out the text of message {turn}: change the row or template")
-    besides = answer.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
+    besides = completion.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
     missing = [name for name in called_functions(message) if name not in besides]
     if missing:
         raise ConfigError(

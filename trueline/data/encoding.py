@@ -91,11 +91,11 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
     fitting = Fitting(max_tokens, policy)
     samples: list[Sample] = []
     for record in records:
-        answers = [
-            encode_answer(chat, record.prompt, answer, record.place, record.tools)
-            for answer in (record.chosen, record.rejected)
+        completions = [
+            encode_completion(chat, record.prompt, completion, record.place, record.tools)
+            for completion in (record.chosen, record.rejected)
         ]
-        fitted = [kept for answer in answers if (kept := fitting.fit(answer, record.place))]
+        fitted = [kept for completion in completions if (kept := fitting.fit(completion, record.place))]
         if len(fitted) == 2 and fitted[0].tokens == fitted[1].tokens:
             fitting.nothing_to_learn(record.place, "chosen and rejected have the same tokens")
             fitted = []
@@ -110,11 +110,16 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
     No row is at fault where a prompt and a foreign answer are too long together: that answer is cut.
     """
     fitting = Fitting(max_tokens, policy)
-    own = [fitting.fit(encode_answer(chat, row.prompt, row.answer, row.place, row.tools), row.place) for row in records]
+    own = [
+        fitting.fit(encode_completion(chat, row.prompt, row.completion, row.place, row.tools), row.place)
+        for row in records
+    ]
     kept = [(row, encoded) for row, encoded in zip(records, own, strict=True) if encoded]
     partners = [kept[number][0] for number in mismatched_rows([row for row, _ in kept], block)]
     others = [
-        encode_answer(chat, row.prompt, partner.answer, f"{row.place} with the answer of {partner.place}", row.tools)
+        encode_completion(
+            chat, row.prompt, partner.completion, f"{row.place} with the answer of {partner.place}", row.tools
+        )
         for (row, _), partner in zip(kept, partners, strict=True)
     ]
     fitting.tally["dropped"] = len(records) - len(kept)
@@ -168,14 +173,14 @@ def encode_text(record: Conversation | Document, chat: ChatFormat, learn: Learn)
     return sequences
 
 
-def encode_answer(
-    chat: ChatFormat, prompt: list[Message], answer: list[Message], place: str, tools: Sequence[Tool] = ()
+def encode_completion(
+    chat: ChatFormat, prompt: list[Message], completion: list[Message], place: str, tools: Sequence[Tool] = ()
 ) -> Encoded:
     with naming(place):
-        sequences = chat.encode([*prompt, *answer], "all", start=len(prompt), tools=tools)
+        sequences = chat.encode([*prompt, *completion], "all", start=len(prompt), tools=tools)
         if len(sequences) != 1:
             raise ConfigError(
-                f"an answer of {len(answer)} messages becomes {len(sequences)} sequences, for the chat template "
+                f"an answer of {len(completion)} messages becomes {len(sequences)} sequences, for the chat template "
                 "rewrites earlier turns: move all messages but the last into the prompt"
             )
     return sequences[0]

@@ -47,7 +47,7 @@ class Rated:
     """An answer that is desirable or not."""
 
     prompt: list[Message]
-    answer: list[Message]
+    completion: list[Message]
     desirable: bool
     place: str
     tools: list[Tool] = field(default_factory=list)
@@ -108,7 +108,7 @@ def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | Non
         choose_column(rows[0], margin_column, (), "margin_column")
 
     def read(located: Located, columns: Columns, config: DataConfig) -> list[Pair]:
-        prompt, chosen, rejected = answers_of(located, columns, config)
+        prompt, chosen, rejected = completions_of(located, columns, config)
         margin = number_of(located, margin_column) if margin_column is not None else 0.0
         return [Pair(prompt, chosen, rejected, margin, located.place, read_tools(located))]
 
@@ -211,15 +211,15 @@ def turns_of(located: Located, column: str) -> list[Message]:
     return [{"role": "assistant", "content": text_of(located, column)}]
 
 
-def answer_of(located: Located, column: str) -> list[Message]:
-    answer = turns_of(located, column)
-    check_answer(answer, located, column)
-    return answer
+def completion_of(located: Located, column: str) -> list[Message]:
+    completion = turns_of(located, column)
+    check_completion(completion, located, column)
+    return completion
 
 
-def check_answer(answer: list[Message], located: Located, column: str) -> None:
-    if not answer or answer[0]["role"] != "assistant" or answer[-1]["role"] != "assistant":
-        roles = ", ".join(message["role"] for message in answer) or "nothing"
+def check_completion(completion: list[Message], located: Located, column: str) -> None:
+    if not completion or completion[0]["role"] != "assistant" or completion[-1]["role"] != "assistant":
+        roles = ", ".join(message["role"] for message in completion) or "nothing"
         raise ConfigError(
             f"{located.place}: column {column!r}: an answer must begin and end with a message of the assistant, "
             f"found {roles} after the prompt"
@@ -244,13 +244,13 @@ def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[
     if not isinstance(added, str):
         raise ConfigError(f"{located.place}: column {columns['input']!r} must be text, found {added!r:.80}")
     content = f"{request}\n\n{added}" if added.strip() else request
-    answer = {"role": "assistant", "content": text_of(located, columns["completion"])}
-    messages = with_system([{"role": "user", "content": content}, answer], config)
+    completion = {"role": "assistant", "content": text_of(located, columns["completion"])}
+    messages = with_system([{"role": "user", "content": content}, completion], config)
     return [Conversation(messages, located.place, read_tools(located))]
 
 
 def read_completion(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
-    messages = prompt_of(located, columns, config) + answer_of(located, columns["completion"])
+    messages = prompt_of(located, columns, config) + completion_of(located, columns["completion"])
     return [Conversation(messages, located.place, read_tools(located))]
 
 
@@ -260,7 +260,7 @@ def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Co
     return [Document(text_of(located, columns["text"]), located.place)]
 
 
-def answers_of(
+def completions_of(
     located: Located, columns: Columns, config: DataConfig
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Prompt, chosen and rejected; whole conversations are split where they part."""
@@ -279,8 +279,8 @@ def answers_of(
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
         raise ConfigError(f"{located.place}: there is no prompt: chosen and rejected share no message")
-    check_answer(chosen, located, columns["chosen"])
-    check_answer(rejected, located, columns["rejected"])
+    check_completion(chosen, located, columns["chosen"])
+    check_completion(rejected, located, columns["rejected"])
     return with_system(prompt, config), chosen, rejected
 
 
@@ -317,14 +317,17 @@ def number_of(located: Located, column: str) -> float:
 
 
 def rated_of(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
-    prompt, answer = prompt_of(located, columns, config), answer_of(located, columns["completion"])
-    return [Rated(prompt, answer, truth_of(located, columns["rating"]), located.place, read_tools(located))]
+    prompt, completion = prompt_of(located, columns, config), completion_of(located, columns["completion"])
+    return [Rated(prompt, completion, truth_of(located, columns["rating"]), located.place, read_tools(located))]
 
 
 def rated_from_pair(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
-    prompt, chosen, rejected = answers_of(located, columns, config)
-    answers = ((chosen, True), (rejected, False))
-    return [Rated(prompt, answer, desirable, located.place, read_tools(located)) for answer, desirable in answers]
+    prompt, chosen, rejected = completions_of(located, columns, config)
+    completions = ((chosen, True), (rejected, False))
+    return [
+        Rated(prompt, completion, desirable, located.place, read_tools(located))
+        for completion, desirable in completions
+    ]
 
 
 def truth_of(located: Located, column: str) -> bool:

@@ -43,7 +43,7 @@ def grpo_settings(folder: Path, seed: int, model: Path) -> Tree:
         "folder": str(folder),
         "seed": seed,
         "steps": 80,
-        "groups_per_step": 32,
+        "prompts_per_step": 32,
         "minibatches": 2,
         "model": {"path": str(model)},
         "data": {"path": str(folder / "practice.jsonl")},

@@ -16,7 +16,7 @@ class SingleTurn(Environment):
         return prompt.messages
 
     async def step(self, reply: str) -> Step:
-        verdict = await self.rewards.judge(reward_call(self.prompt, reply))
+        verdict = await self.rewards.verdict(reward_call(self.prompt, reply))
         parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
         return Step(verdict.reward, done=True, policy_error=verdict.policy_error, metrics=parts)
 

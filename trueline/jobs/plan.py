@@ -38,7 +38,7 @@ class SamplingPlan(Generic[Kind]):
     machine: Machine
     facts: ModelFacts
     layout: Layout
-    judges: list[RoleModel]  # rewards that are models on this machine
+    reward_roles: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
     chat: ChatFormat
 
@@ -47,11 +47,11 @@ class SamplingPlan(Generic[Kind]):
 
 
 def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
-    if not config.judged() and (config.keep != "all" or config.pairs):
+    if not config.scored() and (config.keep != "all" or config.pairs):
         asked = "pairs=true" if config.pairs else f"keep={config.keep}"
         raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
     sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
-    return plan_sampling(config, sources, judged=config.judged())
+    return plan_sampling(config, sources, scored=config.scored())
 
 
 def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
@@ -60,54 +60,54 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
         raise ConfigError("evaluation.data is empty: name prompts with --eval-data, or several with evaluation.sets")
     key = "evaluation.sets" if evaluation.sets else "evaluation.data"
     sets = {name: load_prompts(config.data, path, key) for name, path in evaluation.named_sets().items()}
-    return plan_sampling(config, {name: prompts[: evaluation.limit] for name, prompts in sets.items()}, judged=True)
+    return plan_sampling(config, {name: prompts[: evaluation.limit] for name, prompts in sets.items()}, scored=True)
 
 
-def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, judged: bool) -> SamplingPlan[Kind]:
+def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) -> SamplingPlan[Kind]:
     """Everything that can be known without loading a model, in the order of what is quickest to tell."""
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
-        check_rewards(config.reward, example, required=judged)
+        check_rewards(config.reward, example, required=scored)
     facts, machine = check_model(config.model), this_machine()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)
-    judges = reward_models(config.reward, config.reward_model, config.model)
-    engines = engine_count(config, judges, machine)
+    reward_roles = reward_models(config.reward, config.reward_model, config.model)
+    engines = engine_count(config, reward_roles, machine)
     chat = load_chat(config.model, config.data.chat_template)
     sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
     rollout = resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype)
     config = config.replaced({"rollout": rollout.model_dump()})
-    layout = Layout(0, engines, rollout.tensor_parallel, beside=tuple(judge.beside() for judge in judges))
-    check_place(config, layout, judges, machine)
+    layout = Layout(0, engines, rollout.tensor_parallel, roles=tuple(role.layout() for role in reward_roles))
+    check_place(config, layout, reward_roles, machine)
     check_rollout(rollout, config.model, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, rollout, machine, facts, layout, judges, fitted, chat)
+    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat)
 
 
-def engine_count(config: SamplingConfig, judges: list[RoleModel], machine: Machine) -> int:
+def engine_count(config: SamplingConfig, reward_roles: list[RoleModel], machine: Machine) -> int:
     """One on a CPU; else all GPUs that reward models leave."""
     if config.runtime == "local" or not machine.gpus:
         return 1 if config.runtime == "local" else config.rollout.engines or 1
-    return config.rollout.engines or max((machine.gpus - own_gpus(judges)) // config.rollout.tensor_parallel, 1)
+    return config.rollout.engines or max((machine.gpus - own_gpus(reward_roles)) // config.rollout.tensor_parallel, 1)
 
 
-def check_place(config: SamplingConfig, layout: Layout, judges: list[RoleModel], machine: Machine) -> None:
+def check_place(config: SamplingConfig, layout: Layout, reward_roles: list[RoleModel], machine: Machine) -> None:
     """Without a policy to sit beside, a shared reward model sits beside the first engine."""
-    own = tuple(one for one in layout.beside if not one.shared)
-    check_devices(Layout(0, layout.engines, layout.tensor_parallel, beside=own), machine)
+    own = tuple(one for one in layout.roles if not one.shared)
+    check_devices(Layout(0, layout.engines, layout.tensor_parallel, roles=own), machine)
     width = 2 if config.model.dtype == "bfloat16" else 4
-    shared = sum(judge.facts.parameters * width for judge in judges if judge.beside().shared)
+    shared = sum(role.facts.parameters * width for role in reward_roles if role.layout().shared)
     if not machine.gpus or not shared:
         return
     left = 0.95 - shared / machine.gpu_bytes
-    if config.rollout.gpu_memory_share > left:
+    if config.rollout.gpu_memory_utilization > left:
         raise ConfigError(
             f"a reward model of {shared / 2**30:.1f} GiB shares a GPU with an engine that takes "
-            f"rollout.gpu_memory_share={config.rollout.gpu_memory_share} of it: lower that to {max(left, 0):.2f} or "
-            "less, or set reward_model.placement=separate"
+            f"rollout.gpu_memory_utilization={config.rollout.gpu_memory_utilization} of it: lower that to "
+            f"{max(left, 0):.2f} or less, or set reward_model.placement=separate"
         )
 
 

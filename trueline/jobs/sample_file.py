@@ -20,15 +20,15 @@ from trueline.rollout.groups import Group
 
 SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs nothing that was written
 SHOWN_ERRORS = 3
-COUNTS = ("prompts", "answers", "failed", "empty", "truncated", "tokens")
+COUNTS = ("prompts", "completions", "failed", "empty", "truncated", "tokens")
 
 Row = dict[str, Any]  # a prompt and all its answers
-Answer = dict[str, Any]
+Sampled = dict[str, Any]
 
 
-def row_of(number: int, group: Group, judged: bool) -> Row:
+def row_of(number: int, group: Group, scored: bool) -> Row:
     prompt = group[0].prompt
-    return {"number": number, **described(prompt), "answers": [answer_of(one, judged) for one in group]}
+    return {"number": number, **described(prompt), "completions": [completion_of(one, scored) for one in group]}
 
 
 def described(prompt: Prompt) -> Row:
@@ -41,12 +41,12 @@ def prompt_columns(row: Row) -> Row:
     return {name: row[name] for name in ("prompt", "tools") if name in row}
 
 
-def answer_of(trajectory: Trajectory, judged: bool) -> Answer:
+def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
     """`reward` is null where nothing judged the answer, or the judging failed."""
     parts = {name.removeprefix("reward/"): value for name, value in trajectory.metrics.items()}
     return {
         "reply": trajectory.reply,
-        "reward": trajectory.reward if judged else None,
+        "reward": trajectory.reward if scored else None,
         "parts": parts,
         "outcome": str(trajectory.outcome),
         "truncated": trajectory.truncated,
@@ -134,48 +134,50 @@ def write_json(path: Path, value: Any) -> None:
         stream.write(json.dumps(value, indent=2) + "\n")
 
 
-def usable(answer: Answer) -> bool:
+def usable(completion: Sampled) -> bool:
     """Whether it could be trained on: it did not fail, and says something."""
-    return not Outcome(answer["outcome"]).failed and bool(answer["reply"].strip())
+    return not Outcome(completion["outcome"]).failed and bool(completion["reply"].strip())
 
 
-def eligible(answer: Answer, config: GenerateConfig) -> bool:
+def eligible(completion: Sampled, config: GenerateConfig) -> bool:
     """Whether it could be learnt as a good answer."""
-    return usable(answer) and (config.keep_truncated or not answer["truncated"])
+    return usable(completion) and (config.keep_truncated or not completion["truncated"])
 
 
-def best_of(answers: list[Answer]) -> list[Answer]:
+def best_of(completions: list[Sampled]) -> list[Sampled]:
     """The first of those with the highest reward; nothing of nothing."""
-    return [max(answers, key=reward_of)] if answers else []
+    return [max(completions, key=reward_of)] if completions else []
 
 
-def reward_of(answer: Answer) -> float:
-    return float(answer["reward"])
+def reward_of(completion: Sampled) -> float:
+    return float(completion["reward"])
 
 
-def kept_of(row: Row, config: GenerateConfig) -> list[Answer]:
-    answers = [answer for answer in row["answers"] if eligible(answer, config)]
+def kept_of(row: Row, config: GenerateConfig) -> list[Sampled]:
+    completions = [completion for completion in row["completions"] if eligible(completion, config)]
     if config.keep == "best":
-        return best_of(answers)
-    return [answer for answer in answers if config.keep == "all" or reward_of(answer) >= config.threshold]
+        return best_of(completions)
+    return [
+        completion for completion in completions if config.keep == "all" or reward_of(completion) >= config.threshold
+    ]
 
 
-def pair_of(row: Row, config: GenerateConfig) -> tuple[Answer, Answer] | None:
+def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
     """Best against worst; None where they are equally good, or the same text."""
-    best = best_of([answer for answer in row["answers"] if eligible(answer, config)])
+    best = best_of([completion for completion in row["completions"] if eligible(completion, config)])
     if not best:
         return None
-    worst = min((answer for answer in row["answers"] if usable(answer)), key=reward_of)
+    worst = min((completion for completion in row["completions"] if usable(completion)), key=reward_of)
     differ = reward_of(best[0]) > reward_of(worst) and best[0]["reply"] != worst["reply"]
     return (best[0], worst) if differ else None
 
 
-def kept_row(row: Row, answer: Answer) -> Row:
+def kept_row(row: Row, completion: Sampled) -> Row:
     """As `sft` reads it."""
-    return {**prompt_columns(row), "completion": answer["reply"], "reward": answer["reward"]}
+    return {**prompt_columns(row), "completion": completion["reply"], "reward": completion["reward"]}
 
 
-def pair_row(row: Row, pair: tuple[Answer, Answer]) -> Row:
+def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
     """As `dpo` and `rm` read it."""
     better, worse = pair
     rewards = {"chosen_reward": better["reward"], "rejected_reward": worse["reward"]}
@@ -192,20 +194,20 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Row) -> None:
-        answers = row["answers"]
-        failed = [answer for answer in answers if Outcome(answer["outcome"]).failed]
-        rewards = [reward_of(answer) for answer in answers if answer["reward"] is not None]
+        completions = row["completions"]
+        failed = [completion for completion in completions if Outcome(completion["outcome"]).failed]
+        rewards = [reward_of(completion) for completion in completions if completion["reward"] is not None]
         if rewards:
             self.means.append(fmean(rewards))
             self.best.append(max(rewards))
-        self.errors.update(f"{answer['outcome']}: {answer.get('error', '').strip()}" for answer in failed)
+        self.errors.update(f"{completion['outcome']}: {completion.get('error', '').strip()}" for completion in failed)
         self.counts.update(
             prompts=1,
-            answers=len(answers),
+            completions=len(completions),
             failed=len(failed),
-            empty=sum(not answer["reply"].strip() for answer in answers),
-            truncated=sum(answer["truncated"] for answer in answers),
-            tokens=sum(answer["tokens"] for answer in answers),
+            empty=sum(not completion["reply"].strip() for completion in completions),
+            truncated=sum(completion["truncated"] for completion in completions),
+            tokens=sum(completion["tokens"] for completion in completions),
         )
 
     def summary(self) -> Row:
@@ -222,9 +224,9 @@ def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -
     with written_aside(folder / "kept.jsonl") as kept, wanted as pairs:
         for row in rows:
             tally.add(row)
-            answers = kept_of(row, config)
-            tally.counts["kept"] += len(answers)
-            kept.writelines(line_of(kept_row(row, answer)) for answer in answers)
+            completions = kept_of(row, config)
+            tally.counts["kept"] += len(completions)
+            kept.writelines(line_of(kept_row(row, completion)) for completion in completions)
             if pairs is not None:
                 pair = pair_of(row, config)
                 tally.counts["pairs" if pair else "prompts_without_pair"] += 1

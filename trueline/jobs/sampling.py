@@ -35,7 +35,7 @@ from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start
-from trueline.runs.processes import Conversations, converse, opened, opened_loop, role_group, start_engines
+from trueline.runs.processes import Sampling, opened, opened_loop, role_group, sampling_of, start_engines
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.summary import warning_lines
 from trueline.runtime.placement import Processes
@@ -58,7 +58,7 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
 
 
 @contextmanager
-def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Conversations]:
+def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Sampling]:
     """Starts engines and rewards, and ends them."""
     config = plan.config
     with ExitStack() as stack:
@@ -66,26 +66,26 @@ def open_conversations(plan: SamplingPlan[Kind], folder: RunFolder, progress: Pr
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
         pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
-        judges = start_judges(plan, processes)
+        reward_models = start_reward_models(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
-        environment: Callable[[], Environment] = Unjudged
-        if config.judged():
-            rewards = open_rewards(config.reward, plan.judges, judges, folder.logs)
+        environment: Callable[[], Environment] = Unscored
+        if config.scored():
+            rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
             stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
             environment = lambda: SingleTurn(rewards)  # noqa: E731
-        yield converse(plan.chat, pool, environment, loop)
+        yield sampling_of(plan.chat, pool, environment, loop)
 
 
-def start_judges(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
+def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
     """Rewards that are models on this machine, by name."""
     seed, seconds = plan.config.seed, plan.config.timeout_seconds
-    groups = {judge.name: role_group(judge, processes, seed, seconds) for judge in plan.judges}
+    groups = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
     if groups:
         start_groups(list(groups.values()))
     return groups
 
 
-class Unjudged(Environment):
+class Unscored(Environment):
     """One question, one answer; the reward of 0 means nothing and is not written down."""
 
     async def reset(self, prompt: Prompt) -> list[Message]:
@@ -137,7 +137,7 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
         if len(left) < len(prompts):
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
-        pace = Pace(progress, len(prompts) - len(left), plan.config.judged())
+        pace = Pace(progress, len(prompts) - len(left), plan.config.scored())
         if left and not sample(plan, left, file, folder, pace):
             progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered; go on with --resume")
             return 130
@@ -167,7 +167,7 @@ class Pace:
 
     progress: Progress
     done: int  # prompts
-    judged: bool = True
+    scored: bool = True
     tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
@@ -180,7 +180,7 @@ class Pace:
     def add(self, group: Group) -> None:
         self.done += 1
         self.tokens += sum(sum(one.mask) for one in group)
-        self.rewards += [one.reward for one in group if one.reward is not None and self.judged]
+        self.rewards += [one.reward for one in group if one.reward is not None and self.scored]
         if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
             self.said = time.monotonic()
             mean = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
@@ -203,12 +203,12 @@ def sample(
     def told(message: str) -> None:
         pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
 
-    with open_conversations(plan, folder, pace.progress) as talk, pace.progress, Interrupts(told) as interrupts:
+    with open_sampling(plan, folder, pace.progress) as sampling, pace.progress, Interrupts(told) as interrupts:
         seed = config.seed if rollout.seeded else None
-        sampler = talk.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
+        sampler = sampling.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
-        for place, group in sampler.each(left, talk.loop, under_way=under_way):
-            file.add(row_of(left[place][0], group, config.judged()))
+        for place, group in sampler.each(left, sampling.loop, under_way=under_way):
+            file.add(row_of(left[place][0], group, config.scored()))
             pace.add(group)
             budget.add(group)
             if interrupts.requested:
@@ -217,7 +217,7 @@ def sample(
 
 
 def summary_line(summary: Row) -> str:
-    counts = ("prompts", "answers", "failed", "empty", "kept", "pairs", "prompts_without_pair")
+    counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
     said = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
     rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
     said += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
@@ -245,14 +245,14 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         pace.add(group)
         budget.add(group)
 
-    with open_conversations(plan, folder, progress) as talk, progress:
+    with open_sampling(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
-        sampler = talk.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
+        sampler = sampling.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
-        metrics, trajectories = Evaluator(sampler, sets, evaluation, talk.loop).run(told)
+        metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
-        stream.writelines(line_of(row_of(number, group, judged=True)) for number, group in enumerate(groups))
+        stream.writelines(line_of(row_of(number, group, scored=True)) for number, group in enumerate(groups))
     counts = {name: len(prompts) for name, prompts in sets.items()}
     write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))

@@ -73,7 +73,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     )
     check_reward_model(part)
     world = rank_count(config.ranks, model, machine)
-    limit = min(facts.context, config.ranks.tokens_per_pass() * model.ring)
+    limit = min(facts.context, config.ranks.tokens_per_pass() * model.context_parallel)
     if (config.max_tokens or 0) > limit:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
@@ -87,7 +87,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
-    config, layout = plan.config, Layout(0, beside=(plan.role.beside(),))
+    config, layout = plan.config, Layout(0, roles=(plan.role.layout(),))
     processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
     group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
     group.start()

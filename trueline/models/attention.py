@@ -62,8 +62,8 @@ def packed_attention(
         limit = max(layout.lengths) * layout.ring.size
         if window is not None and window < limit:
             raise ConfigError(
-                f"model.ring={layout.ring.size}: this model's attention window of {window} tokens is shorter than a "
-                f"sequence of {limit}; windows are not divided over a ring: set model.ring=1"
+                f"model.context_parallel={layout.ring.size}: this model's attention window of {window} tokens is "
+                f"shorter than a sequence of {limit}; windows are not divided over a ring: set model.context_parallel=1"
             )
         out = ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
     else:
@@ -76,7 +76,7 @@ def refuse(others: dict[str, Any]) -> None:
     if found:
         raise ConfigError(
             f"this architecture uses {found[0]}, which packed attention does not know: "
-            "set training.packing=false (and model.ring=1)"
+            "set training.packing=false (and model.context_parallel=1)"
         )
 
 

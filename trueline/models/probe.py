@@ -13,7 +13,7 @@ from trueline.models.attention import Current, Layout
 LENGTHS = (7, 5)
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
 NOISE = 5.0  # times what one rounding of the embeddings does: every layer rounds, and real faults do far more
-REMEDY = "set training.packing=false and model.ring=1, or choose another model"
+REMEDY = "set training.packing=false and model.context_parallel=1, or choose another model"
 
 
 class Probe:

@@ -53,7 +53,7 @@ class Scorer(nn.Module):
         wanted = arrangement.local(predicting(mask, lengths))
         targets = arrangement.local(tokens.roll(-1))[wanted]
         work = HeadWork(temperature, self.chunk, entropy)
-        found = self.judge(hidden[wanted], targets, work, self.taught(arrangement, tokens, wanted))
+        found = self.outputs(hidden[wanted], targets, work, self.taught(arrangement, tokens, wanted))
         return {name: place(values, wanted, arrangement) for name, values in found.items()}
 
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
@@ -79,7 +79,7 @@ class Scorer(nn.Module):
         with torch.no_grad():
             return self.hidden_states(teacher.model, arrangement, tokens)[wanted]
 
-    def judge(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
+    def outputs(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
         head = self.model.get_output_embeddings()
         teacher = self.teacher[0]
         if teacher is None or taught is None:

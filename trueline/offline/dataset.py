@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.batching import Budget, pass_tokens
@@ -114,6 +114,6 @@ def check_longest(dataset: Dataset, budget: Budget) -> int:
     if longest > limit:
         raise ConfigError(
             f"a row of {longest} tokens{' (both answers of a pair)' if together == 2 else ''} does not fit into one "
-            f"pass of training.micro_batch_tokens x model.ring = {limit}: raise it, or lower max_tokens"
+            f"pass of training.micro_batch_tokens x model.context_parallel = {limit}: raise it, or lower max_tokens"
         )
     return longest

@@ -58,7 +58,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
     """Fill in every key that was left to the machine or the model; ranks and the longest sequence besides."""
     ranks = rank_count(config.training, config.model, machine)
     limit = config.training.micro_batch_tokens
-    max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.ring)
+    max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.context_parallel)
     resolved = config.replaced(
         {
             "model": {
@@ -79,7 +79,11 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
 def budget_of(config: SupervisedConfig) -> Budget:
     """What was asked for; passes that follow memory hold whatever the data has."""
     training = config.training
-    limit = sys.maxsize if training.micro_batch_tokens is None else training.micro_batch_tokens * config.model.ring
+    limit = (
+        sys.maxsize
+        if training.micro_batch_tokens is None
+        else training.micro_batch_tokens * config.model.context_parallel
+    )
     return Budget(limit, training.micro_batch_samples, training.packing)
 
 

@@ -96,14 +96,14 @@ def cases_of(tests: Any, label: Any) -> list[Case]:
 
 def passes(source: str, case: Case, limits: Limits) -> bool:
     if "tests" not in case:
-        ended = judge(run_python(source, case["input"], limits), limits)
+        ended = ended_well(run_python(source, case["input"], limits), limits)
         return ended.status == 0 and lines_of(ended.output) == lines_of(case["output"])
     token = secrets.token_hex(16)
     task = json.dumps({"code": source, "tests": case["tests"], "token": token})
-    return token in judge(run_python(RUN_TESTS, task, limits), limits).output
+    return token in ended_well(run_python(RUN_TESTS, task, limits), limits).output
 
 
-def judge(ended: Ended, limits: Limits) -> Ended:
+def ended_well(ended: Ended, limits: Limits) -> Ended:
     """What the code did to itself is not a wrong answer but its own kind of outcome."""
     if ended.status is None:
         raise PolicyError("the code and its tests took too long (reward.options.seconds for all of them)")

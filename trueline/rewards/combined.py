@@ -17,7 +17,7 @@ class CombinedReward:
     def __init__(self, parts: dict[str, tuple[Reward, RewardPartConfig]], policy_error: float) -> None:
         self.parts, self.policy_error = parts, policy_error
 
-    async def judge(self, call: Call) -> Verdict:
+    async def verdict(self, call: Call) -> Verdict:
         """A failure of one reward is a failure of all; without one, the answer's own error decides."""
         scored = await asyncio.gather(
             *(reward.score(call) for reward, _ in self.parts.values()), return_exceptions=True

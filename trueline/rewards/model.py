@@ -13,7 +13,7 @@ from torch import Tensor
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat, Encoded
-from trueline.data.encoding import encode_answer, encode_labelled, to_tensors
+from trueline.data.encoding import encode_completion, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
 from trueline.data.types import Sample, Tool
 from trueline.rewards.base import Call, Gathering, RewardFailure, Scored
@@ -95,9 +95,9 @@ class ModelReward(Gathering):
         self.head = reward_model_head(part.function)
         self.mean, self.deviation = scale_of(part)
         self.separator = part.step_separator.replace("\\n", "\n")
-        super().__init__(lambda calls: asyncio.to_thread(self._judge, calls), batch, lanes=1)
+        super().__init__(lambda calls: asyncio.to_thread(self._score_all, calls), batch, lanes=1)
 
-    def _judge(self, calls: list[Call]) -> list[Scored]:
+    def _score_all(self, calls: list[Call]) -> list[Scored]:
         encoded = [self._encode(call) for call in calls]
         samples = [one for one in encoded if isinstance(one, Sample)]
         scores = iter(self.score_samples(samples) if samples else [])
@@ -124,7 +124,7 @@ class ModelReward(Gathering):
             tokens = [*self.chat.prompt_tokens(call["messages"], tools_of(call)), *self.chat.completion_tokens("")]
             return to_tensors(Encoded(tokens, [False] * len(tokens)))
         answer = [{"role": "assistant", "content": call["reply"]}]
-        return to_tensors(encode_answer(self.chat, call["messages"], answer, "the reply", tools_of(call)))
+        return to_tensors(encode_completion(self.chat, call["messages"], answer, "the reply", tools_of(call)))
 
     def _steps(self, call: Call) -> Sample:
         """As `prm` trains it; a reply without text is one empty step."""

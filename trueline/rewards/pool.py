@@ -25,7 +25,7 @@ START_SECONDS = 60
 END_SECONDS = 5
 LONGEST_LINE = 64 * 2**20
 MARK = "TRUELINE_REWARD_PROCESS"  # environment variable by which what a function started is found again
-Answer = dict[str, Any]
+FromChild = dict[str, Any]
 
 
 def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[str], labelled: bool) -> None:
@@ -145,7 +145,7 @@ class FunctionReward:
         for waiting, answer in zip(batch, answers, strict=True):
             waiting.settle(self._outcome(answer))
 
-    def _outcome(self, answer: Answer) -> float | Exception:
+    def _outcome(self, answer: FromChild) -> float | Exception:
         if "reward" in answer:
             return float(answer["reward"])
         if "policy_error" in answer:
@@ -200,13 +200,13 @@ class Child:
                 env={**os.environ, MARK: self.mark},
             )
 
-    async def ask(self, calls: list[Call]) -> list[Answer]:
+    async def ask(self, calls: list[Call]) -> list[FromChild]:
         await self.start()
         try:
             line = json.dumps({"calls": calls, "constants": self.part.constants()}, default=str)
         except (TypeError, ValueError) as error:
             raise self._failure(f"its call cannot be sent as JSON: {error}") from None
-        answers: list[Answer] = (await self._exchange(line, self.config.timeout_seconds))["answers"]
+        answers: list[FromChild] = (await self._exchange(line, self.config.timeout_seconds))["answers"]
         if any(answer.get("exhausted") for answer in answers):
             self._kill()  # what leaked stays in the process
         return answers

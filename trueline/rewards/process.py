@@ -114,17 +114,17 @@ def checked(value: Any) -> float:
 def answer(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[dict[str, Any]]:
     """For each call its reward, or why there is none."""
     try:
-        return [judge(value) for value in ask(function, calls, constants)]
+        return [finite(value) for value in ask(function, calls, constants)]
     except PolicyError as error:
         if len(calls) == 1:
             return [{"policy_error": str(error)[:LONGEST_ERROR]}]
     except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
         if len(calls) == 1 or isinstance(error, MemoryError):
             return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
-    return [judged for call in calls for judged in answer(function, [call], constants)]  # to see whose error it is
+    return [scored for call in calls for scored in answer(function, [call], constants)]  # to see whose error it is
 
 
-def judge(value: Any) -> dict[str, Any]:
+def finite(value: Any) -> dict[str, Any]:
     try:
         return {"reward": checked(value)}
     except Exception as error:  # noqa: BLE001  (what the function returned converts itself to a number)

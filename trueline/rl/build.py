@@ -20,7 +20,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import Conversations, converse, model_group, opened, opened_loop, role_group, start_engines
+from trueline.runs.processes import Sampling, model_group, opened, opened_loop, role_group, sampling_of, start_engines
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
@@ -54,8 +54,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        talk = converse(plan.chat, pool, lambda: SingleTurn(rewards), loop)
-        sync = make_sync(plan, models.policy, pool, talk)
+        sampling = sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop)
+        sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
@@ -68,10 +68,10 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             config=config,
             rollout=plan.rollout,
             models=models,
-            rollouts=make_rollouts(plan, talk, state, folder),
+            rollouts=make_rollouts(plan, sampling, state, folder),
             sync=sync,
             sharing=DeviceSharing(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
-            evaluator=make_evaluator(plan, talk),
+            evaluator=make_evaluator(plan, sampling),
             checkpoints=checkpoints,
             tracker=tracker,
             progress=progress,
@@ -100,37 +100,37 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     return groups, EnginePool(engines)
 
 
-def make_rollouts(plan: RLPlan, talk: Conversations, state: RLState, folder: RunFolder) -> Rollouts:
+def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunFolder) -> Rollouts:
     config, rollout, algorithm = plan.config, plan.rollout, plan.config.algorithm
     sizes = [len(source.prompts) for source in plan.sources]
     weights = list(config.data.sources().values())
     seed, greedy = config.seed if rollout.seeded else None, "greedy" in needs(algorithm)
-    answers = config.groups_per_step * algorithm.group_size
+    completions = config.prompts_per_step * algorithm.group_size
     return Rollouts(
-        talk.sampler(rollout.temperature, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
+        sampling.sampler(rollout.temperature, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
         plan.prompts,
         make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
-        RolloutPlan(config.groups_per_step, rollout.max_staleness, algorithm.dynamic_sampling),
-        FailureBudget(config.reward.max_failure_share, answers, failure_files(config.reward, folder.path)),
-        talk.loop,
+        RolloutPlan(config.prompts_per_step, rollout.max_staleness, algorithm.dynamic_sampling),
+        FailureBudget(config.reward.max_failure_share, completions, failure_files(config.reward, folder.path)),
+        sampling.loop,
     )
 
 
-def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, talk: Conversations) -> WeightSync:
+def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, sampling: Sampling) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
     length = min(CANARY_TOKENS, plan.rollout.max_prompt_tokens)
-    prompt = talk.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
+    prompt = sampling.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
     in_process = config.runtime == "local"
-    return WeightSync(policy, pool, talk.loop, config.sync, canary, config.rollout.dtype, in_process)
+    return WeightSync(policy, pool, sampling.loop, config.sync, canary, config.rollout.dtype, in_process)
 
 
-def make_evaluator(plan: RLPlan, talk: Conversations) -> Evaluator | None:
+def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:
     evaluation, seed = plan.config.evaluation, plan.config.seed
     if not plan.evaluation_sets:
         return None
     longest = plan.rollout.max_new_tokens
-    sampler = talk.sampler(evaluation.temperature, longest, evaluation.samples, seed, "evaluate")
-    return Evaluator(sampler, plan.evaluation_sets, evaluation, talk.loop)
+    sampler = sampling.sampler(evaluation.temperature, longest, evaluation.samples, seed, "evaluate")
+    return Evaluator(sampler, plan.evaluation_sets, evaluation, sampling.loop)

@@ -19,8 +19,8 @@ def memory_bytes(plan: RLPlan) -> dict[str, float]:
 def seconds_per_step(plan: RLPlan) -> float:
     """With answers of full length: sampling, scoring by every model, and forward and backward passes."""
     config, machine = plan.config, plan.machine
-    answers = config.groups_per_step * config.algorithm.group_size
-    tokens = answers * (plan.longest_prompt + plan.rollout.max_new_tokens)
+    completions = config.prompts_per_step * config.algorithm.group_size
+    tokens = completions * (plan.longest_prompt + plan.rollout.max_new_tokens)
     work = (2 + 2 + 6 * config.epochs) * plan.facts.parameters
     for role in plan.roles:
         work += (2 + (6 * config.epochs if role.head == "value" else 0)) * role.facts.parameters
@@ -68,12 +68,12 @@ def describe_roles(plan: RLPlan, each: dict[str, str]) -> list[str]:
 
 def describe_batches(plan: RLPlan) -> list[str]:
     config = plan.config
-    answers, count = config.groups_per_step * config.algorithm.group_size, len(plan.prompts)
+    completions, count = config.prompts_per_step * config.algorithm.group_size, len(plan.prompts)
     return [
         prompts_line(plan.sources, plan.rollout, sum(len(prompts) for prompts in plan.evaluation_sets.values())),
         *plan.chat.remarks(),
-        f"batch      {config.groups_per_step} prompts x {config.algorithm.group_size} answers = {answers} per step"
-        f", {config.minibatches * config.epochs} optimizer steps of {answers // config.minibatches}",
-        f"length     {config.steps} steps = {config.steps * config.groups_per_step / count:.2g} epochs"
+        f"batch      {config.prompts_per_step} prompts x {config.algorithm.group_size} answers = {completions} per step"
+        f", {config.minibatches * config.epochs} optimizer steps of {completions // config.minibatches}",
+        f"length     {config.steps} steps = {config.steps * config.prompts_per_step / count:.2g} epochs"
         f"; roughly {seconds_per_step(plan):.2g} s of computation per step if answers have full length",
     ]

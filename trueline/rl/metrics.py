@@ -3,13 +3,13 @@
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from trueline.algorithms.correction import mismatch_metrics
+from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
 from trueline.data.types import Outcome, Sample, Trajectory, content_of
 from trueline.rollout.groups import Group
-from trueline.rollout.rollouts import Dropped, judged_reward
+from trueline.rollout.rollouts import Dropped, part_reward
 
 Metrics = dict[str, float]
 
@@ -35,7 +35,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
     """Rewards, lengths, outcomes and what was left out."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = [sample.task_reward for sample in samples]
-    judged = [judged_reward(trajectory, dropped.part) for trajectory in trajectories]
+    scored = [part_reward(trajectory, dropped.part) for trajectory in trajectories]
     lengths = [sample.sampled_tokens() for sample in samples]
     uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
     return {
@@ -43,16 +43,16 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "reward/std": pstdev(rewards),
         "reward/shaped_mean": fmean(sample.reward for sample in samples),
         "reward/uniform_groups_share": fmean(uniform),
-        "reward/failed": dropped.answers,
+        "reward/failed": dropped.completions,
         "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
-        "answer/tokens_mean": fmean(lengths),
-        "answer/tokens_max": max(lengths),
-        "answer/truncated_share": fmean(sample.truncated for sample in samples),
+        "response_length/mean": fmean(lengths),
+        "response_length/max": max(lengths),
+        "response_length/truncated_share": fmean(sample.truncated for sample in samples),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
         "rollout/groups": len(groups),
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length() for sample in samples),
-        **describe_uniform(dropped, judged, len(groups)),
+        **describe_uniform(dropped, scored, len(groups)),
         **describe_parts(trajectories),
         **describe_sources(trajectories),
     }
@@ -97,7 +97,7 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
     """What engine, critic and teacher say of the step's answers."""
     algorithm = config.algorithm
     metrics: Metrics = {}
-    if algorithm.old == "recompute":
+    if algorithm.old_logprobs == "recompute":
         metrics |= mismatch_metrics(samples)
     if "critic" in needs(algorithm):
         metrics["critic/explained_variance"] = explained_variance(samples)
@@ -122,9 +122,9 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
 def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
     """Signs that a run will not learn, told at once and with the key to change."""
     warnings = []
-    if metrics["answer/truncated_share"] > 0.5:
+    if metrics["response_length/truncated_share"] > 0.5:
         warnings.append(
-            f"{metrics['answer/truncated_share']:.0%} of the answers were cut off: raise "
+            f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
     grouped = config.algorithm.group_size > 1 and config.reward.named_parts()

@@ -27,7 +27,7 @@ class Models:
     def score(self, samples: list[Sample]) -> None:
         """What the models say of the samples before the update; models in processes of their own work at once."""
         wanted: dict[str, Callable[[], list[Tensor]]] = {}
-        if self.algorithm.old == "recompute":
+        if self.algorithm.old_logprobs == "recompute":
             wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)
         if self.algorithm.needs_reference():
             wanted["ref_logprobs"] = lambda: self._reference(samples)

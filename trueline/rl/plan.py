@@ -102,8 +102,8 @@ def check_critic(config: RLConfig) -> None:
         check_training(config.critic, config.critic.model_like(config.model, config.model.path), "critic")
     if policy_waits(config.algorithm) >= config.steps:
         raise ConfigError(
-            f"algorithm.critic_only_steps={config.algorithm.critic_only_steps} of steps={config.steps} leave none to "
-            "the policy: lower the former or raise the latter"
+            f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} of steps={config.steps} leave none "
+            "to the policy: lower the former or raise the latter"
         )
 
 
@@ -124,7 +124,7 @@ def resolve(
         "rollout": rollout.model_dump(),
         **{role.section: {"ranks": role.world} for role in roles},
     }
-    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, tuple(role.beside() for role in roles))
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, tuple(role.layout() for role in roles))
     config = config.replaced(values)
     check_critic(config)
     return config, rollout, layout, roles
@@ -148,11 +148,11 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
 
 def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> None:
     """One sequence must fit into one pass of every model that reads it."""
-    readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.ring)}
+    readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.context_parallel)}
     for role in roles:
         check_parallel(role.model, role.facts, role.section)
     reading = [role for role in roles if role.section != "reward_model"]  # which refuses long answers one by one
-    readers |= {role.section: (role.ranks, role.model.ring) for role in reading}
+    readers |= {role.section: (role.ranks, role.model.context_parallel) for role in reading}
     for role in reading:
         if longest > role.facts.context:
             raise ConfigError(
@@ -180,8 +180,8 @@ def settle_memory(plan: RLPlan) -> RLPlan:
 
 def tenants_of(plan: RLPlan) -> list[Tenant]:
     config, ranks = plan.config, plan.layout.policy_ranks
-    answers = config.groups_per_step * config.algorithm.group_size / config.minibatches / ranks
-    tokens = answers * (plan.longest_prompt + plan.rollout.max_new_tokens)
+    completions = config.prompts_per_step * config.algorithm.group_size / config.minibatches / ranks
+    tokens = completions * (plan.longest_prompt + plan.rollout.max_new_tokens)
     policy = Tenant("policy", "training", plan.facts, config.model, config.training, ranks, tokens)
     roles = plan.roles
     return [
@@ -198,7 +198,7 @@ def rooms_of(plan: RLPlan) -> list[Room]:
         local = plan.config.runtime == "local"
         counted = [(one, 1 if local else one.world) for one in tenants]
         return [Room(machine.memory_bytes, "cpu", counted, layout.engines, engine)]
-    own = {one.name for one in layout.beside if not one.shared}
+    own = {one.name for one in layout.roles if not one.shared}
     shared = [(one, 1) for one in tenants if one.name not in own]
     return [
         Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine),

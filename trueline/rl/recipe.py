@@ -2,8 +2,8 @@
 
 from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.entries import lookup
+from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.policy_losses import POLICY_LOSSES
-from trueline.algorithms.weighting import WEIGHTINGS
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.rl import RLConfig
 
@@ -18,10 +18,10 @@ def describe_recipe(config: RLConfig) -> str:
             + describe_trace(algorithm, advantage.reads)
             + ("; whitened over the step's tokens" if algorithm.whiten else ""),
             f"loss       {algorithm.loss}: {loss.words.format(algorithm)}" + describe_terms(algorithm),
-            f"averaging  {algorithm.weighting}: {WEIGHTINGS[algorithm.weighting].words}",
+            f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
             f"KL         {describe_kl(algorithm)}",
-            f"correction {algorithm.correction.kind} (engine against trainer); old log-probs: "
-            + ("computed again by the trainer" if algorithm.old == "recompute" else "the engine's"),
+            f"importance {algorithm.importance_sampling.mode} (engine against trainer); old log-probs: "
+            + ("computed again by the trainer" if algorithm.old_logprobs == "recompute" else "the engine's"),
         ]
     )
 

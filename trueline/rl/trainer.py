@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_waits
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
-from trueline.algorithms.weighting import set_weights
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample, Trajectory, to_sample
 from trueline.monitoring.progress import Progress
@@ -94,7 +94,7 @@ class RLTrainer:
     def sample(self) -> list[Group]:
         try:
             with self.timer.phase("rollout"):
-                return self.rollouts.take(self.config.groups_per_step)
+                return self.rollouts.take(self.config.prompts_per_step)
         except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
             self.state.groups += self.rollouts.dropped.group_count()
             self.save({})
@@ -134,7 +134,7 @@ class RLTrainer:
 
     def update(self, minibatch: list[Sample]) -> dict[str, float]:
         config = self.config
-        set_weights(minibatch, config.algorithm.weighting, self.rollout.max_new_tokens)
+        set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
             return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
         metrics: dict[str, float] = {}
@@ -182,9 +182,9 @@ class RLTrainer:
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
         self.progress.step(self.state.step, metrics)
-        if metrics["rollout/groups"] < self.config.groups_per_step:
+        if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
-                f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.groups_per_step} "
+                f"warning: dynamic sampling found {metrics['rollout/groups']:.0f} of {self.config.prompts_per_step} "
                 f"groups with different rewards in {self.config.algorithm.dynamic_sampling.max_batches} batches"
             )
         aim = next(name for name in AIMS if name in metrics)

@@ -27,7 +27,7 @@ class EngineSpec:
     tensor_parallel: int
     max_sequences: int
     seed: int
-    gpu_memory_share: float
+    gpu_memory_utilization: float
     cuda_graphs: bool
     sleeps: bool  # gives its GPU memory back between steps
     trust_remote_code: bool

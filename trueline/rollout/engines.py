@@ -15,7 +15,7 @@ from trueline.runtime.cluster import PROCESS_BYTES, Machine
 def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
     """Memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
     if machine.gpus:
-        return rollout.gpu_memory_share * machine.gpu_bytes
+        return rollout.gpu_memory_utilization * machine.gpu_bytes
     weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
     return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
 

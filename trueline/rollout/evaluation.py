@@ -6,7 +6,7 @@ from statistics import fmean
 from trueline.config.rl import EvaluationConfig
 from trueline.data.types import Prompt, Trajectory
 from trueline.rollout.groups import Group, GroupSampler
-from trueline.rollout.pass_at_k import Judged, set_metrics
+from trueline.rollout.pass_at_k import Scored, set_metrics
 from trueline.runtime.event_loop import EventLoop
 
 UNDER_WAY = 4096  # answers of one engine, which queues what it cannot take at once
@@ -43,8 +43,8 @@ class Evaluator:
         """One set of prompts."""
         everything = [one for group in groups for one in group]
         return {
-            **set_metrics([judged(group) for group in groups], self.config.samples, self.config.pass_reward),
-            "answer_tokens": fmean(sum(one.mask) for one in everything),
+            **set_metrics([scored(group) for group in groups], self.config.samples, self.config.pass_reward),
+            "response_length": fmean(sum(one.mask) for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
             **part_means(groups),
         }
@@ -55,9 +55,9 @@ def prefix_of(name: str) -> str:
     return f"evaluation/{name}/" if name else "evaluation/"
 
 
-def judged(group: Group) -> Judged:
+def scored(group: Group) -> Scored:
     scored = [(one.reply, one.reward) for one in group if one.reward is not None]
-    return Judged([reply for reply, _ in scored], [reward for _, reward in scored])
+    return Scored([reply for reply, _ in scored], [reward for _, reward in scored])
 
 
 def part_means(groups: list[Group]) -> dict[str, float]:

@@ -28,9 +28,9 @@ def no_report(failed: list[Trajectory]) -> list[Path]:
 class FailureBudget:
     """Watches the answers of a run, one group after the other."""
 
-    def __init__(self, share: float, answers_per_step: int, report: Report = no_report) -> None:
+    def __init__(self, share: float, completions_per_step: int, report: Report = no_report) -> None:
         self.share, self.report = share, report
-        self.recent: deque[bool] = deque(maxlen=max(answers_per_step, SMALLEST_WINDOW))
+        self.recent: deque[bool] = deque(maxlen=max(completions_per_step, SMALLEST_WINDOW))
         self.causes: Counter[str] = Counter()
         self.examples: dict[str, Trajectory] = {}
 

@@ -17,7 +17,7 @@ from trueline.runtime.transport import BroadcastGroup, Bucket, bucket_buffer, bu
 class Request:
     tokens: list[int]
     params: SamplingParams
-    answer: asyncio.Future[Completion]
+    completion: asyncio.Future[Completion]
 
 
 class HFEngine:
@@ -37,24 +37,24 @@ class HFEngine:
         self.channel: BroadcastGroup | None = None
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting.append(Request(tokens, params, answer))
+        completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.waiting.append(Request(tokens, params, completion))
         if len(self.waiting) == 1:
             self.serving = asyncio.get_running_loop().create_task(self._serve())
-        return await answer
+        return await completion
 
     async def _serve(self) -> None:
         await asyncio.sleep(0.005)  # others that start now join the batch
         await self.open.wait()
         async with self.busy:
             requests, self.waiting = self.waiting, []
-            work = asyncio.to_thread(self._answer, requests, asyncio.get_running_loop())
+            work = asyncio.to_thread(self._complete, requests, asyncio.get_running_loop())
             (error,) = await asyncio.gather(work, return_exceptions=True)
         for request in requests:
-            if error is not None and not request.answer.done():
-                request.answer.set_exception(error)
+            if error is not None and not request.completion.done():
+                request.completion.set_exception(error)
 
-    def _answer(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> None:
+    def _complete(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> None:
         by_length: dict[int, list[Request]] = {}
         for request in requests:
             by_length.setdefault(len(request.tokens), []).append(request)
@@ -62,7 +62,7 @@ class HFEngine:
             for start in range(0, len(alike), self.spec.max_sequences):
                 chosen = alike[start : start + self.spec.max_sequences]
                 for request, completion in zip(chosen, self._sample(chosen), strict=True):
-                    loop.call_soon_threadsafe(request.answer.set_result, completion)
+                    loop.call_soon_threadsafe(request.completion.set_result, completion)
 
     def _sample(self, requests: list[Request]) -> list[Completion]:
         rows = len(requests)

@@ -12,21 +12,21 @@ NORMAL_95 = 1.96  # standard errors on each side of a mean that hold 95 %
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Scored:
     """The answers to one prompt that have a reward, in the order of their seeds."""
 
     replies: list[str]
     rewards: list[float]
 
 
-def set_metrics(prompts: list[Judged], samples: int, pass_reward: float) -> dict[str, float]:
+def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict[str, float]:
     """Means over prompts. A prompt whose answers all failed is left out of everything, and of pass@k also one that
     has fewer than k answers left.
     """
-    judged = [prompt for prompt in prompts if prompt.rewards]
-    if not judged:
+    scored = [prompt for prompt in prompts if prompt.rewards]
+    if not scored:
         return {}
-    means = [fmean(prompt.rewards) for prompt in judged]
+    means = [fmean(prompt.rewards) for prompt in scored]
     metrics = {"reward": fmean(means)}
     half_width = confidence_half_width(means)
     if half_width is not None:
@@ -35,10 +35,10 @@ def set_metrics(prompts: list[Judged], samples: int, pass_reward: float) -> dict
         return metrics
     metrics[f"mean@{samples}"] = metrics["reward"]
     for k in pass_sizes(samples):
-        passes = [passed(prompt, k, pass_reward) for prompt in judged if len(prompt.rewards) >= k]
+        passes = [passed(prompt, k, pass_reward) for prompt in scored if len(prompt.rewards) >= k]
         if passes:
             metrics[f"pass@{k}"] = fmean(passes)
-    metrics[f"maj@{samples}"] = fmean(majority_reward(prompt) for prompt in judged)
+    metrics[f"maj@{samples}"] = fmean(majority_reward(prompt) for prompt in scored)
     return metrics
 
 
@@ -47,7 +47,7 @@ def pass_sizes(samples: int) -> list[int]:
     return sorted({2**power for power in range(samples.bit_length())} | {samples})
 
 
-def passed(prompt: Judged, k: int, pass_reward: float) -> float:
+def passed(prompt: Scored, k: int, pass_reward: float) -> float:
     right = sum(reward >= pass_reward for reward in prompt.rewards)
     return pass_at_k(right, len(prompt.rewards), k)
 
@@ -62,7 +62,7 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def majority_reward(prompt: Judged) -> float:
+def majority_reward(prompt: Scored) -> float:
     """The reward of the answer that most replies agree on; of equally frequent ones, the one that came first."""
     keys = [answer_key(reply) for reply in prompt.replies]
     votes = Counter(keys)  # in the order of first occurrence, which `max` keeps

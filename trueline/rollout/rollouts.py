@@ -18,12 +18,12 @@ SAME_REWARD = 1e-6
 class RolloutPlan:
     """How many groups are under way at most, and which of them are trained on."""
 
-    groups_per_step: int
+    prompts_per_step: int
     max_staleness: int
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
 
     def capacity(self) -> int:
-        return (self.max_staleness + 1) * self.groups_per_step
+        return (self.max_staleness + 1) * self.prompts_per_step
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Dropped:
     """What was sampled since the last step and is not trained on."""
 
     part: str | None = None  # reward that dynamic sampling judges by
-    answers: int = 0  # that failed
+    completions: int = 0  # that failed
     groups: int = 0  # with too few answers left
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
 
@@ -107,20 +107,20 @@ class Rollouts:
     def _trainable(self, group: Group) -> bool:
         """Enough answers with a reward and, under dynamic sampling, with more than one reward."""
         failed = self.budget.add(group)
-        self.dropped.answers += failed
+        self.dropped.completions += failed
         if len(group) - failed < min(2, self.sampler.size):
             self.dropped.groups += 1
             return False
         if not self.plan.dynamic.enabled:
             return True
-        judged = [judged_reward(one, self.plan.dynamic.reward) for one in group if not one.outcome.failed]
-        if max(judged) - min(judged) > SAME_REWARD:
+        rewards = [part_reward(one, self.plan.dynamic.reward) for one in group if not one.outcome.failed]
+        if max(rewards) - min(rewards) > SAME_REWARD:
             return True
-        self.dropped.uniform.append(judged[0])
+        self.dropped.uniform.append(rewards[0])
         return False
 
 
-def judged_reward(trajectory: Trajectory, part: str | None) -> float:
+def part_reward(trajectory: Trajectory, part: str | None) -> float:
     """Of one part; an answer whose own error left that part unjudged has the reward set for it."""
     assert trajectory.reward is not None
     return trajectory.metrics.get(f"reward/{part}", trajectory.reward)

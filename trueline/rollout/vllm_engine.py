@@ -61,10 +61,10 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(tokens, settings, request)
-        answer = output.outputs[0]
-        chosen = list(answer.token_ids)
-        logprobs = [entry[token].logprob for entry, token in zip(answer.logprobs, chosen, strict=True)]
-        return Completion(chosen, logprobs, self.version, str(answer.finish_reason))
+        completion = output.outputs[0]
+        chosen = list(completion.token_ids)
+        logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, chosen, strict=True)]
+        return Completion(chosen, logprobs, self.version, str(completion.finish_reason))
 
     async def score(self, tokens: list[int]) -> list[float]:
         settings = VllmParams(
@@ -129,7 +129,7 @@ class VllmEngine:
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
     return {
-        "gpu_memory_utilization": spec.gpu_memory_share,
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
         "enable_sleep_mode": spec.sleeps,
         "enforce_eager": not spec.cuda_graphs,
     }

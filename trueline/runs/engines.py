@@ -54,10 +54,10 @@ def check_trained(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
 
 
 def check_ranks(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
-    width = model.tensor_parallel * model.ring
+    width = model.width()
     if max(ranks.ranks or 1, width) > 1 and not TRAIN_ENGINES[ranks.engine].several_ranks:
         raise ConfigError(
             f"{section}.engine={ranks.engine} runs in one process: set {section}.ranks=1 (got {ranks.ranks}), "
-            f"model.tensor_parallel=1 and model.ring=1 (got {width} ranks wide), or runtime=ray and "
+            f"model.tensor_parallel=1 and model.context_parallel=1 (got {width} ranks wide), or runtime=ray and "
             + others(section, lambda row: row.several_ranks)
         )

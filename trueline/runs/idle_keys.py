@@ -15,7 +15,8 @@ from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
 from trueline.training.engines import TRAIN_ENGINES
 
-CORRECTION = "algorithm.correction.kind"
+IMPORTANCE = "algorithm.importance_sampling.mode"
+CAPPED = ("token_truncate", "sequence_truncate", "sequence_mask")
 Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
 
 
@@ -112,7 +113,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
         *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
-        ("critic. algorithm.value_clip algorithm.critic_only_steps", no_model("critic")),
+        ("critic. algorithm.value_clip algorithm.critic_warmup_steps", no_model("critic")),
         *read_by_some("algorithm.advantage", ADVANTAGES),
         *read_by_some("algorithm.loss", POLICY_LOSSES),
         ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),
@@ -122,9 +123,12 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         ("algorithm.kl.place algorithm.kl.estimator algorithm.kl.unbiased", no_pull),
         ("algorithm.kl.estimator", lambda run: unless(run.algorithm.kl.place == "loss", "algorithm.kl.place=reward")),
         ("algorithm.kl.horizon", lambda run: unless(bool(run.algorithm.kl.target), "algorithm.kl.target=null")),
-        ("algorithm.correction.cap", read_by(CORRECTION, "truncate", "sequence_truncate", "sequence_mask")),
-        ("algorithm.correction.low algorithm.correction.high", read_by(CORRECTION, "mask")),
-        ("algorithm.correction.sequence_", read_by(CORRECTION, "sequence_mask")),
+        (
+            "algorithm.importance_sampling.cap",
+            read_by(IMPORTANCE, "token_truncate", "sequence_truncate", "sequence_mask"),
+        ),
+        ("algorithm.importance_sampling.low algorithm.importance_sampling.high", read_by(IMPORTANCE, "token_mask")),
+        ("algorithm.importance_sampling.sequence_", read_by(IMPORTANCE, "sequence_mask")),
         (
             "algorithm.dynamic_sampling.",
             lambda run: unless(run.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false"),

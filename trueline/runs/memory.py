@@ -133,7 +133,7 @@ def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator
     """From quick to frugal: shorter passes first, then activations computed again, then passes of one sequence."""
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     fixed = {one.section: one.ranks.micro_batch_tokens for one in tenants if one.section not in opened}
-    floors = {one.section: math.ceil(longest / one.model.ring) for one in tenants}
+    floors = {one.section: math.ceil(longest / one.model.context_parallel) for one in tenants}
     shortest = min(floors.values())
     sizes = [LARGEST_PASS >> halvings for halvings in range(LARGEST_PASS.bit_length())]
     sizes = [size for size in sizes if size > shortest] + [shortest]

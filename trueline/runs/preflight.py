@@ -30,7 +30,7 @@ def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
 
 def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
     """As many as were asked for; else all GPUs, in multiples of what one copy of the model needs."""
-    width = model.tensor_parallel * model.ring
+    width = model.width()
     several = TRAIN_ENGINES[ranks.engine].several_ranks
     return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
 

@@ -43,7 +43,7 @@ def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class Sampling:
     """All that turns prompts into judged answers."""
 
     episodes: Episodes
@@ -66,7 +66,7 @@ def role_group(
         WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
         for rank in range(role.world)
     ]
-    return model_group(role.name, processes.beside(role.beside(), worker_target(role.ranks), specs), specs)
+    return model_group(role.name, processes.role(role.layout(), worker_target(role.ranks), specs), specs)
 
 
 def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
@@ -89,7 +89,7 @@ def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, s
             tensor_parallel=rollout.tensor_parallel,
             max_sequences=rollout.max_sequences,
             seed=seed + number,
-            gpu_memory_share=rollout.gpu_memory_share,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
             cuda_graphs=rollout.cuda_graphs,
             sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
@@ -98,7 +98,7 @@ def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, s
     ]
 
 
-def converse(
+def sampling_of(
     chat: ChatFormat, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
-) -> Conversations:
-    return Conversations(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)
+) -> Sampling:
+    return Sampling(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)

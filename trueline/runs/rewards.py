@@ -50,7 +50,7 @@ def open_rewards(
 def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:
     """The reward model reads messages through its own tokenizer and template."""
     chat = load_chat(role.model, part.chat_template)
-    longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.ring)
+    longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.context_parallel)
     return ModelReward(group.score, chat, part, max_tokens=longest, batch=config.batch)
 
 

@@ -12,7 +12,7 @@ from trueline.models.loading import ModelFacts, check_model, load_tokenizer
 from trueline.rewards.combined import kind_of
 from trueline.rewards.model import reward_model_head
 from trueline.runs.preflight import resolve_path
-from trueline.runtime.placement import Beside
+from trueline.runtime.placement import RoleRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class RoleModel:
     facts: ModelFacts
     world: int  # ranks
 
-    def beside(self) -> Beside:
-        return Beside(self.name, self.world, self.ranks.placement == "shared")
+    def layout(self) -> RoleRanks:
+        return RoleRanks(self.name, self.world, self.ranks.placement == "shared")
 
     def spread(self, policy_ranks: int) -> "RoleModel":
         """Take all of the policy's ranks that whole copies fit on, unless ranks were asked for."""
@@ -45,15 +45,15 @@ def own_gpus(roles: list[RoleModel]) -> int:
 def roles_of(config: RLConfig) -> list[RoleModel]:
     """What the algorithm and the rewards need, one copy of each; a model that they do not need is not loaded."""
     algorithm, policy = config.algorithm, config.model
-    judges = reward_models(config.reward, config.reward_model, policy)
-    roles = list(judges)
+    reward_roles = reward_models(config.reward, config.reward_model, policy)
+    roles = list(reward_roles)
     if algorithm.needs_reference() and not policy.lora.rank:  # a policy with adapters is its own reference
         roles.append(role_model("reference", policy.path, config.reference, policy))
     if "teacher" in needs(algorithm):
         check_teacher(config)
         roles.append(role_model("teacher", config.teacher.path, config.teacher, policy))
     if "critic" in needs(algorithm):
-        start = critic_start(config, judges)
+        start = critic_start(config, reward_roles)
         roles.append(role_model("critic", start, config.critic, policy, head="value"))
     return roles
 
@@ -80,10 +80,10 @@ def role_model(name: str, path: str, ranks: Role, policy: ModelConfig, *, head: 
         facts = check_model(model)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    return RoleModel(name, section, model, ranks, head, facts, ranks.ranks or model.tensor_parallel * model.ring)
+    return RoleModel(name, section, model, ranks, head, facts, ranks.ranks or model.width())
 
 
-def critic_start(config: RLConfig, judges: list[RoleModel]) -> str:
+def critic_start(config: RLConfig, reward_roles: list[RoleModel]) -> str:
     """What is named, a reward model that reads the policy's tokens, or the policy's own model."""
     named, policy = config.critic.path, config.model
     if named is not None:
@@ -91,7 +91,7 @@ def critic_start(config: RLConfig, judges: list[RoleModel]) -> str:
         if not reads_alike(named, policy):
             raise ConfigError(f"critic.path={named}: its tokenizer is not that of model.path={policy.path}")
         return named
-    able = [one.model.path for one in judges if one.head == "reward" and reads_alike(one.model.path, policy)]
+    able = [one.model.path for one in reward_roles if one.head == "reward" and reads_alike(one.model.path, policy)]
     return able[0] if able else policy.path
 
 

@@ -29,7 +29,7 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
     parts = {
         f"{name:<10} {world} x {ranks.engine} rank": True,
         f"ZeRO {ranks.zero_stage}": trained,
-        f"tensor {model.tensor_parallel} x ring {model.ring}": model.tensor_parallel * model.ring > 1,
+        f"tensor {model.tensor_parallel} x context {model.context_parallel}": model.width() > 1,
         f"passes of up to {limit} tokens" if limit else "passes as memory allows": True,
         "activations computed again": trained and bool(model.gradient_checkpointing),
     }

@@ -10,7 +10,7 @@ from trueline.runtime.cluster import QUIET, START_SECONDS, Machine, reserve
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class RoleRanks:
     """The ranks of a model beside the policy: on the policy's GPUs, or on GPUs of their own."""
 
     name: str
@@ -26,13 +26,13 @@ class Layout:
     engines: int = 0
     tensor_parallel: int = 1
     colocated: bool = False
-    beside: tuple[Beside, ...] = ()
+    roles: tuple[RoleRanks, ...] = ()
 
     def engine_gpus(self) -> int:
         return self.engines * self.tensor_parallel
 
     def own_gpus(self) -> int:
-        return sum(one.ranks for one in self.beside if not one.shared)
+        return sum(one.ranks for one in self.roles if not one.shared)
 
     def gpus_needed(self) -> int:
         if self.colocated:
@@ -44,7 +44,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
     """Refuse what the machine cannot hold, with the sum and the way out."""
     if machine.gpus == 0:
         return
-    for one in layout.beside:
+    for one in layout.roles:
         if one.shared and one.ranks > layout.policy_ranks:
             raise ConfigError(
                 f"{one.name}.ranks={one.ranks} share the policy's GPUs: set it to at most "
@@ -53,7 +53,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
     if layout.gpus_needed() <= machine.gpus:
         return
     sign = "shared by" if layout.colocated else "+"
-    own = "".join(f" + {one.name}.ranks={one.ranks}" for one in layout.beside if not one.shared)
+    own = "".join(f" + {one.name}.ranks={one.ranks}" for one in layout.roles if not one.shared)
     raise ConfigError(
         f"training.ranks={layout.policy_ranks} {sign} rollout.engines={layout.engines} x "
         f"rollout.tensor_parallel={layout.tensor_parallel}{own} need {layout.gpus_needed()} GPUs, there are "
@@ -63,7 +63,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
 
 def crowding(layout: Layout, machine: Machine) -> list[str]:
     """On CPUs processes of one kind work at the same time; more of them than cores wait for each other."""
-    kinds = {f"{one.name.partition('-')[0]}.ranks={one.ranks}": one.ranks for one in layout.beside}
+    kinds = {f"{one.name.partition('-')[0]}.ranks={one.ranks}": one.ranks for one in layout.roles}
     kinds |= {
         f"training.ranks={layout.policy_ranks}": layout.policy_ranks,
         f"rollout.engines={layout.engines} x rollout.tensor_parallel={layout.tensor_parallel}": layout.engine_gpus(),
@@ -106,7 +106,7 @@ class Processes:
         group = None if self.local else reserve([{"CPU": 1, "GPU": 1}] * count)
         return [Spot(group, bundle, cpus=1, gpus=1, environment=environment) for bundle in range(count)]
 
-    def beside(self, one: Beside, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
+    def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         """The ranks of a model beside the policy."""
         environment = process_environment(target, self.machine, len(specs))
         shared = [self._beside([number], environment) for number in range(len(specs))]

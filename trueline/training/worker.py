@@ -59,7 +59,7 @@ class WorkerSpec:
     chat_template: str | None = None  # that is saved with the model; None: the tokenizer's own
 
     def mesh(self) -> Mesh:
-        return Mesh(self.world, self.model.ring, self.model.tensor_parallel)
+        return Mesh(self.world, self.model.context_parallel, self.model.tensor_parallel)
 
 
 class Worker:

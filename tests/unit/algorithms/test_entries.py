@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from trueline.algorithms.advantages import ADVANTAGES, assign_advantages
-from trueline.algorithms.correction import CORRECTIONS
 from trueline.algorithms.entries import NEEDS, Entry, entry, lookup
+from trueline.algorithms.importance_sampling import IMPORTANCE_WEIGHTS
 from trueline.algorithms.kl import KL_ESTIMATORS
+from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
-from trueline.algorithms.weighting import WEIGHTINGS
-from trueline.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig, KLConfig
+from trueline.config.algorithm import PRESETS, AlgorithmConfig, ImportanceSamplingConfig, KLConfig
 from trueline.config.base import Config, ConfigError
 from trueline.data.types import Batch, ModelOutput, Sample
 
@@ -46,17 +46,17 @@ def test_every_name_of_a_preset_is_in_its_table(preset: str) -> None:
     config = AlgorithmConfig(preset=preset)
     assert callable(lookup(ADVANTAGES, config.advantage, "algorithm.advantage"))
     assert callable(lookup(POLICY_LOSSES, config.loss, "algorithm.loss"))
-    assert config.weighting in WEIGHTINGS
+    assert config.loss_aggregation in AGGREGATIONS
     assert config.kl.estimator in KL_ESTIMATORS
-    assert config.correction.kind in CORRECTIONS
+    assert config.importance_sampling.mode in IMPORTANCE_WEIGHTS
 
 
 @pytest.mark.parametrize(
     ("section", "key", "table"),
     [
         (KLConfig, "estimator", KL_ESTIMATORS),
-        (CorrectionConfig, "kind", CORRECTIONS),
-        (AlgorithmConfig, "weighting", WEIGHTINGS),
+        (ImportanceSamplingConfig, "mode", IMPORTANCE_WEIGHTS),
+        (AlgorithmConfig, "loss_aggregation", AGGREGATIONS),
     ],
 )
 def test_the_values_that_a_key_allows_are_the_entries_of_its_table(
@@ -65,7 +65,7 @@ def test_the_values_that_a_key_allows_are_the_entries_of_its_table(
     assert set(get_args(section.model_fields[key].annotation)) == set(table)
 
 
-TABLES = {"advantage": ADVANTAGES, "loss": POLICY_LOSSES, "weighting": WEIGHTINGS}
+TABLES = {"advantage": ADVANTAGES, "loss": POLICY_LOSSES, "loss_aggregation": AGGREGATIONS}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -120,7 +120,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_page_names_every_entry_of_every_table() -> None:
-    for table in (ADVANTAGES, POLICY_LOSSES, WEIGHTINGS, KL_ESTIMATORS, CORRECTIONS, PRESETS):
+    for table in (ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS, IMPORTANCE_WEIGHTS, PRESETS):
         for name in table:
             assert f"`{name}`" in PAGE, name
     for need in NEEDS:

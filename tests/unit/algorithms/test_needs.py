@@ -50,7 +50,7 @@ def test_what_a_preset_needs(preset: str) -> None:
 
 @pytest.mark.parametrize(("preset", "steps"), [("vapo", 10), ("ppo", 3), ("grpo", 0)])
 def test_the_policy_waits_for_a_critic_only(preset: str, steps: int) -> None:
-    config = AlgorithmConfig.parse({"preset": preset} | ({} if preset == "vapo" else {"critic_only_steps": 3}))
+    config = AlgorithmConfig.parse({"preset": preset} | ({} if preset == "vapo" else {"critic_warmup_steps": 3}))
     assert policy_waits(config) == steps
 
 
@@ -70,8 +70,14 @@ def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
         (["preset=on_policy_distill", "group_size=2", "dynamic_sampling.enabled=true"], "advantage=teacher reads no"),
         (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher reads no reward"),
         (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
-        (["preset=gspo", "old=rollout", "correction.kind=none"], "clip of loss=gspo; set old=recompute"),
-        (["loss=own_needs:exact", "old=rollout", "correction.kind=none"], "loss=own_needs:exact; set old=recompute"),
+        (
+            ["preset=gspo", "old_logprobs=rollout", "importance_sampling.mode=none"],
+            "clip of loss=gspo; set old_logprobs=recompute",
+        ),
+        (
+            ["loss=own_needs:exact", "old_logprobs=rollout", "importance_sampling.mode=none"],
+            "loss=own_needs:exact; set old_logprobs=recompute",
+        ),
         (["advantage=nonsense"], "algorithm.advantage=nonsense"),
         (["loss=nonsense"], "algorithm.loss=nonsense"),
     ],

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
-from trueline.algorithms.weighting import set_weights
-from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
+from trueline.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig, KLConfig
 from trueline.config.base import ConfigError
 from trueline.data.types import Batch, ModelOutput, Sample
 
 LOW, HIGH = 0.2, 0.3
-NO_CORRECTION = CorrectionConfig(kind="none")
+NO_CORRECTION = ImportanceSamplingConfig(mode="none")
 # Ratios below, at, inside and above the clip, each with advantages of both signs and none.
 RATIOS = [0.5, 0.8, 0.9, 1.0, 1.2, 1.3, 2.0, 7.0]
 ADVANTAGES = [1.5, -0.5, 0.0]
@@ -23,7 +23,7 @@ CORNERS = (1 - LOW, 1 + HIGH)
 
 
 def config(**settings: object) -> AlgorithmConfig:
-    base = {"preset": "dr_grpo", "clip_low": LOW, "clip_high": HIGH, "correction": NO_CORRECTION}
+    base = {"preset": "dr_grpo", "clip_low": LOW, "clip_high": HIGH, "importance_sampling": NO_CORRECTION}
     return AlgorithmConfig(**(base | settings))
 
 
@@ -81,7 +81,7 @@ def test_ppo_clip_stops_the_gradient_on_both_sides() -> None:
 
 def test_the_share_of_clipped_tokens_counts_those_whose_loss_the_clip_changed() -> None:
     output, batch = make()
-    shares = policy_loss(output, batch, config()).means["policy/clipped_share"].tolist()
+    shares = policy_loss(output, batch, config()).means["policy/clip_fraction"].tolist()
     for (ratio, advantage), share in zip(GRID, shares, strict=True):
         if ratio not in CORNERS:
             assert share == float(naive_gradient(ratio, advantage) == 0 and advantage != 0)
@@ -97,7 +97,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
     loss.values.sum().backward()
     inside = [at for at, (ratio, _) in enumerate(GRID) if ratio not in CORNERS]
     close(gradient(output)[inside], [0.0 if beyond[at] else naive_gradient(*GRID[at]) for at in inside])
-    shares = loss.means["policy/clipped_share"].tolist()
+    shares = loss.means["policy/clip_fraction"].tolist()
     assert all(shares[at] == 1 for at in range(len(GRID)) if beyond[at])
     assert set(shares) == {0.0, 1.0}
 
@@ -111,7 +111,7 @@ def test_cispo_and_reinforce_weight_the_log_prob_by_the_capped_ratio(name: str) 
     close(loss.values, [weight * logprob for weight, logprob in zip(weights, logprobs, strict=True)])
     loss.values.sum().backward()
     close(gradient(output), weights)  # every token keeps its gradient
-    assert loss.means["policy/clipped_share"].tolist() == [float(ratio > 5.0) for ratio, _ in GRID]
+    assert loss.means["policy/clip_fraction"].tolist() == [float(ratio > 5.0) for ratio, _ in GRID]
 
 
 def test_sapo_is_a_sigmoid_of_the_ratio() -> None:
@@ -169,9 +169,9 @@ def joined(rows: list[tuple[Sample, Tensor]]) -> tuple[ModelOutput, Batch]:
     return output, batch
 
 
-def answers(weighting: str = "sequence_mean") -> list[tuple[Sample, Tensor]]:
+def answers(loss_aggregation: str = "sequence_mean") -> list[tuple[Sample, Tensor]]:
     rows = [sample_of(*answer) for answer in ANSWERS]
-    set_weights([sample for sample, _ in rows], weighting, 10)
+    set_weights([sample for sample, _ in rows], loss_aggregation, 10)
     return rows
 
 
@@ -239,7 +239,7 @@ def test_the_gradient_of_gmpo_skips_clipped_tokens() -> None:
 
 def test_gmpo_counts_clipped_tokens() -> None:
     output, batch = joined(answers())
-    shares = policy_loss(output, batch, config(loss="gmpo")).means["policy/clipped_share"][batch.mask]
+    shares = policy_loss(output, batch, config(loss="gmpo")).means["policy/clip_fraction"][batch.mask]
     assert shares.tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0]
 
 
@@ -257,14 +257,14 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@pytest.mark.parametrize("kind", ["truncate", "sequence_truncate", "sequence_mask"])
-def test_micro_batches_and_order_change_nothing(name: str, kind: str) -> None:
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
+def test_micro_batches_and_order_change_nothing(name: str, mode: str) -> None:
     settings = config(
         loss=name,
         positive_nll=0.1,
         entropy_coefficient=0.1,
         kl=KLConfig(coefficient=0.1),
-        correction=CorrectionConfig.parse({"kind": kind}),
+        importance_sampling=ImportanceSamplingConfig.parse({"mode": mode}),
     )
     rows = answers()
     whole, batch = joined(rows)
@@ -303,7 +303,7 @@ def test_the_numbers_of_every_loss_have_a_value_per_token_and_no_gradient(name: 
     output, batch = make()
     loss = policy_loss(output, batch, config(loss=name))
     names = {"policy/entropy", "policy/ratio", "policy/corrected_share"}
-    assert loss.means.keys() - {"policy/clipped_share"} == names
+    assert loss.means.keys() - {"policy/clip_fraction"} == names
     for number in [*loss.means.values(), *loss.maxima.values()]:
         assert number.shape == batch.tokens.shape
         assert not number.requires_grad
@@ -325,7 +325,9 @@ def test_the_mismatch_weight_multiplies_the_policy_loss_but_not_the_kl_term() ->
     """Weight exp(0.5) = 1.65 under `truncate` with cap 2; KL k3 at l = 0.3."""
     output, batch = make(gap_to_rollout=0.5, gap_to_reference=0.3)
     kl = KLConfig(coefficient=0.4, estimator="k3")
-    loss = policy_loss(output, batch, config(correction=CorrectionConfig(kind="truncate", cap=2.0), kl=kl))
+    loss = policy_loss(
+        output, batch, config(importance_sampling=ImportanceSamplingConfig(mode="token_truncate", cap=2.0), kl=kl)
+    )
     k3 = math.exp(-0.3) - 1 + 0.3
     close(loss.values, [math.exp(0.5) * naive_ppo(*pair) + 0.4 * k3 for pair in GRID])
     close(loss.means["policy/kl"], [k3] * len(GRID))
@@ -334,8 +336,8 @@ def test_the_mismatch_weight_multiplies_the_policy_loss_but_not_the_kl_term() ->
 
 def test_truncated_and_masked_tokens_are_counted() -> None:
     output, batch = make(gap_to_rollout=2.0)
-    for kind, factor in (("truncate", 2.0), ("mask", 0.0)):
-        loss = policy_loss(output, batch, config(correction=CorrectionConfig.parse({"kind": kind})))
+    for mode, factor in (("token_truncate", 2.0), ("token_mask", 0.0)):
+        loss = policy_loss(output, batch, config(importance_sampling=ImportanceSamplingConfig.parse({"mode": mode})))
         close(loss.values, [factor * naive_ppo(*pair) for pair in GRID])
         assert loss.means["policy/corrected_share"].all()
 
@@ -368,10 +370,10 @@ def test_the_entropy_bonus_is_subtracted() -> None:
     close(loss.values, [naive_ppo(*pair) - 0.1 * 0.7 for pair in GRID])
 
 
-@pytest.mark.parametrize("weighting", ["token_mean", "sequence_mean", "constant", "sequence_sum"])
-def test_positive_nll_is_a_mean_of_its_own_whatever_the_weights(weighting: str) -> None:
+@pytest.mark.parametrize("loss_aggregation", ["token_mean", "sequence_mean", "constant", "sequence_sum"])
+def test_positive_nll_is_a_mean_of_its_own_whatever_the_weights(loss_aggregation: str) -> None:
     """The tokens of answers 1 and 3, whose task reward is above 0, and nothing else."""
-    rows = answers(weighting)
+    rows = answers(loss_aggregation)
     plain, batch = joined(rows)
     extra, same = joined(rows)
     added = total(extra, same, config(positive_nll=0.1)) - total(plain, batch, config())

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.policy_losses import policy_loss
 from trueline.algorithms.reward_shaping import shape_rewards
-from trueline.algorithms.weighting import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, ModelOutput, Sample
 
@@ -113,14 +113,14 @@ def estimates(world: World, settings: dict[str, object], together: int | None = 
     Advantages are taken over all answers at once, or over so many at a time.
     """
     config = AlgorithmConfig.parse(
-        {"preset": "rloo", "correction": {"kind": "none"}, "kl": {"coefficient": 0.0}} | settings
+        {"preset": "rloo", "importance_sampling": {"mode": "none"}, "kl": {"coefficient": 0.0}} | settings
     )
     groups, _ = all_groups(world)
     samples = samples_of(world, groups.flatten().tolist())
     step = together or len(samples)
     for start in range(0, len(samples), step):
         assign_advantages(samples[start : start + step], config)
-    set_weights(samples, config.weighting, 1)
+    set_weights(samples, config.loss_aggregation, 1)
     actions = world.paths()[groups.flatten()]
     states = world.states(actions)
     policy = world.logits.log_softmax(-1)
@@ -263,7 +263,7 @@ def sequence_gradient() -> Tensor:
 @pytest.mark.parametrize("advantage", ["reinforce", "greedy_baseline"])
 def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl(advantage: str) -> None:
     config = AlgorithmConfig.parse(
-        {"preset": "rloo", "advantage": advantage, "kl": {"place": "reward"}, "correction": {"kind": "none"}}
+        {"preset": "rloo", "advantage": advantage, "kl": {"place": "reward"}, "importance_sampling": {"mode": "none"}}
     )
     samples = []
     for row, reference in zip(path_logprobs(POLICY).float(), path_logprobs(REFERENCE).float(), strict=True):
@@ -279,7 +279,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl(advantage: str) ->
 
 def in_loss(estimator: str, unbiased: bool = False) -> AlgorithmConfig:
     kl = {"coefficient": 1.0, "estimator": estimator, "unbiased": unbiased}
-    return AlgorithmConfig.parse({"preset": "dr_grpo", "kl": kl, "correction": {"kind": "none"}})
+    return AlgorithmConfig.parse({"preset": "dr_grpo", "kl": kl, "importance_sampling": {"mode": "none"}})
 
 
 NOTHING = torch.zeros(4, 2)

@@ -31,7 +31,7 @@ def test_the_larger_of_two_squares() -> None:
     output, batch = make()
     loss = LOSSES["value"].compute(output, batch, AlgorithmConfig(preset="ppo", value_clip=0.5))
     assert loss.values.tolist() == pytest.approx([2.0, 1.445, 1.125, 4.5, 4.5, 0.5])
-    assert loss.means["critic/clipped_share"].tolist() == [0, 0, 1, 0, 0, 0]
+    assert loss.means["critic/clip_fraction"].tolist() == [0, 0, 1, 0, 0, 0]
     assert loss.means["critic/value"].tolist() == pytest.approx([row[0] for row in ROWS])
     assert not loss.per_sequence
 
@@ -47,7 +47,7 @@ def test_zero_turns_the_clip_off() -> None:
     output, batch = make()
     loss = LOSSES["value"].compute(output, batch, AlgorithmConfig(preset="ppo", value_clip=0.0))
     assert loss.values.tolist() == pytest.approx([0.5 * (value - target) ** 2 for value, _, target in ROWS])
-    assert not loss.means["critic/clipped_share"].any()
+    assert not loss.means["critic/clip_fraction"].any()
 
 
 def criticised(values: list[float], returns: list[float]) -> list[Sample]:

@@ -41,7 +41,7 @@ def test_the_presets_are_the_papers(preset: str) -> None:
     advantage, whiten, loss, weighting, kl, clip, group_size = PAPERS[preset]
     config = AlgorithmConfig(preset=preset)
     assert (config.advantage, config.whiten, config.loss) == (advantage, whiten, loss)
-    assert (config.weighting, config.group_size) == (weighting, group_size)
+    assert (config.loss_aggregation, config.group_size) == (weighting, group_size)
     kind = "reward" if config.kl.place == "reward" else config.kl.estimator
     assert ((kind, config.kl.coefficient) if config.kl.coefficient else None) == kl
     if clip is not None:
@@ -57,7 +57,7 @@ def test_what_the_rows_add() -> None:
         0.2,
     )
     assert (vapo.length_adaptive, vapo.positive_nll) == (0.05, 0.1)
-    assert vapo.critic_only_steps > 0
+    assert vapo.critic_warmup_steps > 0
     assert (AlgorithmConfig(preset="cispo").ratio_cap, AlgorithmConfig(preset="rloo").ratio_cap) == (5.0, 5.0)
     others = set(PRESETS) - {"dapo"}
     assert not any(AlgorithmConfig(preset=preset).dynamic_sampling.enabled for preset in others)
@@ -66,9 +66,14 @@ def test_what_the_rows_add() -> None:
 
 def test_the_correction_is_truncation_unless_set() -> None:
     for preset in PRESETS:
-        correction = AlgorithmConfig(preset=preset).correction
-        assert (correction.kind, correction.cap, correction.low, correction.high) == ("truncate", 2.0, 0.5, 5.0)
-        assert (correction.sequence_low, correction.sequence_high) == (0.99, 1.01)
+        chosen = AlgorithmConfig(preset=preset).importance_sampling
+        assert (
+            chosen.mode,
+            chosen.cap,
+            chosen.low,
+            chosen.high,
+        ) == ("token_truncate", 2.0, 0.5, 5.0)
+        assert (chosen.sequence_low, chosen.sequence_high) == (0.99, 1.01)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -77,8 +82,8 @@ def test_a_pull_needs_a_reference(preset: str) -> None:
 
 
 def test_what_is_set_wins_over_the_preset() -> None:
-    config = AlgorithmConfig.load([], ["preset=grpo", "weighting=token_mean", "kl.coefficient=0.5"])
-    assert (config.weighting, config.kl.coefficient) == ("token_mean", 0.5)
+    config = AlgorithmConfig.load([], ["preset=grpo", "loss_aggregation=token_mean", "kl.coefficient=0.5"])
+    assert (config.loss_aggregation, config.kl.coefficient) == ("token_mean", 0.5)
     assert config.kl.estimator == PRESETS["grpo"]["kl"]["estimator"]
 
 
@@ -105,12 +110,17 @@ def test_dynamic_sampling_needs_groups() -> None:
         AlgorithmConfig.load([], ["preset=ppo", "dynamic_sampling.enabled=true"])
 
 
-@pytest.mark.parametrize("kind", ["truncate", "sequence_truncate"])
-def test_the_engines_log_probs_as_old_ones_leave_nothing_to_truncate(kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"correction\.kind={kind}"):
-        AlgorithmConfig.load([], ["preset=grpo", "old=rollout", f"correction.kind={kind}"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_the_engines_log_probs_as_old_ones_leave_nothing_to_truncate(mode: str) -> None:
+    with pytest.raises(ConfigError, match=rf"importance_sampling\.mode={mode}"):
+        AlgorithmConfig.load([], ["preset=grpo", "old_logprobs=rollout", f"importance_sampling.mode={mode}"])
 
 
-@pytest.mark.parametrize("kind", ["none", "mask", "sequence_mask"])
-def test_the_engines_log_probs_as_old_ones_may_be_masked(kind: str) -> None:
-    assert AlgorithmConfig.load([], ["preset=cispo", "old=rollout", f"correction.kind={kind}"]).old == "rollout"
+@pytest.mark.parametrize("mode", ["none", "token_mask", "sequence_mask"])
+def test_the_engines_log_probs_as_old_ones_may_be_masked(mode: str) -> None:
+    assert (
+        AlgorithmConfig.load(
+            [], ["preset=cispo", "old_logprobs=rollout", f"importance_sampling.mode={mode}"]
+        ).old_logprobs
+        == "rollout"
+    )

@@ -3,8 +3,10 @@ import re
 import pytest
 
 from trueline.config.base import Config, ConfigError, keys_named
-from trueline.config.foreign_names import FOREIGN_NAMES, ROWS
+from trueline.config.foreign_names import FOREIGN_NAMES, RENAMED, ROWS
+from trueline.config.rl import RLConfig
 from trueline.config.serving import ServingConfig
+from trueline.config.supervised import SftConfig
 from trueline.verbs import VERBS
 
 KINDS: list[type[Config]] = [*dict.fromkeys(command.kind for command in VERBS.values()), ServingConfig]
@@ -37,15 +39,15 @@ grpo max_len rollout.max_prompt_tokens rollout.max_new_tokens
 sft max_length max_tokens
 dpo max_len max_tokens
 raft max_length training.max_tokens
-grpo per_device_train_batch_size training.micro_batch_tokens groups_per_step algorithm.group_size
-grpo gradient_accumulation_steps training.micro_batch_tokens groups_per_step algorithm.group_size
+grpo per_device_train_batch_size training.micro_batch_tokens prompts_per_step algorithm.group_size
+grpo gradient_accumulation_steps training.micro_batch_tokens prompts_per_step algorithm.group_size
 sft gradient_accumulation_steps training.micro_batch_tokens samples_per_step
 raft gradient_accumulation_steps training.micro_batch_tokens training.samples_per_step
-grpo rollout_batch_size groups_per_step
-grpo data.train_batch_size groups_per_step
-grpo train_batch_size groups_per_step algorithm.group_size minibatches
+grpo rollout_batch_size prompts_per_step
+grpo data.train_batch_size prompts_per_step
+grpo train_batch_size prompts_per_step algorithm.group_size minibatches
 sft train_batch_size samples_per_step
-grpo actor_rollout_ref.actor.ppo_mini_batch_size groups_per_step algorithm.group_size minibatches
+grpo actor_rollout_ref.actor.ppo_mini_batch_size prompts_per_step algorithm.group_size minibatches
 grpo micro_train_batch_size training.micro_batch_samples
 ppo critic.ppo_micro_batch_size_per_gpu critic.micro_batch_samples
 ppo reward_model.micro_batch_size_per_gpu reward_model.micro_batch_samples
@@ -62,9 +64,9 @@ grpo eval_steps evaluation.every
 grpo logging_steps
 grpo max_steps steps
 raft max_steps training.steps
-grpo num_train_epochs steps groups_per_step
-grpo num_episodes steps groups_per_step
-grpo trainer.total_epochs steps groups_per_step
+grpo num_train_epochs steps prompts_per_step
+grpo num_episodes steps prompts_per_step
+grpo trainer.total_epochs steps prompts_per_step
 sft num_train_epochs epochs
 raft num_train_epochs training.epochs
 grpo temperature rollout.temperature
@@ -92,7 +94,7 @@ grpo lora_alpha model.lora.alpha
 grpo zero_stage training.zero_stage
 grpo vllm_num_engines rollout.engines
 grpo vllm_tensor_parallel_size rollout.tensor_parallel
-grpo vllm_gpu_memory_utilization rollout.gpu_memory_share
+grpo vllm_gpu_memory_utilization rollout.gpu_memory_utilization
 grpo pretrain model.path
 grpo actor_rollout_ref.model.path model.path
 grpo reward_pretrain reward.function
@@ -148,3 +150,17 @@ def test_names_stand_once_and_are_no_keys() -> None:
     names = [name for row, _ in ROWS for name in row.split()]
     assert len(names) == len(set(names))
     assert not set(names) & set().union(*KEYS.values())
+
+
+def test_an_old_name_says_the_new_one() -> None:
+    """In every kind of run that has it, under the name that the key has there."""
+    known = {key.path for verb in VERBS.values() for key in verb.kind().leaves()}
+    for old, new in RENAMED.items():
+        assert old not in known and new in known
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.old': it was renamed to 'algorithm.old_logprobs'"):
+        RLConfig.load([], ["algorithm.old=rollout"])
+    with pytest.raises(ConfigError, match=r"'model\.ring': it was renamed to 'model.context_parallel'"):
+        SftConfig.load([], ["model.ring=2"])
+    with pytest.raises(ConfigError) as refused:
+        SftConfig.load([], ["groups_per_step=2"])
+    assert "renamed" not in str(refused.value)

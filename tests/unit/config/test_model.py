@@ -10,10 +10,13 @@ from trueline.config.supervised import SftConfig
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "ranks are a multiple of the mesh": (
-        ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2"],
-        ["training.ranks=6", "model.tensor_parallel=2", "model.ring=2", "set it to 4 or a multiple"],
+        ["training.ranks=6", "model.tensor_parallel=2", "model.context_parallel=2"],
+        ["training.ranks=6", "model.tensor_parallel=2", "model.context_parallel=2", "set it to 4 or a multiple"],
     ),
-    "a ring is packed": (["model.ring=2", "training.packing=false"], ["model.ring=2", "training.packing=true"]),
+    "a ring is packed": (
+        ["model.context_parallel=2", "training.packing=false"],
+        ["model.context_parallel=2", "training.packing=true"],
+    ),
     "weights are offloaded at stage 3": (
         ["training.offload=all", "training.zero_stage=2"],
         ["training.offload=all", "training.zero_stage=3 (got 2)"],
@@ -50,12 +53,12 @@ def test_what_cannot_work_is_refused_by_key(kind: type[SftConfig] | type[RLConfi
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["training.ranks=8", "model.tensor_parallel=2", "model.ring=2"],
+        ["training.ranks=8", "model.tensor_parallel=2", "model.context_parallel=2"],
         ["training.engine=torch", "training.ranks=1", "training.zero_stage=3"],
         ["training.offload=all", "training.zero_stage=3"],
         ["training.offload=optimizer", "training.zero_stage=1"],
         ["model.lora.rank=4", "model.lora.quantize=true"],
-        ["model.lora.rank=4", "training.zero_stage=3", "model.ring=2"],
+        ["model.lora.rank=4", "training.zero_stage=3", "model.context_parallel=2"],
         ["training.engine=torch", "model.lora.rank=4", "model.lora.quantize=true", "model.dtype=float32"],
         ["training.packing=false", "model.tensor_parallel=2"],
     ],
@@ -75,7 +78,7 @@ def test_the_defaults_fit_together() -> None:
         "model.lora.rank=-1",
         "model.lora.dropout=1",
         "model.lora.alpha=0",
-        "model.ring=0",
+        "model.context_parallel=0",
         "training.ema_decay=1",
         "training.decay_share=0",
         "training.max_bad_steps=-1",

@@ -52,10 +52,10 @@ def test_runtime_local_keeps_what_else_is_set_in_those_sections() -> None:
 
 
 def test_minibatches_must_divide_the_answers() -> None:
-    message = refused("groups_per_step=3", "algorithm.group_size=2", "minibatches=4")
-    for part in ("minibatches=4", "groups_per_step=3", "algorithm.group_size=2"):
+    message = refused("prompts_per_step=3", "algorithm.group_size=2", "minibatches=4")
+    for part in ("minibatches=4", "prompts_per_step=3", "algorithm.group_size=2"):
         assert part in message
-    assert RLConfig.load([], ["groups_per_step=3", "algorithm.group_size=2", "minibatches=6"]).minibatches == 6
+    assert RLConfig.load([], ["prompts_per_step=3", "algorithm.group_size=2", "minibatches=6"]).minibatches == 6
 
 
 def test_colocated_models_cannot_lag() -> None:
@@ -80,8 +80,8 @@ def test_values_out_of_range_are_refused_by_key(override: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["model.ring=2", "training.ranks=2", "reference.ranks=1"],
-        ["model.ring=2", "training.ranks=2", "reference.packing=false"],
+        ["model.context_parallel=2", "training.ranks=2", "reference.ranks=1"],
+        ["model.context_parallel=2", "training.ranks=2", "reference.packing=false"],
     ],
 )
 def test_the_references_ranks_must_fit_the_mesh_too(overrides: list[str]) -> None:
@@ -101,8 +101,10 @@ def test_several_greedy_answers_are_refused() -> None:
 
 
 def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
-    config = RLConfig.load([], ["model.ring=2", "training.ranks=2", "critic.ring=1", "critic.ranks=1"])
-    assert config.critic.model_like(config.model, "elsewhere").ring == 1
+    config = RLConfig.load(
+        [], ["model.context_parallel=2", "training.ranks=2", "critic.context_parallel=1", "critic.ranks=1"]
+    )
+    assert config.critic.model_like(config.model, "elsewhere").context_parallel == 1
     assert "critic.ranks" in refused("critic.tensor_parallel=2", "critic.ranks=3")
 
 
@@ -111,8 +113,11 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
     [
         (["algorithm.preset=on_policy_distill", "evaluation.data=x.jsonl"], "evaluation needs a reward"),
         (["algorithm.preset=dapo", "algorithm.kl.target=6"], "kl.coefficient"),
-        (["algorithm.correction.low=3", "algorithm.correction.high=2"], "algorithm.correction.low=3"),
-        (["algorithm.old=rollout"], "correction.kind"),
+        (
+            ["algorithm.importance_sampling.low=3", "algorithm.importance_sampling.high=2"],
+            "algorithm.importance_sampling.low=3",
+        ),
+        (["algorithm.old_logprobs=rollout"], "importance_sampling.mode"),
     ],
 )
 def test_combinations_that_would_not_do_what_they_say_are_refused(overrides: list[str], part: str) -> None:

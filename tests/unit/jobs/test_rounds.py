@@ -150,7 +150,7 @@ def test_a_stage_that_ends_early_ends_the_recipe_and_is_taken_up_again(tmp_path:
 def test_results_are_read_from_the_stages(raft: Recipe, tmp_path: Path) -> None:
     for number, reward in enumerate((0.1, 0.4, 0.9)):
         (tmp_path / f"round_{number}/eval").mkdir(parents=True)
-        metrics = {"evaluation/reward": reward, "evaluation/reward_ci95": 0.01, "evaluation/answer_tokens": 3.0}
+        metrics = {"evaluation/reward": reward, "evaluation/reward_ci95": 0.01, "evaluation/response_length": 3.0}
         write_json(tmp_path / f"round_{number}/eval/evaluation.json", {"metrics": metrics})
     for number in (1, 2):
         (tmp_path / f"round_{number}/generate").mkdir()

@@ -22,7 +22,7 @@ from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.jobs.plan import chosen_prompts, describe, engine_count, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
     SampleFile,
-    answer_of,
+    completion_of,
     described,
     kept_of,
     pair_of,
@@ -59,7 +59,7 @@ def row(number: int, *answers: tuple[str, float | None], **more: Any) -> dict[st
         }
         for reply, reward in answers
     ]
-    return {"number": number, "prompt": [{"role": "user", "content": f"Say {number}"}], "answers": described}
+    return {"number": number, "prompt": [{"role": "user", "content": f"Say {number}"}], "completions": described}
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_what_a_row_says_of_an_answer() -> None:
     fine = Trajectory(prompt, 0, [1, 2, 3], [False, True, True], [], [], [], reward=0.5, truncated=True, reply="x")
     fine.outcome, fine.metrics = Outcome.TRUNCATED, {"reward/length": 0.25}
     lost = Trajectory(prompt, 0, [1, 2], [False, True], [], [], [], outcome=Outcome.REWARD_TIMEOUT, error="slow")
-    written = row_of(12, [fine, lost], judged=True)
+    written = row_of(12, [fine, lost], scored=True)
     assert {name: written[name] for name in ("number", "id", "source", "label")} == {
         "number": 12,
         "id": 4,
@@ -147,8 +147,8 @@ def test_what_a_row_says_of_an_answer() -> None:
     }
     kept = {"reply": "x", "reward": 0.5, "parts": {"length": 0.25}, "outcome": "truncated", "truncated": True}
     failed = {"reply": "", "reward": None, "parts": {}, "outcome": "reward_timeout", "truncated": False}
-    assert written["answers"] == [kept | {"tokens": 2}, failed | {"tokens": 1, "error": "slow"}]
-    assert answer_of(fine, judged=False)["reward"] is None
+    assert written["completions"] == [kept | {"tokens": 2}, failed | {"tokens": 1, "error": "slow"}]
+    assert completion_of(fine, scored=False)["reward"] is None
 
 
 # Selection
@@ -192,9 +192,9 @@ def test_a_pair_is_the_best_against_the_worst(answers: Any, pair: tuple[str, str
 
 
 def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_worse_one() -> None:
-    cut = row(0, ("cut", 1.0), truncated=True)["answers"] + row(0, ("whole", 0.5))["answers"]
-    cut += row(0, ("cut too", 0.0), truncated=True)["answers"]
-    mixed = row(0) | {"answers": cut}
+    cut = row(0, ("cut", 1.0), truncated=True)["completions"] + row(0, ("whole", 0.5))["completions"]
+    cut += row(0, ("cut too", 0.0), truncated=True)["completions"]
+    mixed = row(0) | {"completions": cut}
     keys = {"keep": "best", "pairs": True}
     assert [answer["reply"] for answer in kept_of(mixed, config(**keys))] == ["cut"]
     strict = config(**keys, keep_truncated=False)
@@ -217,7 +217,7 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     assert {name: value for name, value in summary.items() if name != "errors"} == pytest.approx(
         {
             "prompts": 2,
-            "answers": 6,
+            "completions": 6,
             "failed": 1,
             "empty": 1,
             "truncated": 0,
@@ -235,7 +235,7 @@ def test_tools_go_with_what_is_selected(tmp_path: Path) -> None:
     prompt = Prompt(4, TOOL_TALK[:3], source="data.jsonl", tools=TOOLS)
     said = [("two", 1.0), ("three", 0.0)]
     group = [Trajectory(prompt, 0, [1], [True], [], [], [], reward=reward, reply=reply) for reply, reward in said]
-    write_selection([row_of(0, group, judged=True)], tmp_path, config(keep="best", pairs=True))
+    write_selection([row_of(0, group, scored=True)], tmp_path, config(keep="best", pairs=True))
     (kept,), _ = read_conversations(open_source(str(tmp_path / "kept.jsonl"), "data.path"), DataConfig())
     (pair,), _ = read_pairs(open_source(str(tmp_path / "pairs.jsonl"), "data.path"), DataConfig())
     assert isinstance(kept, Conversation)
@@ -392,7 +392,7 @@ def test_only_a_run_that_goes_on_is_compared_with_what_it_was(tree: dict[str, An
 def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     (number, prompt), *_ = chosen_prompts(plan_generate(GenerateConfig.parse(tree)))
     with SampleFile(tmp_path / "samples.jsonl") as file:
-        file.add({"number": number, **described(prompt), "answers": []})
+        file.add({"number": number, **described(prompt), "completions": []})
         check_answered(file, [(number, prompt)])
         messages = [{"role": "user", "content": "other"}]
         for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": messages}, {"tools": TOOLS}):

@@ -7,7 +7,7 @@ from trueline.monitoring.progress import Progress
 METRICS = {
     "reward/mean": 0.5,
     "loss": -0.01234,
-    "answer/truncated_share": 0.25,
+    "response_length/truncated_share": 0.25,
     "something/else": 7.0,
     "time/rollout": 1.25,
     "time/train": 2.0,

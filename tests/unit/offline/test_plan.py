@@ -152,7 +152,7 @@ def test_the_longest_row_is_the_longest_pair() -> None:
 
 
 def test_a_row_that_fits_no_pass_is_refused_before_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .*micro_batch_tokens x model\.ring = 5"):
+    with pytest.raises(ConfigError, match=r"a row of 6 tokens does not fit .* x model\.context_parallel = 5"):
         check_longest(make_dataset([3, 4, 6], 1), Budget(5))
     with pytest.raises(ConfigError, match=r"a row of 11 tokens \(both answers of a pair\) does not fit"):
         check_longest(make_dataset([3, 4, 6, 5], 2), Budget(10))
@@ -219,7 +219,7 @@ def test_rows_may_have_what_a_pass_of_all_ring_ranks_holds(load: Any) -> None:
     assert planning.budget_of(asked).tokens == 100
     assert (
         planning.budget_of(
-            asked.replaced({"runtime": "ray", "training": {"engine": "deepspeed"}, "model": {"ring": 2}})
+            asked.replaced({"runtime": "ray", "training": {"engine": "deepspeed"}, "model": {"context_parallel": 2}})
         ).tokens
         == 200
     )

@@ -38,7 +38,7 @@ class Given:
 
 def judged(*parts: tuple[str, float | Exception, dict[str, float]], policy_error: float = -1.0) -> Verdict:
     rewards = {name: (Given(result), RewardPartConfig(**settings)) for name, result, settings in parts}
-    return asyncio.run(CombinedReward(dict(rewards), policy_error).judge({"reply": "a"}))
+    return asyncio.run(CombinedReward(dict(rewards), policy_error).verdict({"reply": "a"}))
 
 
 def test_weighted_sum_of_clipped_parts() -> None:
@@ -96,7 +96,7 @@ def test_all_are_asked_at_once_and_all_are_stopped() -> None:
         rewards = [Given(1.0, barrier), Given(2.0, barrier)]
         combined = CombinedReward({str(one.result): (one, RewardPartConfig()) for one in rewards}, 0.0)
         async with asyncio.timeout(5):
-            assert (await combined.judge({"reply": "a"})).reward == 3.0
+            assert (await combined.verdict({"reply": "a"})).reward == 3.0
         await combined.stop()
         assert all(one.stopped for one in rewards)
 

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from trueline.training.group import ModelGroup
 
 TOKEN = "a-token-for-tests"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+PATIENCE = 600  # seconds, on a busy machine too
 CALL = {"reply": "5", "prompt": "2+3=", "messages": [{"role": "user", "content": "2+3="}], "label": "5"}
 
 
@@ -124,22 +126,30 @@ def test_requests_of_several_clients_share_a_batch(folder: Path, group: ModelGro
     def score(samples: list[Sample]) -> list[Tensor]:
         sizes.append(len(samples))
         first.set()
-        assert second.wait(10)
+        assert second.wait(PATIENCE)
         return group.score(samples)
 
     found: list[Any] = []
-    with served(lambda: model_reward(folder, score)) as address:
+    made: list[ModelReward] = []
+
+    def make() -> ModelReward:
+        made.append(model_reward(folder, score))
+        return made[0]
+
+    with served(make) as address:
         clients = [threading.Thread(target=lambda: found.append(post(address, {"calls": [CALL] * 2}).json()))]
         clients[0].start()
-        assert first.wait(10)  # the model is busy with the first request while three more arrive
+        assert first.wait(PATIENCE)  # the model is busy with the first request while three more arrive
         for _ in range(3):
             clients.append(threading.Thread(target=lambda: found.append(post(address, {"calls": [CALL]}).json())))
             clients[-1].start()
         with httpx.Client(trust_env=False) as client:
             assert client.get(f"{address}/health").status_code == 200  # it still answers others
-        threading.Timer(0.3, second.set).start()
+        while len(made[0].open) < 3:
+            time.sleep(0.01)
+        second.set()
         for client_thread in clients:
-            client_thread.join(20)
+            client_thread.join(PATIENCE)
     assert sizes == [2, 3]
     assert sorted(len(one["rewards"]) for one in found) == [1, 1, 1, 2]
 

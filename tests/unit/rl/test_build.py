@@ -11,7 +11,7 @@ from trueline.rl.build import make_evaluator, make_rollouts
 from trueline.rl.plan import RLPlan, plan_rl
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
-from trueline.runs.processes import Conversations
+from trueline.runs.processes import Sampling
 from trueline.runs.state import RLState
 
 NOTHING: Any = None
@@ -24,7 +24,7 @@ def planned(model_folder: Path, tmp_path: Path) -> Any:
         file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
         given = [f"model.path={model_folder}", f"data.path={file}", "reward.function=exact", "runtime=local"]
         held_out = [f"evaluation.data={file}", "evaluation.samples=3", "evaluation.temperature=0.25"]
-        words = ["seed=5", "groups_per_step=2", "rollout.max_new_tokens=7", "rollout.temperature=0.5"]
+        words = ["seed=5", "prompts_per_step=2", "rollout.max_new_tokens=7", "rollout.temperature=0.5"]
         return plan_rl(RLConfig.load([], [*given, *held_out, *words, *overrides]))
 
     return make
@@ -34,7 +34,7 @@ def planned(model_folder: Path, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("seeded", [True, False])
 def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, greedy: bool, seeded: bool) -> None:
     plan = planned(f"algorithm.preset={preset}", "algorithm.group_size=4", f"rollout.seeded={seeded}")
-    talk = Conversations(Episodes(EnginePool([]), plan.chat), NOTHING, (2,), NOTHING)
+    talk = Sampling(Episodes(EnginePool([]), plan.chat), NOTHING, (2,), NOTHING)
     rollouts = make_rollouts(plan, talk, RLState(groups=6), RunFolder(tmp_path))
     sampler = rollouts.sampler
     assert (sampler.size, sampler.seed, sampler.greedy) == (4, 5 if seeded else None, greedy)

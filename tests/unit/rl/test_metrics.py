@@ -33,16 +33,16 @@ def test_rewards_lengths_and_outcomes_of_a_step() -> None:
     wrong = trajectory(0.0, 7, tokens=4)
     wrong.outcome = Outcome.POLICY_ERROR
     groups = [[trajectory(1.0, 7), wrong], [trajectory(2.0, 7, 6, group=1, cut=True), trajectory(2.0, 7, group=1)]]
-    found = described(groups, Dropped(answers=3, groups=2, uniform=[0.0, 2.0, 2.0]))
+    found = described(groups, Dropped(completions=3, groups=2, uniform=[0.0, 2.0, 2.0]))
     assert found["reward/mean"] == pytest.approx(1.25)
     assert found["reward/std"] == pytest.approx(torch.tensor([1.0, 0.0, 2.0, 2.0]).std(correction=0).item())
     assert found["reward/shaped_mean"] == pytest.approx(0.75)
     assert found["reward/uniform_groups_share"] == 0.5
     assert found["reward/failed"] == 3
     assert found["reward/policy_errors"] == 1
-    assert found["answer/tokens_mean"] == pytest.approx(3.5)
-    assert found["answer/tokens_max"] == 6
-    assert found["answer/truncated_share"] == 0.25
+    assert found["response_length/mean"] == pytest.approx(3.5)
+    assert found["response_length/max"] == 6
+    assert found["response_length/truncated_share"] == 0.25
     assert found["rollout/groups"] == 2
     assert found["rollout/dropped_groups"] == 5
     assert found["speed/tokens"] == 4 * 2 + 14

@@ -139,7 +139,7 @@ def test_names_are_looked_up_before_the_start() -> None:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_only_steps=10 of steps=10"),
+        (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_warmup_steps=10 of steps=10"),
         (["algorithm.preset=ppo", "critic.engine=torch", "critic.ranks=2"], "critic.engine=torch"),
         (["algorithm.preset=ppo", "critic.offload=all"], "critic.offload=all needs critic.zero_stage=3"),
         (["algorithm.preset=remax", "algorithm.shaping.overlong_factor=1"], "greedy"),
@@ -150,7 +150,9 @@ def test_what_the_algorithm_cannot_work_with_is_refused_before_any_row_is_read(o
     with pytest.raises(ConfigError) as caught:
         plan_rl(RLConfig.load([], ["data.path=nowhere.jsonl", *overrides]))
     assert part in str(caught.value)
-    check_algorithm(RLConfig.load([], ["critic.offload=all", "algorithm.critic_only_steps=500"]))  # grpo has no critic
+    check_algorithm(
+        RLConfig.load([], ["critic.offload=all", "algorithm.critic_warmup_steps=500"])
+    )  # grpo has no critic
 
 
 @pytest.fixture
@@ -275,8 +277,8 @@ def test_a_critic_of_the_users_own_advantage_has_gpus_and_keys_that_count(elsewh
     words = ["algorithm.advantage=own_plan:with_critic", "critic.placement=separate", "critic.ranks=2"]
     assert shares(elsewhere(80, *words, gpus=8).config) == (3, 3, "separate")
     assert idle_keys(RLConfig.load([], [*words, "algorithm.value_clip=0.1", "critic.learning_rate=1e-3"])) == []
-    with pytest.raises(ConfigError, match="critic_only_steps=100 of steps=100"):
-        check_algorithm(RLConfig.load([], [*words, "algorithm.critic_only_steps=100"]))
+    with pytest.raises(ConfigError, match="critic_warmup_steps=100 of steps=100"):
+        check_algorithm(RLConfig.load([], [*words, "algorithm.critic_warmup_steps=100"]))
 
 
 @pytest.mark.usefixtures("own")
@@ -305,7 +307,7 @@ def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_recipe_has_five_lines(preset: str) -> None:
     lines = describe_recipe(RLConfig.parse({"algorithm": {"preset": preset}})).splitlines()
-    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "correction"]
+    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "importance"]
 
 
 def test_the_recipe_tells_what_was_changed() -> None:
@@ -386,7 +388,7 @@ def test_every_rank_takes_memory(elsewhere: Any) -> None:
 
 
 def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
-    words = ["algorithm.preset=ppo", "critic.micro_batch_tokens=300000", "groups_per_step=1000"]
+    words = ["algorithm.preset=ppo", "critic.micro_batch_tokens=300000", "prompts_per_step=1000"]
     with pytest.raises(ConfigError, match=r"needs about .*1 x critic .*: set critic\.micro_batch_tokens=\d+$"):
         elsewhere(30, *words)
 
@@ -396,8 +398,8 @@ def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
     [
         (["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
         (["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
-        (["reference.placement=separate", "reference.ring=4"], (2, 2, "separate")),
-        (["reference.placement=separate", "reference.ring=4", "model.lora.rank=2"], (4, 4, "separate")),
+        (["reference.placement=separate", "reference.context_parallel=4"], (2, 2, "separate")),
+        (["reference.placement=separate", "reference.context_parallel=4", "model.lora.rank=2"], (4, 4, "separate")),
     ],
 )
 def test_gpus_of_models_that_are_needed_and_share_with_no_one_are_taken_first(
@@ -416,12 +418,12 @@ def test_a_plan_holds_what_its_configuration_says(elsewhere: Any, gpus: int) -> 
     sections = plan.config.roles()
     assert {role.name: role.world for role in plan.roles} == {"reference": 4 if gpus else 1, "critic": 3}
     assert all(role.world == sections[role.section].ranks == role.ranks.ranks for role in plan.roles)
-    assert [one.ranks for one in plan.layout.beside] == [role.world for role in plan.roles]
+    assert [one.ranks for one in plan.layout.roles] == [role.world for role in plan.roles]
 
 
 def test_engines_on_the_same_gpu_leave_less_to_the_passes(elsewhere: Any) -> None:
     alone = elsewhere(24, gpus=2).config
-    together = elsewhere(24, "rollout.gpu_memory_share=0.7", gpus=1).config
+    together = elsewhere(24, "rollout.gpu_memory_utilization=0.7", gpus=1).config
     assert (alone.placement, alone.model.gradient_checkpointing) == ("separate", False)
     assert (together.placement, together.model.gradient_checkpointing) == ("colocated", True)
 
@@ -471,7 +473,7 @@ def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, An
 
 def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> None:
     """Forward passes cost 2 per parameter and token, backward ones 4; sampling and scoring are forward passes."""
-    words = ["groups_per_step=4", "rollout.max_new_tokens=100", "epochs=2", "steps=3"]
+    words = ["prompts_per_step=4", "rollout.max_new_tokens=100", "epochs=2", "steps=3"]
     grouped, alone = "algorithm.group_size=8", "algorithm.kl.coefficient=0"
     for gpus, cores, speed in ((0, 2, 2 * 2e10), (2, 2, 2 * 2e14)):
         plan = elsewhere(100, *words, grouped, alone, gpus=gpus, cpus=cores)

@@ -76,7 +76,7 @@ def test_minibatches_are_parts_of_the_whole(
 
 def test_a_critic_learns_from_every_minibatch(tmp_path: Path) -> None:
     """Two steps of one minibatch and one step of two make as many optimizer steps of policy and critic."""
-    words = ["groups_per_step=16", "critic.schedule=linear", "critic.learning_rate=1e-3"]
+    words = ["prompts_per_step=16", "critic.schedule=linear", "critic.learning_rate=1e-3"]
     assert run_letters(tmp_path, "ppo", *words, "minibatches=2", "steps=1") == 0
     row = rows_of(tmp_path)[1]
     assert row["critic/learning_rate"] == pytest.approx(5e-4)  # the second of two
@@ -111,7 +111,7 @@ def test_an_advantage_of_the_users_own_gets_its_critic_and_greedy_answers(
 ) -> None:
     (tmp_path / "own_trainer.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["algorithm.advantage=own_trainer:own_gae", "algorithm.critic_only_steps=1", "critic.learning_rate=1e-3"]
+    words = ["algorithm.advantage=own_trainer:own_gae", "algorithm.critic_warmup_steps=1", "critic.learning_rate=1e-3"]
     assert run_letters(tmp_path, "grpo", *words, "steps=2") == 0
     first, second = rows_of(tmp_path)[1:]
     assert first["critic/grad_norm"] > 0 and "grad_norm" not in first  # the policy waits

@@ -11,9 +11,9 @@ from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
-from trueline.rollout.evaluation import Evaluator, judged
+from trueline.rollout.evaluation import Evaluator, scored
 from trueline.rollout.groups import GroupSampler, completion_seed
-from trueline.rollout.pass_at_k import Judged
+from trueline.rollout.pass_at_k import Scored
 from trueline.runtime.event_loop import EventLoop
 
 Table = dict[str, list[float | None]]
@@ -41,7 +41,7 @@ def test_one_answer_to_each_prompt_of_one_set(episodes: Episodes, loop: EventLoo
         {
             "evaluation/reward": 0.5,
             "evaluation/reward_ci95": 0.98,
-            "evaluation/answer_tokens": 2.0,
+            "evaluation/response_length": 2.0,
             "evaluation/failed_share": 0.0,
         }
     )
@@ -70,12 +70,12 @@ def test_replies_and_rewards_stay_together_where_some_failed() -> None:
     (prompt,) = prompts("a")
     found = [("lost", FAILS), ("right", 1.0), ("lost too", FAILS), ("wrong", 0.0)]
     group = [Trajectory(prompt, 0, [], [], [], [], [], reward=reward, reply=reply) for reply, reward in found]
-    assert judged(group) == Judged(["right", "wrong"], [1.0, 0.0])
+    assert scored(group) == Scored(["right", "wrong"], [1.0, 0.0])
 
 
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:
     metrics, _ = evaluated(episodes, loop, {"": prompts("a")}, {"a": [FAILS]})
-    assert metrics == {"evaluation/answer_tokens": 2.0, "evaluation/failed_share": 1.0}
+    assert metrics == {"evaluation/response_length": 2.0, "evaluation/failed_share": 1.0}
 
 
 def test_sets_have_names_and_weigh_the_same(episodes: Episodes, loop: EventLoop) -> None:

@@ -241,7 +241,7 @@ def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exc
     first, second = rollouts.take(2)
     assert (len(first), len(second)) == (3, 2)
     assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
-    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (1, 0)
+    assert (rollouts.dropped.completions, rollouts.dropped.groups) == (1, 0)
     (example,) = rollouts.budget.examples.values()
     assert (example.outcome, example.reward) == (outcome, None)
     assert example.error.strip().endswith("no reward for 1")
@@ -254,7 +254,7 @@ def test_what_the_policy_itself_did_wrong_keeps_the_reward_set_for_it(build: Any
     assert (len(first), len(second)) == (3, 3)
     wrong = [one for one in second if one.outcome is Outcome.POLICY_ERROR]
     assert [(one.reward, one.error) for one in wrong] == [(-1.0, "no reward for 1")]
-    assert rollouts.dropped.answers == 0
+    assert rollouts.dropped.completions == 0
 
 
 def test_the_greedy_answer_is_the_baseline_and_not_trained_on(build: Any) -> None:
@@ -304,9 +304,9 @@ def test_a_group_left_with_one_answer_is_replaced_by_the_next_prompt(build: Any)
     rollouts, _ = build(reward=FakeReward({0: 2}))
     rollouts.start()
     assert prompt_ids(rollouts.take(2)) == [1, 2]
-    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (2, 1)
+    assert (rollouts.dropped.completions, rollouts.dropped.groups) == (2, 1)
     rollouts.release()
-    assert (rollouts.dropped.answers, rollouts.dropped.groups) == (0, 0)
+    assert (rollouts.dropped.completions, rollouts.dropped.groups) == (0, 0)
     assert prompt_ids(rollouts.take(2)) == [3, 4]
 
 

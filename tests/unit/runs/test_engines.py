@@ -37,7 +37,7 @@ from trueline.runs.processes import engine_specs
 from trueline.runtime import placement
 from trueline.runtime.actors import Done, Spot
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Beside, Layout, Processes
+from trueline.runtime.placement import Layout, Processes, RoleRanks
 from trueline.training.engines import TRAIN_ENGINES, TrainRow
 from trueline.training.torch_engine import TorchEngine
 from trueline.training.worker import WorkerSpec, worker_target
@@ -124,7 +124,7 @@ TORCH_REFUSES: dict[str, tuple[list[str], list[str]]] = {
         ["training.engine=torch", "training.ranks=1 (got 2)", "training.engine=deepspeed"],
     ),
     "layers that are divided": ([TORCH, "model.tensor_parallel=2"], ["model.tensor_parallel=1", "got 2 ranks wide"]),
-    "sequences that are divided": ([TORCH, "model.ring=2"], ["model.ring=1"]),
+    "sequences that are divided": ([TORCH, "model.context_parallel=2"], ["model.context_parallel=1"]),
     "lower precision": (
         [TORCH, "model.dtype=bfloat16"],
         ["training.engine=torch", "model.dtype=float32 (got bfloat16)", "or training.engine=deepspeed"],
@@ -145,9 +145,9 @@ def test_what_the_torch_engine_cannot_do_is_refused_by_key(kind: type[EnginesCon
 def test_a_critic_is_trained_too_and_cut_as_it_says_itself() -> None:
     small = ["algorithm.preset=ppo", "critic.engine=torch"]
     assert "critic.ranks=1 (got 2)" in refused(RLConfig.load([], [*small, "critic.ranks=2"]), "critic")
-    wide = ["model.ring=2", "training.ranks=2"]
+    wide = ["model.context_parallel=2", "training.ranks=2"]
     assert "got 2 ranks wide" in refused(RLConfig.load([], [*small, *wide]), "critic")
-    check_engines(RLConfig.load([], [*small, *wide, "critic.ring=1", "critic.ranks=1"]), "critic")
+    check_engines(RLConfig.load([], [*small, *wide, "critic.context_parallel=1", "critic.ranks=1"]), "critic")
 
 
 def test_ranks_that_the_machine_gives_are_compared_too(
@@ -228,7 +228,7 @@ def environments(gpus: int, engine: str, sampler: str, monkeypatch: pytest.Monke
     processes = Processes(machine(gpus), Layout(2, 1), Path("logs"), local=False)
     ranks, rollout = RanksConfig(engine=engine), RolloutConfig(engine=sampler, cpu_cache_gib=3.2)
     processes.policy(worker_target(ranks), [None, None])
-    processes.beside(Beside("critic", 2, shared=True), worker_target(ranks), [None, None])
+    processes.role(RoleRanks("critic", 2, shared=True), worker_target(ranks), [None, None])
     processes.engines(ROLLOUT_ENGINES[sampler].target(rollout), [None])
     return dict(Recorder.started)
 
@@ -305,7 +305,7 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_is_all_that_a_run_needs_of_a_new_engine(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", "--reward", "exact", "steps=1"]
-    small = ["groups_per_step=2", "rollout.max_new_tokens=4", f"folder={tmp_path}", "runtime=local"]
+    small = ["prompts_per_step=2", "rollout.max_new_tokens=4", f"folder={tmp_path}", "runtime=local"]
     own = ["training.engine=own", "rollout.engine=own"]
     assert main(["dr_grpo", *words, *small, *own, "name=run"]) == 0
     assert [spec.ranks.engine for spec in OwnTrainer.made] == ["own"] and len(OwnSampler.made) == 1

@@ -144,7 +144,7 @@ def test_what_is_set_is_kept() -> None:
 
 def test_a_pass_holds_the_longest_sequence_of_which_a_ring_divides_each() -> None:
     assert settled([room(900)], 30_000, "").tokens["training"] == 30_000
-    assert settled([room(900, tenant(ring=4))], 100_000, "").tokens["training"] == 25_000
+    assert settled([room(900, tenant(context_parallel=4))], 100_000, "").tokens["training"] == 25_000
 
 
 def test_every_room_counts() -> None:

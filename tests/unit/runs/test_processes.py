@@ -6,9 +6,9 @@ from trueline.config.model import ModelConfig
 from trueline.config.roles import CriticConfig
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.groups import GroupSampler
-from trueline.runs.processes import Conversations, role_group
+from trueline.runs.processes import Sampling, role_group
 from trueline.runs.roles import RoleModel
-from trueline.runtime.placement import Beside
+from trueline.runtime.placement import RoleRanks
 
 NOTHING: Any = None
 
@@ -17,19 +17,19 @@ class Recorder:
     """Starts nothing."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Beside, list[Any]]] = []
+        self.asked: list[tuple[RoleRanks, list[Any]]] = []
 
-    def beside(self, one: Beside, target: object, specs: list[Any]) -> list[Any]:
+    def role(self, one: RoleRanks, target: object, specs: list[Any]) -> list[Any]:
         self.asked.append((one, specs))
         return []
 
 
 def test_every_rank_of_a_role_knows_what_it_is() -> None:
-    model, ranks = ModelConfig(path="somewhere", ring=2), CriticConfig(placement="separate")
+    model, ranks = ModelConfig(path="somewhere", context_parallel=2), CriticConfig(placement="separate")
     processes: Any = Recorder()
     group = role_group(RoleModel("critic", "critic", model, ranks, "value", NOTHING, 4), processes, 5, 60.0, 9)
     ((place, specs),) = processes.asked
-    assert place == Beside("critic", 4, shared=False)
+    assert place == RoleRanks("critic", 4, shared=False)
     assert [(one.rank, one.world) for one in specs] == [(rank, 4) for rank in range(4)]
     known = {(one.model.path, one.head, one.total_steps, one.seed, one.timeout_seconds) for one in specs}
     assert known == {("somewhere", "value", 9, 5, 60.0)}
@@ -38,6 +38,6 @@ def test_every_rank_of_a_role_knows_what_it_is() -> None:
 
 
 def test_a_sampler_has_the_temperature_the_length_and_the_ends_of_its_answers() -> None:
-    talk = Conversations(NOTHING, NOTHING, (2, 7), NOTHING)
+    talk = Sampling(NOTHING, NOTHING, (2, 7), NOTHING)
     sampler = talk.sampler(0.5, 9, 3, 11, "train", greedy=True)
     assert sampler == GroupSampler(NOTHING, NOTHING, SamplingParams(0.5, 9, (2, 7)), 3, 11, "train", True)

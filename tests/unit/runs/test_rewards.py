@@ -110,5 +110,5 @@ def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.
     row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", columns={"level": 3})
     with pytest.raises(ConfigError, match=r"checked with \['level'\] and True"):
         check_rewards(config, row)
-    verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).judge({"reply": "x"}))
+    verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).verdict({"reply": "x"}))
     assert verdict.reward == 0.5

@@ -58,9 +58,9 @@ def test_every_kind_of_run_says_a_fact_in_the_same_words(
 
 
 def test_what_is_about_training_is_said_of_trained_models_only() -> None:
-    wide = ModelConfig(tensor_parallel=2, ring=3, gradient_checkpointing=True)
+    wide = ModelConfig(tensor_parallel=2, context_parallel=3, gradient_checkpointing=True)
     trained = TrainingConfig(zero_stage=1, micro_batch_tokens=64)
-    shape = "tensor 2 x ring 3"
+    shape = "tensor 2 x context 3"
     assert ranks_line("critic", 6, trained, wide) == (
         f"critic     6 x deepspeed rank, ZeRO 1, {shape}, passes of up to 64 tokens, activations computed again"
     )

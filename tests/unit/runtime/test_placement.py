@@ -2,19 +2,19 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Beside, Layout, check_devices, crowding
+from trueline.runtime.placement import Layout, RoleRanks, check_devices, crowding
 
 
 def machine(gpus: int) -> Machine:
     return Machine(cpus=8, memory_bytes=2**34, gpus=gpus, gpu_bytes=2**34)
 
 
-def layout(policy: int, engines: int, width: int = 1, colocated: bool = False, *beside: Beside) -> Layout:
+def layout(policy: int, engines: int, width: int = 1, colocated: bool = False, *beside: RoleRanks) -> Layout:
     return Layout(policy, engines, width, colocated, beside)
 
 
-def critic(ranks: int, shared: bool) -> Beside:
-    return Beside("critic", ranks, shared)
+def critic(ranks: int, shared: bool) -> RoleRanks:
+    return RoleRanks("critic", ranks, shared)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_model_that_shares_the_policys_gpus_has_no_more_ranks_than_the_policy(
 
 
 def test_more_processes_of_a_kind_than_cores_are_told_on_cpus_alone() -> None:
-    crowded = layout(9, 3, 3, False, critic(10, shared=True), Beside("reference", 8, True))
+    crowded = layout(9, 3, 3, False, critic(10, shared=True), RoleRanks("reference", 8, True))
     found = crowding(crowded, machine(0))
     assert [line.partition(":")[0] for line in found] == [
         "critic.ranks=10",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.tiny import make_samples
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -229,6 +229,6 @@ def test_a_whole_run_stops_by_name(
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
     (tmp_path / "reward.py").write_text("def reward(reply): return float(len(reply))")
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", f"folder={tmp_path}", "name=run"]
-    small = ["groups_per_step=2", "rollout.max_new_tokens=4", "training.learning_rate=1e-2", "runtime=local"]
+    small = ["prompts_per_step=2", "rollout.max_new_tokens=4", "training.learning_rate=1e-2", "runtime=local"]
     assert main(["grpo", *words, "--reward", f"{tmp_path}/reward.py:reward", *small, "steps=3"]) == 1
     assert message in capsys.readouterr().out

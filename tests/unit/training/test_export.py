@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig

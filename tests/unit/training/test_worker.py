@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tests.support.tiny import make_tiny_model
-from trueline.algorithms.weighting import set_weights
+from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig

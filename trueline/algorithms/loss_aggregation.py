@@ -6,7 +6,7 @@ A worker sums `weight * mask * value`, so micro-batches, ranks and padding canno
 from trueline.algorithms.entries import Entry, entry, named
 from trueline.data.types import Sample
 
-Weighting = Entry[[list[int], int], list[float]]  # sampled tokens of each answer, token budget -> weights
+Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each answer, token budget -> weights
 
 
 @entry("every sampled token of a minibatch counts the same")
@@ -33,14 +33,14 @@ def sequence_sum(counts: list[int], budget: int) -> list[float]:
     return [1 / len(counts)] * len(counts)
 
 
-WEIGHTINGS: dict[str, Weighting] = named(token_mean, sequence_mean, constant, sequence_sum)
+AGGREGATIONS: dict[str, Aggregation] = named(token_mean, sequence_mean, constant, sequence_sum)
 
 
-def set_weights(samples: list[Sample], weighting: str, budget: int) -> None:
+def set_weights(samples: list[Sample], loss_aggregation: str, budget: int) -> None:
     """Filtered samples weigh nothing and count nowhere."""
     in_loss = [sample for sample in samples if not sample.filtered]
     counts = [sample.sampled_tokens() for sample in in_loss]
-    weights = WEIGHTINGS[weighting](counts, budget) if counts else []
+    weights = AGGREGATIONS[loss_aggregation](counts, budget) if counts else []
     for sample in samples:
         sample.weight = 0.0
     for sample, weight in zip(in_loss, weights, strict=True):

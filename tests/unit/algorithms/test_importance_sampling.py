@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.correction import correction_weights, mismatch_metrics
+from trueline.algorithms.importance_sampling import importance_weights, mismatch_metrics
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, Sample
 
@@ -29,24 +29,24 @@ def batch_of(answers: list[list[float]]) -> Batch:
 def corrected(answers: list[list[float]] = ANSWERS, **settings: object) -> tuple[list[float], list[bool]]:
     """Weight of each sampled token, and whether it was truncated or masked."""
     batch = batch_of(answers)
-    config = AlgorithmConfig.parse({"preset": "dr_grpo", "correction": settings})
+    config = AlgorithmConfig.parse({"preset": "dr_grpo", "importance_sampling": settings})
     current = torch.full_like(batch.old_logprobs, -7.0)  # must not count: the trainer has scored before
-    weights, touched = correction_weights(current, batch, config)
+    weights, touched = importance_weights(current, batch, config)
     return weights[batch.mask].tolist(), touched[batch.mask].tolist()
 
 
 def test_none_leaves_every_token_alone() -> None:
-    assert corrected(kind="none") == ([1.0] * len(WEIGHTS), [False] * len(WEIGHTS))
+    assert corrected(mode="none") == ([1.0] * len(WEIGHTS), [False] * len(WEIGHTS))
 
 
 def test_truncate_caps_from_above_only() -> None:
-    weights, touched = corrected(kind="truncate", cap=2.5)
+    weights, touched = corrected(mode="token_truncate", cap=2.5)
     assert weights == pytest.approx([min(weight, 2.5) for weight in WEIGHTS])
     assert touched == [weight > 2.5 for weight in WEIGHTS]
 
 
 def test_mask_keeps_the_weight_inside_and_drops_the_token_outside() -> None:
-    weights, touched = corrected(kind="mask", low=0.45, high=5.5)
+    weights, touched = corrected(mode="token_mask", low=0.45, high=5.5)
     assert weights == pytest.approx([weight if 0.45 <= weight <= 5.5 else 0.0 for weight in WEIGHTS])
     assert touched == [not 0.45 <= weight <= 5.5 for weight in WEIGHTS]
 
@@ -57,47 +57,49 @@ def test_the_default_is_truncation_at_two() -> None:
 
 def test_sequence_truncate_gives_all_tokens_the_capped_product() -> None:
     """0.1 x 0.5 x 0.8 x 1 x 2 = 0.08 and 3 x 5 x 9 = 135."""
-    weights, touched = corrected(kind="sequence_truncate", cap=2.0)
+    weights, touched = corrected(mode="sequence_truncate", cap=2.0)
     assert weights == pytest.approx([0.08] * 5 + [2.0] * 3)
     assert touched == [False] * 5 + [True] * 3
 
 
 def test_sequence_mask_drops_answers_whose_geometric_mean_is_off() -> None:
     """(4 x 0.5 x 0.5)^(1/3) = 1 is kept, and 4 truncated; (1.1 x 1)^(1/2) = 1.049 is not; 1.009 is, however long."""
-    weights, touched = corrected([[4.0, 0.5, 0.5], [1.1, 1.0], [1.009] * 3], kind="sequence_mask", cap=2.0)
+    weights, touched = corrected([[4.0, 0.5, 0.5], [1.1, 1.0], [1.009] * 3], mode="sequence_mask", cap=2.0)
     assert weights == pytest.approx([2.0, 0.5, 0.5, 0.0, 0.0, 1.009, 1.009, 1.009])
     assert touched == [True, False, False, True, True, False, False, False]
 
 
-@pytest.mark.parametrize("kind", ["sequence_truncate", "sequence_mask"])
-def test_answers_do_not_touch_each_other(kind: str) -> None:
-    together = corrected(ANSWERS, kind=kind)
-    alone = [corrected([answer], kind=kind) for answer in ANSWERS]
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_answers_do_not_touch_each_other(mode: str) -> None:
+    together = corrected(ANSWERS, mode=mode)
+    alone = [corrected([answer], mode=mode) for answer in ANSWERS]
     assert together == (alone[0][0] + alone[1][0], alone[0][1] + alone[1][1])
 
 
-@pytest.mark.parametrize("kind", ["none", "truncate", "mask", "sequence_truncate", "sequence_mask"])
-def test_a_filler_without_sampled_tokens_gives_finite_weights(kind: str) -> None:
+@pytest.mark.parametrize("mode", ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_filler_without_sampled_tokens_gives_finite_weights(mode: str) -> None:
     batch = batch_of([[], [1.0]])
-    config = AlgorithmConfig.parse({"preset": "dr_grpo", "correction": {"kind": kind}})
-    assert correction_weights(batch.old_logprobs, batch, config)[0].isfinite().all()
+    config = AlgorithmConfig.parse({"preset": "dr_grpo", "importance_sampling": {"mode": mode}})
+    assert importance_weights(batch.old_logprobs, batch, config)[0].isfinite().all()
 
 
-def bypassed(kind: str) -> tuple[Tensor, Tensor, Batch]:
-    """old=rollout: the engine's log-probs serve as old ones, and w is that of the present forward pass."""
+def bypassed(mode: str) -> tuple[Tensor, Tensor, Batch]:
+    """old_logprobs=rollout: the engine's log-probs serve as old ones, and w is that of the present forward pass."""
     batch = batch_of([[0.6, 1.0, 7.0], [1.0, 1.001]])
     current = batch.old_logprobs.clone().requires_grad_()
     batch.old_logprobs = batch.rollout_logprobs
-    config = AlgorithmConfig.parse({"preset": "dr_grpo", "old": "rollout", "correction": {"kind": kind}})
-    return *correction_weights(current, batch, config), batch
+    config = AlgorithmConfig.parse(
+        {"preset": "dr_grpo", "old_logprobs": "rollout", "importance_sampling": {"mode": mode}}
+    )
+    return *importance_weights(current, batch, config), batch
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("none", [1, 1, 1, 1, 1]), ("mask", [1, 1, 0, 1, 1]), ("sequence_mask", [0, 0, 0, 1, 1])],
+    ("mode", "expected"),
+    [("none", [1, 1, 1, 1, 1]), ("token_mask", [1, 1, 0, 1, 1]), ("sequence_mask", [0, 0, 0, 1, 1])],
 )
-def test_with_the_engines_log_probs_as_old_ones_tokens_are_kept_or_masked(kind: str, expected: list[float]) -> None:
-    weights, touched, batch = bypassed(kind)
+def test_with_the_engines_log_probs_as_old_ones_tokens_are_kept_or_masked(mode: str, expected: list[float]) -> None:
+    weights, touched, batch = bypassed(mode)
     assert weights[batch.mask].tolist() == expected
     assert touched[batch.mask].tolist() == [not weight for weight in expected]
     assert not weights.requires_grad

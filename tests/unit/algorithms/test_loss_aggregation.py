@@ -3,7 +3,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from trueline.algorithms.weighting import WEIGHTINGS, set_weights
+from trueline.algorithms.loss_aggregation import AGGREGATIONS, set_weights
 from trueline.data.types import Sample
 
 BUDGET = 11
@@ -37,7 +37,7 @@ def weighted_sum(samples: list[Sample]) -> float:
     return sum(sample.weight * sum(answer) for sample, answer in zip(samples, VALUES, strict=True))
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_the_weighted_sum_is_the_papers_average(name: str) -> None:
     assert weighted_sum(weighted_samples(name)) == pytest.approx(paper(name, VALUES))
 
@@ -47,13 +47,13 @@ def test_a_mean_has_weights_that_sum_to_one(name: str) -> None:
     assert sum(sample.weight * sample.sampled_tokens() for sample in weighted_samples(name)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_filtered_answers_are_neither_in_the_sum_nor_in_the_denominator(name: str) -> None:
     samples = weighted_samples(name, filtered=(1,))
     assert samples[1].weight == 0.0
     assert weighted_sum(samples) == pytest.approx(paper(name, [VALUES[0], VALUES[2]]))
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("name", AGGREGATIONS)
 def test_where_all_are_filtered_nothing_weighs(name: str) -> None:
     assert [sample.weight for sample in weighted_samples(name, filtered=(0, 1, 2))] == [0.0, 0.0, 0.0]

@@ -6,60 +6,60 @@ import torch
 from torch import Tensor
 
 from trueline.algorithms.kl import bounded
-from trueline.config.algorithm import AlgorithmConfig, CorrectionConfig
+from trueline.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig
 from trueline.data.types import Batch, Sample
 
 # [N] log of w = p_trainer / p_engine -> [N] weight of each token, [N] bool whether it was truncated or masked
-Correction = Callable[[Tensor, Batch, CorrectionConfig], tuple[Tensor, Tensor]]
+Correction = Callable[[Tensor, Batch, ImportanceSamplingConfig], tuple[Tensor, Tensor]]
 
 
-def uncorrected(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+def uncorrected(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
 
 
-def truncate(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+def token_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Truncated importance sampling (Yao et al., Your Efficient RL Framework ..., 2025): min(w, cap)."""
     weights = bounded(log_weights).exp()
     return weights.clamp(max=config.cap), weights > config.cap
 
 
-def mask(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+def token_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """IcePop (arXiv:2510.18855): w inside [low, high], nothing outside."""
     weights = bounded(log_weights).exp()
     outside = (weights < config.low) | (weights > config.high)
     return weights.masked_fill(outside, 0.0), outside
 
 
-def sequence_truncate(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+def sequence_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Sequence-level importance sampling (Liu et al., When Speed Kills Stability, 2025): min(product of w, cap)."""
     weights = batch.spread(bounded(batch.sums(log_weights)).exp())
     return weights.clamp(max=config.cap), weights > config.cap
 
 
-def sequence_mask(log_weights: Tensor, batch: Batch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """`truncate`, and nothing for an answer whose geometric mean of w is off (Liu et al., 2025, geometric mask)."""
+def sequence_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
+    """Truncate as `token_truncate`; drop completions whose geometric mean of w is off (Liu et al., geometric mask)."""
     means = bounded(batch.sums(log_weights) / batch.counts().clamp(min=1)).exp()  # a filler has no tokens
     off = batch.spread((means < config.sequence_low) | (means > config.sequence_high))
-    weights, truncated = truncate(log_weights, batch, config)
+    weights, truncated = token_truncate(log_weights, batch, config)
     return weights.masked_fill(off, 0.0), off | truncated
 
 
-CORRECTIONS: dict[str, Correction] = {
+IMPORTANCE_WEIGHTS: dict[str, Correction] = {
     "none": uncorrected,
-    "truncate": truncate,
-    "mask": mask,
+    "token_truncate": token_truncate,
+    "token_mask": token_mask,
     "sequence_truncate": sequence_truncate,
     "sequence_mask": sequence_mask,
 }
 
 
-def correction_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def importance_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """[N] factor on each token's policy loss, without gradient, and [N] whether the token was truncated or masked."""
-    correct = CORRECTIONS[config.correction.kind]
-    if config.old == "recompute":
-        return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.correction)
+    correct = IMPORTANCE_WEIGHTS[config.importance_sampling.mode]
+    if config.old_logprobs == "recompute":
+        return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.importance_sampling)
     # The ratio holds the whole mismatch already: a token is kept as it is, or masked.
-    weights, _ = correct(logprobs.detach() - batch.rollout_logprobs, batch, config.correction)
+    weights, _ = correct(logprobs.detach() - batch.rollout_logprobs, batch, config.importance_sampling)
     return (weights > 0).float(), weights == 0
 
 
