@@ -148,7 +148,7 @@ def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
 
 
 def trains(command: Verb) -> bool:
-    """Whether it goes on from checkpoints; other jobs do from what they have written."""
+    """Tell whether a verb goes on from checkpoints; other jobs do from what they have written."""
     return issubclass(command.kind, RLConfig | SupervisedConfig)
 
 
@@ -251,7 +251,7 @@ def show_config(options: argparse.Namespace) -> int:
 
 
 def quiet_libraries() -> None:
-    """Before they are imported: no progress bars, no advice, no telemetry on the user's screen."""
+    """Quiet libraries before they are imported: no progress bars, no advice, no telemetry on the user's screen."""
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

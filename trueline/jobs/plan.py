@@ -1,4 +1,4 @@
-"""Before a sampling job starts: fill in what the machine and the model decide, refuse what cannot work."""
+"""Plan a sampling job before it starts: fill in what the machine and the model decide, refuse what cannot work."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -64,7 +64,7 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
 
 
 def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) -> SamplingPlan[Kind]:
-    """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
@@ -88,14 +88,14 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
 
 
 def engine_count(config: SamplingConfig, reward_roles: list[RoleModel], machine: Machine) -> int:
-    """One on a CPU; else all GPUs that reward models leave."""
+    """Return as many engines as were asked for; else one on a CPU, or all that fit on GPUs that reward models leave."""
     if config.runtime == "local" or not machine.gpus:
         return 1 if config.runtime == "local" else config.rollout.engines or 1
     return config.rollout.engines or max((machine.gpus - own_gpus(reward_roles)) // config.rollout.tensor_parallel, 1)
 
 
 def check_place(config: SamplingConfig, layout: Layout, reward_roles: list[RoleModel], machine: Machine) -> None:
-    """Without a policy to sit beside, a shared reward model sits beside the first engine."""
+    """Check GPUs and memory; without a policy to sit beside, a shared reward model sits beside the first engine."""
     own = tuple(one for one in layout.roles if not one.shared)
     check_devices(Layout(0, layout.engines, layout.tensor_parallel, roles=own), machine)
     width = 2 if config.model.dtype == "bfloat16" else 4
@@ -127,7 +127,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
 
 
 def chosen_prompts(plan: SamplingPlan[GenerateConfig]) -> list[Numbered]:
-    """Prompts and their places in the seeded order, which is endless; without a limit, up to the end of its round."""
+    """Return prompts and their places in the endless seeded order; without a limit, up to the end of its round."""
     config = plan.config
     prompts = [prompt for source in plan.sets.values() for prompt in source.prompts]
     sizes, weights = [len(source.prompts) for source in plan.sets.values()], list(config.data.sources().values())

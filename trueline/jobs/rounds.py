@@ -47,7 +47,7 @@ class Recipe:
     prompts: int  # of each round
 
     def stages(self) -> Iterator[Stage]:
-        """In their order. A stage's model is that of the rounds before it, so each is made when its turn comes."""
+        """Yield the stages in order, each made when its turn comes, for its model is that of the rounds before it."""
         for number in range(self.config.rounds + 1):
             if number > 0:
                 yield Stage(number, "generate", prepare_generate, self.generation(number))
@@ -72,12 +72,12 @@ class Recipe:
         return EvalConfig.parse(tree | self.keys(number, "eval", number))
 
     def keys(self, number: int, name: str, rounds_before: int) -> Tree:
-        """Where a stage lives, and its model."""
+        """Return the keys that say where a stage lives and which model it has."""
         model = self.config.model.replaced({"path": self.model_after(rounds_before)}).model_dump()
         return {"folder": str(self.folder / f"round_{number}"), "name": name, "model": model}
 
     def model_after(self, number: int) -> str:
-        """Adapters are added to the weights: engines and the next round's adapters need a whole model."""
+        """Return a round's model, adapters merged: engines and the next round's adapters need a whole model."""
         if number == 0:
             return self.config.model.path
         run, merged = self.folder / f"round_{number}" / self.config.trainer, self.folder / f"round_{number}/model"
@@ -88,7 +88,7 @@ class Recipe:
         return str(merged)
 
     def learnt(self, number: int) -> int:
-        """Rows that a round's samples gave to train on."""
+        """Return how many rows a round's samples gave to train on."""
         return int(read(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
 
     def result(self, number: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress)
 
 
 def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
-    """Whatever can be told of all stages before the first one starts."""
+    """Plan the rounds and check whatever can be told of all stages before the first one starts."""
     check_engines(config, "training")
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
@@ -140,7 +140,7 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
 
 
 def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
-    """Those that are not done yet; the first one that does not come to its end gives the exit status."""
+    """Run the stages that are not done yet; the first that does not come to its end gives the exit status."""
     done = read(recipe.folder / DONE) if (recipe.folder / DONE).exists() else []
     for stage in recipe.stages():
         if stage.name in done:

@@ -1,4 +1,4 @@
-"""Sampled answers on disk: one line per prompt, safe from a kill at any moment, and what is selected from them."""
+"""Sampled completions on disk: one line per prompt, safe from a kill at any moment, and what is selected from them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs not
 SHOWN_ERRORS = 3
 COUNTS = ("prompts", "completions", "failed", "empty", "truncated", "tokens")
 
-Row = dict[str, Any]  # a prompt and all its answers
+Row = dict[str, Any]  # a prompt and all its completions
 Sampled = dict[str, Any]
 
 
@@ -37,12 +37,12 @@ def described(prompt: Prompt) -> Row:
 
 
 def prompt_columns(row: Row) -> Row:
-    """What whoever trains on an answer must know of its prompt."""
+    """Return what whoever trains on a completion must know of its prompt."""
     return {name: row[name] for name in ("prompt", "tools") if name in row}
 
 
 def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
-    """`reward` is null where nothing judged the answer, or the judging failed."""
+    """Describe a completion; `reward` is null where nothing scored it, or the scoring failed."""
     parts = {name.removeprefix("reward/"): value for name, value in trajectory.metrics.items()}
     return {
         "reply": trajectory.reply,
@@ -86,7 +86,7 @@ class SampleFile:
         self.places[row["number"]] = place
 
     def rows(self, numbers: Iterable[int]) -> Iterator[Row]:
-        """In this order, whichever they were sampled in."""
+        """Yield the rows of these numbers in this order, whichever they were sampled in."""
         with self.path.open("rb") as stream:
             for number in numbers:
                 stream.seek(self.places[number])
@@ -113,13 +113,13 @@ def find_rows(path: Path) -> dict[int, int]:
 
 
 def line_of(row: Row) -> str:
-    """In ASCII, for a reply may hold half a character, which UTF-8 cannot."""
+    """Write a row in ASCII, for a completion may hold half a character, which UTF-8 cannot."""
     return json.dumps(row, default=str) + "\n"
 
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[TextIO]:
-    """A file that has its name once it is whole."""
+    """Open a file that gets its name once it is whole."""
     aside = path.with_name(path.name + ".unfinished")
     try:
         with aside.open("w", encoding="utf-8") as stream:
@@ -135,17 +135,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def usable(completion: Sampled) -> bool:
-    """Whether it could be trained on: it did not fail, and says something."""
+    """Tell whether a completion could be trained on: it did not fail, and says something."""
     return not Outcome(completion["outcome"]).failed and bool(completion["reply"].strip())
 
 
 def eligible(completion: Sampled, config: GenerateConfig) -> bool:
-    """Whether it could be learnt as a good answer."""
+    """Tell whether a completion could be learnt as a good one."""
     return usable(completion) and (config.keep_truncated or not completion["truncated"])
 
 
 def best_of(completions: list[Sampled]) -> list[Sampled]:
-    """The first of those with the highest reward; nothing of nothing."""
+    """Return the first of the completions with the highest reward; nothing of nothing."""
     return [max(completions, key=reward_of)] if completions else []
 
 
@@ -163,7 +163,7 @@ def kept_of(row: Row, config: GenerateConfig) -> list[Sampled]:
 
 
 def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
-    """Best against worst; None where they are equally good, or the same text."""
+    """Return the best and the worst completion; None where they are equally good, or the same text."""
     best = best_of([completion for completion in row["completions"] if eligible(completion, config)])
     if not best:
         return None
@@ -173,12 +173,12 @@ def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
 
 
 def kept_row(row: Row, completion: Sampled) -> Row:
-    """As `sft` reads it."""
+    """Return a kept completion as a row that `sft` reads."""
     return {**prompt_columns(row), "completion": completion["reply"], "reward": completion["reward"]}
 
 
 def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
-    """As `dpo` and `rm` read it."""
+    """Return a pair as a row that `dpo` and `rm` read."""
     better, worse = pair
     rewards = {"chosen_reward": better["reward"], "rejected_reward": worse["reward"]}
     return {**prompt_columns(row), "chosen": better["reply"], "rejected": worse["reply"], **rewards}
@@ -186,11 +186,11 @@ def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
 
 @dataclass(slots=True)
 class Tally:
-    """What summary.json tells, counted row by row."""
+    """Counts and mean rewards for summary.json, taken row by row."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    means: list[float] = field(default_factory=list)  # reward of each prompt's answers
-    best: list[float] = field(default_factory=list)  # of each prompt's best answer
+    means: list[float] = field(default_factory=list)  # reward of each prompt's completions
+    best: list[float] = field(default_factory=list)  # of each prompt's best completion
     errors: Counter[str] = field(default_factory=Counter)
 
     def add(self, row: Row) -> None:
@@ -216,7 +216,7 @@ class Tally:
 
 
 def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -> Row:
-    """kept.jsonl, pairs.jsonl where they are wanted, and the counts."""
+    """Write kept.jsonl, and pairs.jsonl where pairs are wanted; return the summary."""
     tally = Tally()
     selected = ("kept", "pairs", "prompts_without_pair") if config.pairs else ("kept",)
     tally.counts.update(dict.fromkeys((*COUNTS, *selected), 0))

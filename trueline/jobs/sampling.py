@@ -1,4 +1,4 @@
-"""Jobs that sample and judge but train nothing: `generate` and `eval`."""
+"""Jobs that sample and score but train nothing: `generate` and `eval`."""
 
 import json
 import time
@@ -59,7 +59,7 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
 
 @contextmanager
 def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Sampling]:
-    """Starts engines and rewards, and ends them."""
+    """Start engines and rewards, yield what samples with them, and end them."""
     config = plan.config
     with ExitStack() as stack:
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
@@ -77,7 +77,7 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
 
 
 def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
-    """Rewards that are models on this machine, by name."""
+    """Start the reward models on this machine, and return them by name."""
     seed, seconds = plan.config.seed, plan.config.timeout_seconds
     groups = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
     if groups:
@@ -86,7 +86,7 @@ def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[
 
 
 class Unscored(Environment):
-    """One question, one answer; the reward of 0 means nothing and is not written down."""
+    """One prompt, one completion; the reward of 0 means nothing and is not written down."""
 
     async def reset(self, prompt: Prompt) -> list[Message]:
         return prompt.messages
@@ -119,7 +119,7 @@ def prepare_generate(config: GenerateConfig, start: Start) -> Job:
 
 
 def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
-    """A run that goes on must not mix the answers of two models, temperatures, datasets or rewards in one file."""
+    """Refuse to resume a run whose file would mix completions of two models, temperatures, datasets or rewards."""
     before = {key.path: key.default for key in GenerateConfig.parse(read_tree(folder.config)).leaves()}
     for key in config.leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
@@ -130,7 +130,7 @@ def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
 
 
 def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Progress) -> int:
-    """Whatever is not yet in samples.jsonl is sampled; then everything in it is selected from."""
+    """Sample whatever is not yet in samples.jsonl, select from everything in it, and return the exit status."""
     prompts = chosen_prompts(plan)
     with SampleFile(folder.path / SAMPLES) as file:
         left = [numbered for numbered in prompts if numbered[0] not in file.places]
@@ -150,7 +150,7 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
 
 
 def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
-    """A number is a place in an order: where the data has changed, it may stand for another prompt now."""
+    """Refuse changed data: a number is a place in an order, and may stand for another prompt now."""
     rows = file.rows(number for number, _ in answered)
     for (number, prompt), row in zip(answered, rows, strict=True):
         now = json.loads(line_of(described(prompt)))
@@ -163,7 +163,7 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast answers come, said every few seconds."""
+    """The pace of sampling, reported every few seconds."""
 
     progress: Progress
     done: int  # prompts
@@ -187,7 +187,7 @@ class Pace:
             self.progress.step(self.done, mean | {"speed/tokens_per_second": self.tokens / (self.said - self.started)})
 
     def speed(self) -> Row:
-        """Nothing where nothing was left to sample."""
+        """Return seconds and tokens per second; nothing where nothing was left to sample."""
         seconds = self.said - self.started
         return {"seconds": seconds, "tokens_per_second": self.tokens / seconds} if self.tokens else {}
 
@@ -195,7 +195,7 @@ class Pace:
 def sample(
     plan: SamplingPlan[GenerateConfig], left: list[Numbered], file: SampleFile, folder: RunFolder, pace: Pace
 ) -> bool:
-    """Whether it came to its end; what is under way when it is interrupted is given up and sampled again later."""
+    """Sample what is left; tell whether all is done. An interrupt gives up what is under way, to be sampled later."""
     config, rollout = plan.config, plan.rollout
     budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
     under_way = 2 * rollout.max_sequences * plan.layout.engines
@@ -228,7 +228,7 @@ def summary_line(summary: Row) -> str:
 
 
 def prepare_eval(config: EvalConfig, start: Start) -> Job:
-    """An evaluation that goes on begins anew."""
+    """Prepare an evaluation; one that is resumed begins anew."""
     plan = plan_eval(config)
     evaluation = plan.config.evaluation
     work = f"{plan.prompts()} prompts, answers to each: {evaluation.samples}, temperature {evaluation.temperature:g}"
@@ -261,7 +261,7 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
 
 
 def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples: int) -> Table:
-    """A row per set; `±` is the half width of the 95 % confidence interval over prompts."""
+    """Make a table with a row per set; `±` is the half width of the 95 % confidence interval over prompts."""
     at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
     table = Table()
     for column in ("set", "prompts", f"mean@{samples}", *at_k, "failed"):

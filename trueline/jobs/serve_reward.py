@@ -38,7 +38,7 @@ class ServingPlan:
 
 
 def serve(config: ServingConfig) -> int:
-    """Loads the model and answers until Ctrl-C or SIGTERM; 1 if the model's processes fail."""
+    """Load the model and answer requests until Ctrl-C or SIGTERM; return 1 if the model's processes fail."""
     plan = plan_serving(config)
     with ExitStack() as stack:
         # While the model loads, both signals end it the same way.
@@ -56,7 +56,7 @@ def serve(config: ServingConfig) -> int:
 
 
 def plan_serving(config: ServingConfig) -> ServingPlan:
-    """Everything that can be known without loading the model."""
+    """Fill in and check all that can be known without loading the model."""
     model = config.served_model()
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
@@ -108,7 +108,7 @@ async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) 
 
 
 def announce(config: ServingConfig, listener: socket.socket, shown: str) -> None:
-    """Where it listens and which token it wants; one that the user has set is not repeated."""
+    """Say where the server listens and which token it wants; one that the user has set is not repeated."""
     host, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     say(f"token      {shown or f'that of the environment variable {config.token_variable}'}")

@@ -38,12 +38,12 @@ SHOWN = (
 
 
 def shown_keys(metrics: dict[str, float]) -> list[tuple[str, str, str]]:
-    """What of SHOWN these metrics have; a count of skipped steps is shown once there is one."""
+    """Return the entries of SHOWN that these metrics have; skipped steps are shown once there is one."""
     return [entry for entry in SHOWN if entry[0] in metrics and (entry[0] != "skipped_steps" or metrics[entry[0]])]
 
 
 class Progress:
-    """Use as a context manager around the loop; `note` prints a line that stays."""
+    """The progress of a run on the screen: a context manager around the loop; `note` prints a line that stays."""
 
     def __init__(self, title: str, total: int, console: Console | None = None) -> None:
         self.title, self.total = title, total

@@ -23,7 +23,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     def open(self, config: RunConfig, verb: str, *, resume: bool) -> Self:
-        """Make it, or try the one to go on with: it is written to before anything starts."""
+        """Make the folder, or try the one to go on with by writing to it before anything starts."""
         try:
             if resume:
                 self._touch()
@@ -54,7 +54,7 @@ class RunFolder:
 
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
-        """The run to resume: the named one, or that of this verb which was touched last."""
+        """Find the run to resume: the named one, or that of this verb which was touched last."""
         base = Path(folder).resolve()
         if name is not None:
             return cls(base / name)._checked(verb)
@@ -75,13 +75,13 @@ class RunFolder:
         return self
 
     def verb(self) -> str:
-        """The one that began this run."""
+        """Return the verb that began this run, or nothing where its head is unknown."""
         with self.config.open() as lines:
             head = lines.readline()
         return head.removeprefix(HEAD).strip() if head.startswith(HEAD) else ""
 
     def touched(self) -> float:
-        """When its files, or those of the stages inside it, last changed."""
+        """Tell when the files of this run, or those of the stages inside it, last changed."""
         files = [self.path, *self.path.glob("*"), *self.path.glob("round_*/*/*")]
         return max(file.lstat().st_mtime for file in files)
 

@@ -1,4 +1,4 @@
-"""How fast a step was, for one run and for each of its devices."""
+"""The speed of a step, for one run and for each of its devices."""
 
 import re
 
@@ -17,12 +17,12 @@ PEAK_TFLOPS = {
 
 
 def flops_per_token(parameters: int, *, adapters: bool) -> int:
-    """Two per parameter in the forward pass and four in the backward pass, two of them for the weights' gradients."""
+    """Count FLOPs: two per parameter in the forward and four in the backward pass, two of them for weight gradients."""
     return (4 if adapters else 6) * parameters
 
 
 def speed_metrics(tokens: int, seconds: float, devices: int, flops: int, device_name: str) -> dict[str, float]:
-    """Tokens per second, and MFU where the device's peak is known (attention and recomputation not counted)."""
+    """Return tokens per second, and MFU where the device's peak is known (attention and recomputation not counted)."""
     rate = tokens / seconds
     metrics = {"speed/tokens_per_second": rate, "speed/tokens_per_second_per_device": rate / devices}
     peak = next((value for name, value in PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)

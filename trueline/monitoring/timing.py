@@ -19,7 +19,7 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def flush(self) -> dict[str, float]:
-        """The phases since the last flush, and all the time since then, phases or not."""
+        """Return the seconds of the phases since the last flush, and all the time since then, phases or not."""
         taken, self.seconds = self.seconds, {}
         before, self.flushed = self.flushed, time.perf_counter()
         return {f"time/{name}": value for name, value in taken.items()} | {"time/step": self.flushed - before}

@@ -1,4 +1,4 @@
-"""Where numbers go: JSON lines always, TensorBoard and Weights & Biases where they are wanted."""
+"""Write a run's numbers: JSON lines always, TensorBoard and Weights & Biases where they are wanted."""
 
 import itertools
 import json
@@ -59,7 +59,7 @@ class Tracker:
 
 
 class Sink:
-    """What the disk refuses costs the row, not the run; it is said once, and counted."""
+    """Write row by row: what the disk refuses costs the row, not the run; it is said once, and counted."""
 
     def __init__(self, write: Callable[..., object], name: str, note: Note) -> None:
         self.write, self.name, self.note = write, name, note
@@ -105,7 +105,7 @@ class Appended:
 
 
 def keep_until(file: Path, step: int, note: Note = no_note) -> int:
-    """Set aside what was written behind the step that a run resumes from, for it comes again; the last step kept."""
+    """Set aside what was written behind the step resumed from, for it comes again; return the last step kept."""
     if not file.exists():
         return -1
     lines = file.read_bytes().split(b"\n")
@@ -121,12 +121,12 @@ def keep_until(file: Path, step: int, note: Note = no_note) -> int:
 
 
 def first_again(step: int) -> int:
-    """A run that starts over writes step 0 again too."""
+    """Return the first step that is written again; a run that starts over writes step 0 again too."""
     return step + 1 if step else 0
 
 
 def step_of(line: bytes) -> int | None:
-    """None of half a line, as a kill or a full disk leaves it."""
+    """Return the step of a line; None of half a line, as a kill or a full disk leaves it."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:
@@ -134,7 +134,7 @@ def step_of(line: bytes) -> int | None:
 
 
 def unused_name(file: Path, step: int) -> Path:
-    """What earlier resumptions set aside stays."""
+    """Return a name that is not in use, so that what earlier resumptions set aside stays."""
     stem, more = f"{file.stem}.after_step_{step:06d}", (f".{number}" for number in itertools.count(2))
     names = (f"{stem}{number}{file.suffix}" for number in itertools.chain([""], more))
     return next(path for name in names if not (path := file.with_name(name)).exists())
@@ -147,9 +147,9 @@ def write_lines(file: Path, lines: list[bytes]) -> None:
 
 
 def make_board(folder: Path, resume_step: int) -> Callable[[int, dict[str, float]], None]:
-    """What appends a step's numbers to an event file; those behind the step resumed from are hidden.
+    """Return what appends a step's numbers to an event file, and hide those behind the step resumed from.
 
-    Written here and not in torch's thread, so that a full disk is met where it can be borne.
+    They are written here and not in torch's thread, so that a full disk is met where it can be borne.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415  (seconds to import)
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
@@ -172,7 +172,7 @@ def make_board(folder: Path, resume_step: int) -> Callable[[int, dict[str, float
 
 
 def open_wandb(folder: RunFolder, project: str, run_id: str) -> Any:
-    """The run with this id goes on; an empty id starts one."""
+    """Go on with the run of this id; an empty id starts one."""
     try:
         import wandb  # noqa: PLC0415  (an optional package)
     except ImportError:

@@ -1,4 +1,4 @@
-"""From a plan to a trainer with all its processes, and back to nothing when it ends."""
+"""Start all processes of a plan, make its trainer, and end them with it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,7 +44,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
 
 
 def used_samples(plan: SupervisedPlan) -> list[Sample]:
-    """What the whole run will train and evaluate on; a short run over much data uses little of it."""
+    """Return the samples that the whole run trains and evaluates on; a short run over much data uses few of them."""
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
     order = train.order(config.seed, config.data.shuffle, 0)
     samples = train.samples_of(next(order) for _ in range(plan.steps * config.samples_per_step))

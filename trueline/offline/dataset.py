@@ -34,13 +34,13 @@ class Dataset:
         return make_order(self.sizes, self.probabilities, seed, shuffle, position)
 
     def take(self, rows: list[int]) -> list[Sample]:
-        """The samples of these rows, with their weights in a minibatch of just them."""
+        """Return the samples of these rows, with their weights in a minibatch of just them."""
         samples = self._at(rows)
         set_weights(samples, "sequence_sum" if self.task.per_sequence else "token_mean", budget=0)
         return samples
 
     def samples_of(self, rows: Iterable[int]) -> list[Sample]:
-        """All that a loss may ask of these rows."""
+        """Return every sample that a loss may read for these rows, their companions among them."""
         samples = self._at(sorted(set(rows)))
         return samples + [sample.companion for sample in samples if sample.companion is not None]
 
@@ -80,7 +80,7 @@ def encode_sources(
     chat: ChatFormat,
     max_tokens: int,
 ) -> tuple[Dataset, Records]:
-    """The samples, and the records that they were made of."""
+    """Read and encode the sources; return the dataset, and the records that it was made of."""
     task = TASKS[config.task]
     everything: Records = []
     encodings: list[Encodings] = []
@@ -104,7 +104,7 @@ def encode_sources(
 
 
 def check_longest(dataset: Dataset, budget: Budget) -> int:
-    """The most tokens that must go into one pass together."""
+    """Return the most tokens that must go into one pass together, or refuse a row that fits none."""
     together, limit = dataset.task.together, budget.tokens
     lengths = [sample.length() for sample in dataset.samples]
     units = [lengths[start : start + together] for start in range(0, len(lengths), together)]

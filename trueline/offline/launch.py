@@ -1,4 +1,4 @@
-"""From a configuration of an offline task to a run that can start, or to a look at its rows."""
+"""Prepare a run of an offline task from its configuration, or show its rows."""
 
 import sys
 from functools import partial
@@ -16,7 +16,7 @@ def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
 
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:
-    """The first rows as the model will see them, learnt stretches marked."""
+    """Show the first rows as the model will see them, learnt stretches marked."""
     plan = plan_supervised(config, here=False)
     train = plan.material.train
     color = sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""Before anything starts: rows read, checked and tokenized, keys filled in, the plan in words."""
+"""Plan an offline run before it starts: read, check and tokenize rows, fill in keys, put the plan into words."""
 
 import math
 import sys
@@ -39,7 +39,7 @@ class SupervisedPlan:
 
 
 def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
-    """Read, check and tokenize before any model is loaded; `here`: this machine must have the memory to train it."""
+    """Read, check and tokenize before any model is loaded; with `here`, this machine must have the memory to train."""
     check_engines(config, "training")
     facts, machine = check_model(config.model), this_machine()
     config, world, max_tokens = resolve(config, facts, machine)
@@ -55,7 +55,7 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
 
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tuple[SupervisedConfig, int, int]:
-    """Fill in every key that was left to the machine or the model; ranks and the longest sequence besides."""
+    """Fill in every key that was left to the machine or the model; return ranks and the longest sequence besides."""
     ranks = rank_count(config.training, config.model, machine)
     limit = config.training.micro_batch_tokens
     max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.context_parallel)
@@ -77,7 +77,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
 
 
 def budget_of(config: SupervisedConfig) -> Budget:
-    """What was asked for; passes that follow memory hold whatever the data has."""
+    """Return the budget of a pass that was asked for; passes that follow memory hold whatever the data has."""
     training = config.training
     limit = (
         sys.maxsize

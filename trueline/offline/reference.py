@@ -17,7 +17,7 @@ SAMPLES_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class ReferenceCache:
-    """What the named model says of some samples, kept in a file."""
+    """Log-probs of some samples under the named model, kept in a file."""
 
     file: Path
     model: str
@@ -45,7 +45,7 @@ class ReferenceCache:
 
 
 def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:
-    """Sets `ref_logprobs`. Called before a checkpoint is loaded, while the model still is the starting one."""
+    """Set `ref_logprobs` before a checkpoint is loaded, while the model still is the one that training starts from."""
     flat = cache.read(samples)
     if flat is None:
         progress.note(f"reference  scoring {len(samples)} sequences once")

@@ -59,7 +59,7 @@ class SupervisedTrainer:
         return state
 
     def learn(self, rows: list[int]) -> dict[str, float]:
-        """One optimizer step on these rows."""
+        """Make one optimizer step on these rows and return its metrics."""
         train = self.plan.material.train
         with self.timer.phase("train"):
             samples = train.take(rows)
@@ -75,7 +75,7 @@ class SupervisedTrainer:
         return step == self.plan.steps or (every > 0 and step % every == 0)
 
     def evaluate(self) -> dict[str, float]:
-        """The loss of all held-out rows; nothing where none are held out."""
+        """Return the loss of all held-out rows; nothing where none are held out."""
         held_out = self.plan.material.held_out
         if held_out is None:
             return {}

@@ -1,4 +1,4 @@
-"""From a plan to a trainer with all its processes, and back to nothing when it ends."""
+"""Start all processes of a plan, make its trainer, and end them with it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +34,7 @@ CANARY_TOKENS = 32
 
 @contextmanager
 def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[RLTrainer]:
-    """Starts every process, hands out the trainer, and ends every process."""
+    """Start every process, yield the trainer, and end every process."""
     config = plan.config
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
     data = plan.fingerprint()
@@ -83,7 +83,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
 
 
 def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
-    """The policy and the models beside it by name, and the engines; all of them start at once."""
+    """Start the policy, the models beside it and the engines all at once; return the models by name and the engines."""
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs

@@ -1,4 +1,4 @@
-"""Models and engines on the same GPUs: who has the memory when."""
+"""Let models and engines on the same GPUs take turns with the memory."""
 
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a run will need: memory, time, and the plan in words."""
+"""Estimate the memory and the time that a run will need, and put its plan into words."""
 
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import describe_recipe
@@ -10,14 +10,14 @@ FLOPS_PER_GPU, FLOPS_PER_CPU = 2e14, 2e10  # rough, for a first estimate of time
 
 
 def memory_bytes(plan: RLPlan) -> dict[str, float]:
-    """A first estimate of each process's memory; on GPUs of device memory."""
+    """Estimate the bytes of one process of each model and of one engine; on GPUs, of device memory."""
     device, again = "cuda" if plan.machine.gpus else "cpu", bool(plan.config.model.gradient_checkpointing)
     each = {one.name: tenant_bytes(one, one.ranks.tokens_per_pass(), again, device) for one in tenants_of(plan)}
     return each | {"engine": engine_bytes(plan.config.rollout, plan.facts, plan.machine)}
 
 
 def seconds_per_step(plan: RLPlan) -> float:
-    """With answers of full length: sampling, scoring by every model, and forward and backward passes."""
+    """Estimate the seconds of sampling, scoring by every model and training, with completions of full length."""
     config, machine = plan.config, plan.machine
     completions = config.prompts_per_step * config.algorithm.group_size
     tokens = completions * (plan.longest_prompt + plan.rollout.max_new_tokens)
@@ -29,7 +29,7 @@ def seconds_per_step(plan: RLPlan) -> float:
 
 
 def describe_plan(plan: RLPlan) -> str:
-    """Who gets what, the recipe, the batch arithmetic, and a first estimate of memory and time."""
+    """Describe who gets what, the recipe, the batch arithmetic, and a first estimate of memory and time."""
     config, layout, model = plan.config, plan.layout, plan.config.model
     each = {name: f", about {value / GIB:.1f} GiB each" for name, value in memory_bytes(plan).items()}
     sharing = "share GPUs and take turns" if layout.colocated and plan.machine.gpus else "run side by side"

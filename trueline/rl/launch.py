@@ -1,4 +1,4 @@
-"""From a configuration of reinforcement learning to a run that can start."""
+"""Prepare a run of reinforcement learning from its configuration."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What one step of reinforcement learning reports."""
+"""Metrics, transcripts and warnings of a step of reinforcement learning."""
 
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -19,7 +19,7 @@ LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last
 
 
 def over_updates(updates: list[Metrics]) -> Metrics:
-    """The numbers of a step's optimizer steps as one: means, but for what is a maximum or the latest state."""
+    """Reduce the metrics of a step's updates to means, but for what is a maximum or the latest state."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
     return {name: reduced(name, values) for name, values in found.items()}
@@ -32,7 +32,7 @@ def reduced(name: str, values: list[float]) -> float:
 
 
 def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:
-    """Rewards, lengths, outcomes and what was left out."""
+    """Return the metrics of rewards, response lengths, outcomes and what was left out."""
     trajectories = [trajectory for group in groups for trajectory in group]
     rewards = [sample.task_reward for sample in samples]
     scored = [part_reward(trajectory, dropped.part) for trajectory in trajectories]
@@ -59,7 +59,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
 
 
 def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Metrics:
-    """Groups that dynamic sampling dropped: those with the step's highest reward, and those with its lowest."""
+    """Return the shares of groups that dynamic sampling dropped: all, those with the highest reward, and the lowest."""
     if not dropped.uniform:
         return {}
     everything = [*rewards, *dropped.uniform]
@@ -72,7 +72,7 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
 
 
 def describe_parts(trajectories: list[Trajectory]) -> Metrics:
-    """The mean of each reward, where there are several."""
+    """Return the mean of each reward, where there are several."""
     names = {name for trajectory in trajectories for name in trajectory.metrics}
     if names == {"reward/reward"}:
         return {}
@@ -81,7 +81,7 @@ def describe_parts(trajectories: list[Trajectory]) -> Metrics:
 
 
 def describe_sources(trajectories: list[Trajectory]) -> Metrics:
-    """The mean reward of each dataset, where there are several."""
+    """Return the mean reward of each dataset, where there are several."""
     by_source: dict[str, list[float]] = {}
     for trajectory in trajectories:
         assert trajectory.reward is not None
@@ -94,7 +94,7 @@ def describe_sources(trajectories: list[Trajectory]) -> Metrics:
 
 
 def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
-    """What engine, critic and teacher say of the step's answers."""
+    """Return the engine's mismatch, the critic's explained variance and the KL to the teacher, where there are any."""
     algorithm = config.algorithm
     metrics: Metrics = {}
     if algorithm.old_logprobs == "recompute":
@@ -120,7 +120,7 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
 
 
 def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
-    """Signs that a run will not learn, told at once and with the key to change."""
+    """Return signs of the first step that a run will not learn, each with the key to change."""
     warnings = []
     if metrics["response_length/truncated_share"] > 0.5:
         warnings.append(

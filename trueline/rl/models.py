@@ -25,7 +25,7 @@ class Models:
     critic: ModelGroup | None
 
     def score(self, samples: list[Sample]) -> None:
-        """What the models say of the samples before the update; models in processes of their own work at once."""
+        """Set the log-probs and values of samples before the update; models in processes of their own work at once."""
         wanted: dict[str, Callable[[], list[Tensor]]] = {}
         if self.algorithm.old_logprobs == "recompute":
             wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)

@@ -1,4 +1,4 @@
-"""Before anything starts: fill in what the machine and the model decide, refuse what cannot work."""
+"""Plan a run before anything starts: fill in what the machine and the model decide, refuse what cannot work."""
 
 from dataclasses import dataclass, replace
 
@@ -60,7 +60,7 @@ class RLPlan:
 
 
 def plan_rl(config: RLConfig) -> RLPlan:
-    """Everything that can be known without loading a model, in the order of what is quickest to tell."""
+    """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
     check_algorithm(config)
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
@@ -86,7 +86,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
 
 
 def check_algorithm(config: RLConfig) -> None:
-    """Names of functions are looked up once before the start, not first in a worker, and get what they need."""
+    """Look functions up by name before the start, not first in a worker, and check that they get what they need."""
     check_needs(config.algorithm)
     check_critic(config)
     part = config.algorithm.dynamic_sampling.reward
@@ -97,7 +97,7 @@ def check_algorithm(config: RLConfig) -> None:
 
 
 def check_critic(config: RLConfig) -> None:
-    """A model that learns has to fit its section; a run without a critic does not read it."""
+    """Check the critic's section, which is read only where there is a critic, and that its warm-up leaves steps."""
     if "critic" in needs(config.algorithm):
         check_training(config.critic, config.critic.model_like(config.model, config.model.path), "critic")
     if policy_waits(config.algorithm) >= config.steps:
@@ -131,7 +131,7 @@ def resolve(
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:
-    """Ranks, engines, and whether they share GPUs. With two or more that are not `taken` each side gets about half."""
+    """Return ranks, engines, and whether they share GPUs; of two or more not `taken` each side gets about half."""
     width = config.rollout.tensor_parallel
     if config.runtime == "local":
         return 1, 1, False
@@ -147,11 +147,11 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
 
 
 def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> None:
-    """One sequence must fit into one pass of every model that reads it."""
+    """Check that one sequence fits into the context and into one pass of every model that reads it."""
     readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.context_parallel)}
     for role in roles:
         check_parallel(role.model, role.facts, role.section)
-    reading = [role for role in roles if role.section != "reward_model"]  # which refuses long answers one by one
+    reading = [role for role in roles if role.section != "reward_model"]  # refuses long completions one by one
     readers |= {role.section: (role.ranks, role.model.context_parallel) for role in reading}
     for role in reading:
         if longest > role.facts.context:
@@ -191,7 +191,7 @@ def tenants_of(plan: RLPlan) -> list[Tenant]:
 
 
 def rooms_of(plan: RLPlan) -> list[Room]:
-    """On a CPU one for all processes; on GPUs the policy's, and one for each model with GPUs of its own."""
+    """Return one room for all processes on a CPU; on GPUs the policy's, and one for each model with GPUs of its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
     engine = engine_bytes(plan.config.rollout, plan.facts, machine)
     if not machine.gpus:

@@ -83,7 +83,7 @@ class RLTrainer:
         return state
 
     def catch_up(self) -> None:
-        """The row of the step that a run starts from, where it is not written yet."""
+        """Write the row of the step that a run starts from, where it is not written yet."""
         if self.tracker.last_step >= self.state.step:
             return
         known = self.checkpoints.newest_metrics()  # where a kill came between a step's checkpoint and its report
@@ -111,18 +111,18 @@ class RLTrainer:
             return metrics | self.sync.verify()
 
     def kl_coefficient(self) -> float:
-        """Fixed, or as it has adapted so far."""
+        """Return the KL coefficient, fixed or as it has adapted so far."""
         adapted = self.state.kl_coefficient
         return self.config.algorithm.kl.coefficient if adapted is None else adapted
 
     def assess(self, samples: list[Sample]) -> None:
-        """Rewards -> what the losses read."""
+        """Shape the rewards and assign the advantages that the losses read."""
         algorithm = self.config.algorithm
         shape_rewards(samples, algorithm, self.rollout.max_new_tokens, self.kl_coefficient())
         assign_advantages(samples, algorithm)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimizer step of each trained model per minibatch; the numbers of all of them together."""
+        """Make one optimizer step of each trained model per minibatch; return the metrics of all of them together."""
         config = self.config
         updates: list[dict[str, float]] = []
         with self.timer.phase("train"):
@@ -136,7 +136,7 @@ class RLTrainer:
         config = self.config
         set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
-            return {}  # too few groups were left to fill this minibatch, or all of its answers are filtered
+            return {}  # too few groups were left to fill this minibatch, or all its completions are filtered
         metrics: dict[str, float] = {}
         if self.critic_guard is not None:
             found = self.make_step(self.critic_guard, minibatch, "value")
@@ -154,7 +154,7 @@ class RLTrainer:
         return self.state.step >= policy_waits(self.config.algorithm)
 
     def adapt(self, samples: list[Sample]) -> dict[str, float]:
-        """After a step, an adaptive KL coefficient follows its target."""
+        """Let an adaptive KL coefficient follow its target after a step; return it with the mean KL of a sequence."""
         kl = self.config.algorithm.kl
         if kl.coefficient == 0:
             return {}
@@ -198,7 +198,7 @@ class RLTrainer:
         return step == self.config.steps or (every > 0 and step % every == 0)
 
     def save_if_due(self, metrics: dict[str, float]) -> None:
-        """The last step is saved before its evaluation, so that nothing trained can be lost to it."""
+        """Save if due; the last step is saved before its evaluation, so that nothing trained can be lost to it."""
         if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
             with self.timer.phase("save"):
                 self.save(metrics)

@@ -1,4 +1,4 @@
-"""What a run asks of its engines before anything starts: names, packages, and what each of them can do."""
+"""Check the engines of a run before anything starts: names, packages, and what each of them can do."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ def rows_of(section: str) -> Mapping[str, TrainRow | RolloutRow]:
 
 
 def others(section: str, able: Callable[[Any], bool]) -> str:
-    """The engines that could be set instead."""
+    """Name the engines that could be set instead."""
     return " or ".join(f"{section}.engine={name}" for name, row in rows_of(section).items() if able(row))
 
 

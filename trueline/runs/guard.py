@@ -1,4 +1,4 @@
-"""What must hold after every step: finite numbers, and weights that move."""
+"""Check what must hold after every step: numbers are finite, and weights move."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class TrainingFailure(RuntimeError):
 
 
 class Guard:
-    """Watches the updates of one model from wherever a run starts or resumes."""
+    """Watch the updates of one model from wherever a run starts or resumes."""
 
     def __init__(
         self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None], section: str = "training"
@@ -43,7 +43,7 @@ class Guard:
     def update(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
-        """Make one optimizer step; its numbers."""
+        """Make one optimizer step and return its metrics."""
         whole, self.whole = self.whole, False
         metrics = self.model.update(samples, loss, settings, together=together)
         self.whole = whole and bool(metrics["skipped"])  # a step that was skipped changed nothing
@@ -56,7 +56,7 @@ class Guard:
             self.sampled = self.model.call(Worker.weight_sample, SAMPLED)[0]
 
     def follow(self, name: str, value: float) -> None:
-        """After a step: a number that training should move. Where it does not, and weights hardly do, that is said."""
+        """Follow a number that training should move, and warn where it does not move and the weights hardly do."""
         if not self.made or not math.isfinite(value):
             return  # nothing is trained yet, or the step was skipped
         self.history.append(value)
@@ -75,7 +75,7 @@ class Guard:
             )
 
     def check(self, metrics: dict[str, float]) -> dict[str, float]:
-        """After a step: its numbers, with the count of skipped steps in place of the flag."""
+        """Check a step's metrics; return them with the count of skipped steps in place of the flag."""
         bad = bool(metrics.pop("skipped"))
         self.skipped += bad
         self.in_a_row = self.in_a_row + 1 if bad else 0
@@ -114,7 +114,7 @@ class Guard:
 
 
 def moved(history: list[float]) -> bool:
-    """Whether the means of the first and the last steps differ by more than twice their standard error."""
+    """Tell whether the means of the first and the last steps differ by more than twice their standard error."""
     first, last = history[: WINDOW // 2], history[-WINDOW // 2 :]
     noise = 2 * ((pvariance(first) + pvariance(last)) / len(last)) ** 0.5
     return abs(fmean(last) - fmean(first)) > noise

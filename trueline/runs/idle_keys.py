@@ -21,7 +21,7 @@ Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are id
 
 
 def idle_keys(config: RunConfig) -> list[str]:
-    """A line for each key with another value than its default that nothing will read."""
+    """Return a line for each key with another value than its default that nothing will read."""
     usual = {key.path: key.default for key in type(config).parse(defaults(config)).leaves()}
     changed = [key for key in config.leaves() if key.default != usual[key.path]]
     found: dict[str, str] = {}
@@ -33,7 +33,7 @@ def idle_keys(config: RunConfig) -> list[str]:
 
 
 def defaults(config: RunConfig) -> dict[str, Any]:
-    """What the choice of a preset or of the runtime sets by itself."""
+    """Return the choices that set other keys' defaults by themselves: the runtime and the preset."""
     tree: dict[str, Any] = {"runtime": config.runtime}
     return tree | ({"algorithm": {"preset": config.algorithm.preset}} if isinstance(config, RLConfig) else {})
 
@@ -49,13 +49,13 @@ def unless(used: bool, why: str) -> str:
 
 
 def read_by_some(choice: str, table: Mapping[str, Entry]) -> Iterator[Rule]:
-    """A rule for each key of `algorithm` that some entries of a table read and others do not."""
+    """Yield a rule for each key of `algorithm` that some entries of a table read and others do not."""
     for key in dict.fromkeys(key for entry in table.values() for key in entry.reads):
         yield f"algorithm.{key}", read_by(choice, *(name for name, entry in table.items() if key in entry.reads))
 
 
 def read_by(choice: str, *names: str) -> Callable[[RLConfig], str]:
-    """A function of the user's may read whatever it likes."""
+    """Make a reason for a key that only these names read; a function of the user's may read whatever it likes."""
 
     def reason(run: RLConfig) -> str:
         chosen = next(key.default for key in run.leaves() if key.path == choice)

@@ -23,7 +23,7 @@ FAILURES = (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run was asked for."""
+    """A request for a run, before it is planned."""
 
     verb: str
     folder: RunFolder
@@ -76,7 +76,7 @@ def training(
     steps: int,
     trainer: Callable[[RunFolder, Progress], AbstractContextManager[Trainer]],
 ) -> Job:
-    """The job of a trainer that is open as long as it trains."""
+    """Make the job of a trainer that is open as long as it trains."""
 
     def work(folder: RunFolder, progress: Progress) -> int:
         with trainer(folder, progress) as running:

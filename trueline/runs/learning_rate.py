@@ -11,7 +11,7 @@ FAR = 10  # times too small or too large: worth a word
 
 
 def suited_rate(parameters: int, kind: str, *, adapters: bool) -> float:
-    """For a policy, a critic, or the model of an offline task."""
+    """Return the learning rate that suits the size of a policy, a critic, or the model of an offline task."""
     by_size = BASE_RATE * (BASE_PARAMETERS / max(parameters, 1)) ** EXPONENT
     return min(max(by_size, SMALLEST), LARGEST) * FACTORS.get(kind, 10) * (ADAPTERS if adapters else 1)
 
@@ -19,7 +19,7 @@ def suited_rate(parameters: int, kind: str, *, adapters: bool) -> float:
 def rate_warnings(
     parameters: int, kind: str, model: ModelConfig, training: TrainingConfig, section: str = "training"
 ) -> list[str]:
-    """Nothing, or one line about a rate far from what suits the model; the rate itself is the user's."""
+    """Return nothing, or one line about a rate far from what suits the model; the rate itself is the user's."""
     suited, rate = suited_rate(parameters, kind, adapters=model.lora.rank > 0), training.learning_rate
     if suited / FAR < rate < suited * FAR:
         return []

@@ -1,4 +1,4 @@
-"""What models take of a memory that they share, and passes that are small enough to fit in."""
+"""Estimate what models take of a memory that they share, and choose passes that are small enough to fit in."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -21,7 +21,7 @@ SHORTEST = 64  # tokens of a sequence that a refusal still proposes
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One rank of a model."""
+    """One rank of a model in a memory that it may share."""
 
     name: str
     section: str  # of the configuration, with its micro_batch_tokens
@@ -55,7 +55,7 @@ class Room:
     engine_bytes: float = 0.0
 
     def each(self, passes: Passes) -> dict[str, tuple[int, float]]:
-        """How many of each kind, and the bytes of one."""
+        """Return how many there are of each kind, and the bytes of one."""
         found = {
             tenant.name: (
                 count,
@@ -80,7 +80,7 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
 
 
 def model_bytes(tenant: Tenant) -> float:
-    """Of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
+    """Estimate the bytes of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
     model, ranks, world = tenant.model, tenant.ranks, tenant.world
     width, stage = bytes_of(model.dtype), TRAIN_ENGINES[ranks.engine].stage(ranks, model.dtype)
     share = tenant.facts.parameters / model.tensor_parallel
@@ -96,7 +96,7 @@ def model_bytes(tenant: Tenant) -> float:
 
 
 def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str) -> float:
-    """What a pass keeps of every layer for its gradient, the layer under way twice over, and the head's slice."""
+    """Count what a pass keeps of every layer for its gradient, the layer under way twice over, and the head's slice."""
     facts, model = tenant.facts, tenant.model
     width = bytes_of(model.dtype)
     chunk = min(tokens, model.head_chunk_tokens or HEAD_CHUNK[device])
@@ -115,7 +115,7 @@ def engine_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) ->
 
 
 def settled(rooms: list[Room], longest: int, lengths: str) -> Passes:
-    """Passes that hold the longest sequence and fit every room; `lengths` are the keys that bound sequences."""
+    """Choose passes that hold the longest sequence and fit every room; `lengths` are the keys that bound sequences."""
     for share in (1 - SPARE, 1.0):
         passes = fitting(rooms, longest, share)
         if passes is not None:
@@ -124,13 +124,13 @@ def settled(rooms: list[Room], longest: int, lengths: str) -> Passes:
 
 
 def fitting(rooms: list[Room], longest: int, share: float, opened: Collection[str] = ()) -> Passes | None:
-    """The first choice that takes no more than `share` of any room; keys of `opened` sections may change."""
+    """Return the first choice that takes no more than `share` of any room; keys of `opened` sections may change."""
     choices = ladder(rooms, longest, opened)
     return next((one for one in choices if all(room.needed(one) <= share * room.size for room in rooms)), None)
 
 
 def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator[Passes]:
-    """From quick to frugal: shorter passes first, then activations computed again, then passes of one sequence."""
+    """Yield from quick to frugal: shorter passes, then activations computed again, then passes of one sequence."""
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     fixed = {one.section: one.ranks.micro_batch_tokens for one in tenants if one.section not in opened}
     floors = {one.section: math.ceil(longest / one.model.context_parallel) for one in tenants}
@@ -148,7 +148,7 @@ def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator
 
 
 def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
-    """What is missing where, and values that would fit."""
+    """Say what is missing where, and which values would fit."""
     *_, smallest = ladder(rooms, longest, ())
     room = next(room for room in rooms if room.needed(smallest) > room.size)
     parts = ", ".join(f"{count} x {name} {size / GIB:.1f}" for name, (count, size) in room.each(smallest).items())
@@ -177,6 +177,6 @@ def remedy(rooms: list[Room], longest: int, lengths: str) -> str:
 
 
 def named(passes: Passes, section: str) -> str:
-    """A value that would fit, as it is written in a configuration."""
+    """Return a value that would fit, as it is written in a configuration."""
     key, value = next(iter(passes.keys()[section].items()))
     return f"{section}.{key}={str(value).lower()}"

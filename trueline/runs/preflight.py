@@ -1,4 +1,4 @@
-"""What every kind of run asks of machine and model before it starts: keys left to them, and what cannot work."""
+"""Fill in keys left to machine and model, and refuse what cannot work, before any kind of run starts."""
 
 import math
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
 
 
 def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
-    """As many as were asked for; else all GPUs, in multiples of what one copy of the model needs."""
+    """Return as many ranks as were asked for; else all GPUs, in multiples of what one copy of the model needs."""
     width = model.width()
     several = TRAIN_ENGINES[ranks.engine].several_ranks
     return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
 
 
 def resolve_path(path: str) -> str:
-    """Other processes may have another working folder and know no `~`; a hub name stays as it is."""
+    """Resolve a folder, for other processes may work in another one and know no `~`; a hub name stays as it is."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if path and folder.is_dir() else path
 
@@ -67,7 +67,7 @@ def check_parallel(model: ModelConfig, facts: ModelFacts, section: str = "model"
 
 
 def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
-    """The longest sequence that sampling can make."""
+    """Return the longest sequence that sampling can make, or refuse what the model or the engine cannot do."""
     longest = rollout.longest()
     if longest > facts.context:
         raise ConfigError(
@@ -95,7 +95,7 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The prompts of a dataset, and each one's tokens."""
+    """The prompts of a dataset, and how many tokens each has."""
 
     prompts: list[Prompt]
     lengths: list[int]
@@ -103,7 +103,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts that fit, how many did not, and the longest one's tokens."""
+    """Prompts that fit, how many did not, and how many tokens the longest has."""
 
     prompts: list[Prompt]
     dropped: int
@@ -124,7 +124,7 @@ def prompt_length(prompt: Prompt, chat: ChatFormat) -> int:
 
 
 def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:
-    """A prompt above the limit is refused by its place, or left out and counted."""
+    """Keep prompts within the limit; one above it is refused by its place, or left out and counted."""
     prompts = source.prompts
     kept: list[Prompt] = []
     longest = 0

@@ -1,4 +1,4 @@
-"""The one opening of processes: Ray, ranks, engines, and what turns prompts into judged answers."""
+"""The one opening of processes: Ray, ranks, engines, and what turns prompts into scored completions."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,7 +44,7 @@ def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """All that turns prompts into judged answers."""
+    """Everything that turns prompts into scored completions."""
 
     episodes: Episodes
     environment: Callable[[], Environment]
@@ -61,7 +61,7 @@ class Sampling:
 def role_group(
     role: RoleModel, processes: Processes, seed: int, timeout_seconds: float, updates: int = 0
 ) -> ModelGroup:
-    """The processes of a model beside the policy, not yet started."""
+    """Make the processes of a model beside the policy, not yet started."""
     specs = [
         WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
         for rank in range(role.world)

@@ -11,7 +11,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Rescue:
-    """Around a loop: an error that leaves it is passed on, after `save` was called where that makes sense."""
+    """Call `save`, where that makes sense, before an error that leaves the loop inside is passed on."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from trueline.training.group import ModelGroup
 
 
 def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = True) -> None:
-    """Whatever can be told of the rewards before anything starts."""
+    """Check whatever can be told of the rewards before anything starts."""
     parts = config.named_parts()
     if required and not parts:
         raise ConfigError(
@@ -35,7 +35,7 @@ def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = Tru
 def open_rewards(
     config: RewardConfig, roles: list[RoleModel], groups: dict[str, ModelGroup], logs: Path
 ) -> CombinedReward:
-    """`groups` are the models of the run by the names of their roles."""
+    """Open the rewards of a run; `groups` are its models by the names of their roles."""
     models = {role.name: role for role in roles}
 
     def opened(name: str, part: RewardPartConfig) -> Reward:
@@ -48,14 +48,14 @@ def open_rewards(
 
 
 def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:
-    """The reward model reads messages through its own tokenizer and template."""
+    """Make the reward of a reward model, which reads messages through its own tokenizer and template."""
     chat = load_chat(role.model, part.chat_template)
     longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.context_parallel)
     return ModelReward(group.score, chat, part, max_tokens=longest, batch=config.batch)
 
 
 def failure_files(config: RewardConfig, folder: Path) -> Report:
-    """What writes, below a run folder, a file for each of some failed answers."""
+    """Return what writes, below a run folder, a file for each of some failed completions."""
 
     def write(failed: list[Trajectory]) -> list[Path]:
         files = []
@@ -72,7 +72,7 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
 
 
 def failed_part(config: RewardConfig, error: str) -> RewardPartConfig | None:
-    """The function whose name the error begins with; the only one has no name there. Others cannot be run again."""
+    """Return the reward function whose name begins the error (a single one has none); others cannot be run again."""
     for name, part in config.named_parts().items():
         if kind_of(part) == "function" and (not config.parts or error.startswith(f"{name}: ")):
             return part

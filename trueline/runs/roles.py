@@ -1,4 +1,4 @@
-"""Which models a run loads beside its policy, and what each of them is."""
+"""The models that a run loads beside its policy, and what each of them is."""
 
 from dataclasses import dataclass, replace
 
@@ -38,12 +38,12 @@ class RoleModel:
 
 
 def own_gpus(roles: list[RoleModel]) -> int:
-    """Of models that share with no one."""
+    """Count the GPUs of models that share with no one."""
     return sum(role.world for role in roles if role.ranks.placement == "separate")
 
 
 def roles_of(config: RLConfig) -> list[RoleModel]:
-    """What the algorithm and the rewards need, one copy of each; a model that they do not need is not loaded."""
+    """Return the models that algorithm and rewards need, one copy of each; one that they do not need is not loaded."""
     algorithm, policy = config.algorithm, config.model
     reward_roles = reward_models(config.reward, config.reward_model, policy)
     roles = list(reward_roles)
@@ -59,7 +59,7 @@ def roles_of(config: RLConfig) -> list[RoleModel]:
 
 
 def reward_models(rewards: RewardConfig, ranks: FrozenConfig, policy: ModelConfig) -> list[RoleModel]:
-    """One for each reward that is a model on this machine."""
+    """Return one role for each reward that is a model on this machine."""
     parts = {name: part for name, part in rewards.named_parts().items() if kind_of(part) == "model"}
     return [
         role_model(
@@ -84,7 +84,7 @@ def role_model(name: str, path: str, ranks: Role, policy: ModelConfig, *, head: 
 
 
 def critic_start(config: RLConfig, reward_roles: list[RoleModel]) -> str:
-    """What is named, a reward model that reads the policy's tokens, or the policy's own model."""
+    """Return the critic's start: the named model, a reward model that reads the policy's tokens, or the policy."""
     named, policy = config.critic.path, config.model
     if named is not None:
         role_model("critic", named, config.critic, policy)  # it is there at all
@@ -104,5 +104,5 @@ def check_teacher(config: RLConfig) -> None:
 
 
 def reads_alike(path: str, policy: ModelConfig) -> bool:
-    """Whether a model has the policy's tokens."""
+    """Tell whether a model has the policy's tokens."""
     return bool(load_tokenizer(policy.replaced({"path": path})).get_vocab() == load_tokenizer(policy).get_vocab())

@@ -1,4 +1,4 @@
-"""Where a run stands, and how it takes that up again."""
+"""The state of a run, and how it is taken up again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from trueline.training.checkpoints import Checkpoints
 
 @dataclass(slots=True)
 class RLState:
-    """Where a run stands. The prompts trained on so far are the first `groups` of the data's order."""
+    """The state of an RL run. The prompts trained on so far are the first `groups` of the data's order."""
 
     step: int = 0
     version: int = 0
@@ -31,7 +31,7 @@ class RLState:
 
 @dataclass(slots=True)
 class SupervisedState:
-    """Where a run stands. The rows trained on so far are the first `rows` of the data's order."""
+    """The state of an offline run. The rows trained on so far are the first `rows` of the data's order."""
 
     step: int = 0
     rows: int = 0
@@ -44,7 +44,7 @@ State = TypeVar("State", RLState, SupervisedState)
 
 
 def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], object], progress: Progress) -> State:
-    """The newest checkpoint, given to `load`, or a fresh state if there is none."""
+    """Give the newest checkpoint to `load` and return its state, or a fresh one if there is none."""
     newest = checkpoints.newest()
     if newest is None:
         return kind()
@@ -55,7 +55,7 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
 
 
 def check_data(checkpoints: Checkpoints, now: Tree) -> None:
-    """A place in the data's order means the same rows only as long as the data and its order stay what they were."""
+    """Refuse changed data: a place in the order means the same rows only as long as data and order stay."""
     newest = checkpoints.newest()
     changed = changes(checkpoints.peek(newest)[0]["data"], now) if newest is not None else []
     if changed:

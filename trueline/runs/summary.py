@@ -1,4 +1,4 @@
-"""What a person reads of a plan before anything starts: every kind of run says the same fact in the same words."""
+"""Lines of a plan, read before anything starts: every kind of run says the same fact in the same words."""
 
 from collections.abc import Collection, Iterable
 
@@ -24,7 +24,7 @@ def model_line(path: str, facts: ModelFacts, dtype: str, adapters: int = 0) -> s
 
 
 def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) -> str:
-    """How a model is spread over processes; what is about training is said of trained ones only."""
+    """Describe how a model is spread over processes; what is about training is said of trained ones only."""
     trained, limit = isinstance(ranks, TrainingConfig), ranks.micro_batch_tokens
     parts = {
         f"{name:<10} {world} x {ranks.engine} rank": True,
@@ -51,5 +51,5 @@ def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out
 
 
 def warning_lines(config: RunConfig, layout: Layout, machine: Machine, rates: Iterable[str] = ()) -> list[str]:
-    """What will run, but hardly as it was meant."""
+    """Warn of what will run, but hardly as it was meant."""
     return [f"warning: {text}" for text in (*crowding(layout, machine), *rates, *idle_keys(config))]
