@@ -123,10 +123,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         ("algorithm.kl.place algorithm.kl.estimator algorithm.kl.unbiased", no_pull),
         ("algorithm.kl.estimator", lambda run: unless(run.algorithm.kl.place == "loss", "algorithm.kl.place=reward")),
         ("algorithm.kl.horizon", lambda run: unless(bool(run.algorithm.kl.target), "algorithm.kl.target=null")),
-        (
-            "algorithm.importance_sampling.cap",
-            read_by(IMPORTANCE, "token_truncate", "sequence_truncate", "sequence_mask"),
-        ),
+        ("algorithm.importance_sampling.cap", read_by(IMPORTANCE, *CAPPED)),
         ("algorithm.importance_sampling.low algorithm.importance_sampling.high", read_by(IMPORTANCE, "token_mask")),
         ("algorithm.importance_sampling.sequence_", read_by(IMPORTANCE, "sequence_mask")),
         (
