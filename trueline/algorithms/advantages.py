@@ -1,4 +1,4 @@
-"""Rewards -> advantages: (samples of one step) -> `advantages` filled on each, zero where nothing was sampled."""
+"""Turn rewards into advantages: an estimator fills `advantages` of a step's samples, zero where nothing was sampled."""
 
 from collections.abc import Iterator
 
@@ -18,9 +18,9 @@ Estimator = Entry[[list[Sample], AlgorithmConfig], None]  # its words say what t
 
 @entry("the critic's value", needs=("critic",), reads=("gamma", "gae_lambda", "length_adaptive"))
 def gae(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """Generalised advantages (arXiv:1506.02438, eq. 16) over sampled tokens, and the returns that the critic learns.
+    """Fill in generalised advantages (arXiv:1506.02438, eq. 16) over sampled tokens, and the critic's `returns`.
 
-    VAPO (arXiv:2504.05118, section 4) has a lambda per answer for the policy, and returns with lambda = 1.
+    VAPO (arXiv:2504.05118, section 4) has a lambda per completion for the policy, and returns with lambda = 1.
     """
     rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
     values = on_sampled(samples, [sample.values for sample in samples])
@@ -34,7 +34,7 @@ def gae(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 @entry("none", reads=("gamma",))
 def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """REINFORCE with returns-to-go (Williams, 1992), as in REINFORCE++ (arXiv:2501.03262)."""
+    """Fill in returns-to-go: REINFORCE (Williams, 1992), as in REINFORCE++ (arXiv:2501.03262)."""
     rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
     for sample, advantage in zip(samples, returns_to_go(rewards, config), strict=True):
         sample.advantages = on_all(sample, advantage)
@@ -42,31 +42,31 @@ def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 @entry("none; the teacher's log-prob minus the policy's, token by token", needs=("teacher",))
 def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """On-policy distillation (arXiv:2306.13649): how much likelier the teacher finds the token that was sampled."""
+    """Score a sampled token by how much likelier the teacher finds it: on-policy distillation (arXiv:2306.13649)."""
     for sample in samples:
         sample.advantages = (sample.teacher_logprobs - sample.old_logprobs) * sample.mask
 
 
-# Estimators that look at whole answers
+# Estimators that look at whole completions
 
 
 @entry("the group's mean, divided by its deviation", needs=("groups",))
 def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """GRPO (arXiv:2402.03300, eq. 3): reward minus the group's mean, over its sample standard deviation."""
+    """Subtract the group's mean and divide by its sample standard deviation: GRPO (arXiv:2402.03300, eq. 3)."""
     for members, rewards in by_group(samples):
         spread(members, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
 
 
 @entry("the group's mean", needs=("groups",))
 def group_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """Dr. GRPO (arXiv:2503.20783, section 3.2): reward minus the group's mean."""
+    """Subtract the group's mean from the reward: Dr. GRPO (arXiv:2503.20783, section 3.2)."""
     for members, rewards in by_group(samples):
         spread(members, rewards - rewards.mean())
 
 
 @entry("the mean of the group's other answers", needs=("groups",))
 def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """RLOO (arXiv:2402.14740, eq. 8): reward minus the mean of the others in the group."""
+    """Subtract the mean of the others in the group from the reward: RLOO (arXiv:2402.14740, eq. 8)."""
     for members, rewards in by_group(samples):
         others = (rewards.sum() - rewards) / (len(members) - 1)
         spread(members, rewards - others)
@@ -74,14 +74,14 @@ def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 @entry("the mean of the step's answers")
 def batch_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """REINFORCE with the batch's mean as baseline (Williams, 1992), for single answers."""
+    """Subtract the batch's mean from the reward: REINFORCE with a baseline (Williams, 1992), for single completions."""
     rewards = rewards_of(samples)
     spread(samples, rewards - rewards.mean())
 
 
 @entry("the reward of the greedy answer", needs=("greedy",))
 def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """ReMax (arXiv:2310.10505, section 3): reward minus that of the greedy answer to the same prompt."""
+    """Subtract the reward of the greedy completion of the same prompt: ReMax (arXiv:2310.10505, section 3)."""
     for sample in samples:
         sample.advantages = (sample.reward - sample.baseline) * sample.mask
 
@@ -101,7 +101,7 @@ def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 
 def whiten(samples: list[Sample]) -> None:
-    """Mean 0 and variance 1 over the tokens in the loss (arXiv:2501.03262 takes them over the whole batch)."""
+    """Whiten advantages: mean 0 and variance 1 over the tokens in the loss (arXiv:2501.03262: over the whole batch)."""
     in_loss = [sample.advantages.masked_select(sample.mask) for sample in samples if not sample.filtered]
     if not in_loss:
         return
@@ -112,7 +112,7 @@ def whiten(samples: list[Sample]) -> None:
 
 
 def by_group(samples: list[Sample]) -> Iterator[tuple[list[Sample], Tensor]]:
-    """The members of each group and their rewards."""
+    """Yield the members of each group and their rewards."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
@@ -121,22 +121,22 @@ def by_group(samples: list[Sample]) -> Iterator[tuple[list[Sample], Tensor]]:
 
 
 def rewards_of(samples: list[Sample]) -> Tensor:
-    """[B] float64, so that order cannot matter."""
+    """Return the rewards [B] in float64, so that order cannot matter."""
     return torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
 
 
 def spread(members: list[Sample], advantages: Tensor) -> None:
-    """One number per answer, on each of its sampled tokens; exactly zero where all rewards are equal."""
+    """Put one number per completion on each of its sampled tokens, or exactly zero where all rewards are equal."""
     equal = len({member.reward for member in members}) == 1
     for sample, advantage in zip(members, advantages.tolist(), strict=True):
         sample.advantages = (0.0 if equal else advantage) * sample.mask
 
 
-# Sums along the sampled tokens of many answers at once
+# Sums along the sampled tokens of many completions at once
 
 
 def policy_lambdas(samples: list[Sample], config: AlgorithmConfig) -> Tensor:
-    """[B] decay of each answer's trace."""
+    """Return the decay [B] of each completion's trace."""
     if config.length_adaptive is None:
         return torch.full((len(samples),), config.gae_lambda, dtype=torch.float64)
     lengths = torch.tensor([sample.sampled_tokens() for sample in samples], dtype=torch.float64)
@@ -144,12 +144,12 @@ def policy_lambdas(samples: list[Sample], config: AlgorithmConfig) -> Tensor:
 
 
 def returns_to_go(rewards: Tensor, config: AlgorithmConfig) -> Tensor:
-    """[B, L] -> [B, L]: G_t = r_t + gamma G_{t+1}."""
+    """Return G_t = r_t + gamma G_{t+1}, [B, L], of rewards [B, L]."""
     return discounted_sums(rewards, torch.full((len(rewards),), config.gamma, dtype=torch.float64))
 
 
 def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
-    """x_t = values_t + decay * x_{t+1} along the rows of [B, L], with a decay [B].
+    """Compute x_t = values_t + decay * x_{t+1} along the rows of [B, L], with a decay [B].
 
     A sum over n tokens and the one that begins n later make a sum over 2n: log2(L) rounds in place of L steps.
     """
@@ -161,11 +161,11 @@ def discounted_sums(values: Tensor, decay: Tensor) -> Tensor:
 
 
 def on_sampled(samples: list[Sample], fields: list[Tensor]) -> Tensor:
-    """[T] of each sample -> [B, L] on its sampled tokens alone, and zero after them."""
+    """Gather a field [T] of each sample into [B, L]: on its sampled tokens alone, and zero after them."""
     rows = [field.masked_select(sample.mask) for sample, field in zip(samples, fields, strict=True)]
     return pad_sequence(rows, batch_first=True)
 
 
 def on_all(sample: Sample, row: Tensor) -> Tensor:
-    """A row of `on_sampled` -> [T], zero on tokens that were not sampled."""
+    """Spread a row of `on_sampled` over [T], with zero on tokens that were not sampled."""
     return torch.zeros(sample.length()).masked_scatter_(sample.mask, row)

@@ -1,4 +1,4 @@
-"""Names -> entries of a table, or the user's own functions by import path."""
+"""Look up entries of a table by name, or the user's own functions by import path."""
 
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -40,12 +40,12 @@ def entry(
 
 
 def named(*entries: Entry[Given, Result]) -> dict[str, Entry[Given, Result]]:
-    """A table; every entry has its function's name."""
+    """Make a table in which every entry has its function's name."""
     return {one.function.__name__: one for one in entries}
 
 
 def lookup(table: Mapping[str, Entry[Given, Result]], name: str, key: str) -> Entry[Given, Result]:
-    """`key` is the configuration key that holds `name`, for messages."""
+    """Find the entry called `name`, or import it; `key` is the configuration key that holds `name`, for messages."""
     if ":" in name:
         found = imported(name, key)
         return found if isinstance(found, Entry) else Entry(found)

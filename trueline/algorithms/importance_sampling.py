@@ -1,4 +1,4 @@
-"""Engine and trainer give one token slightly different probabilities; what the loss does about it."""
+"""Correct the loss for tokens to which engine and trainer give slightly different probabilities."""
 
 from collections.abc import Callable
 
@@ -18,20 +18,20 @@ def uncorrected(log_weights: Tensor, batch: Batch, config: ImportanceSamplingCon
 
 
 def token_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
-    """Truncated importance sampling (Yao et al., Your Efficient RL Framework ..., 2025): min(w, cap)."""
+    """Weight by min(w, cap): truncated importance sampling (Yao et al., Your Efficient RL Framework ..., 2025)."""
     weights = bounded(log_weights).exp()
     return weights.clamp(max=config.cap), weights > config.cap
 
 
 def token_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
-    """IcePop (arXiv:2510.18855): w inside [low, high], nothing outside."""
+    """Weight by w inside [low, high], and by 0 outside: IcePop (arXiv:2510.18855)."""
     weights = bounded(log_weights).exp()
     outside = (weights < config.low) | (weights > config.high)
     return weights.masked_fill(outside, 0.0), outside
 
 
 def sequence_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
-    """Sequence-level importance sampling (Liu et al., When Speed Kills Stability, 2025): min(product of w, cap)."""
+    """Weight by min(product of w, cap): sequence-level weights (Liu et al., When Speed Kills Stability, 2025)."""
     weights = batch.spread(bounded(batch.sums(log_weights)).exp())
     return weights.clamp(max=config.cap), weights > config.cap
 
@@ -54,7 +54,7 @@ IMPORTANCE_WEIGHTS: dict[str, Correction] = {
 
 
 def importance_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """[N] factor on each token's policy loss, without gradient, and [N] whether the token was truncated or masked."""
+    """Return [N] factors on tokens' policy losses, without gradient, and [N] whether each was truncated or masked."""
     correct = IMPORTANCE_WEIGHTS[config.importance_sampling.mode]
     if config.old_logprobs == "recompute":
         return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.importance_sampling)
@@ -64,7 +64,7 @@ def importance_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) 
 
 
 def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:
-    """How far engine and trainer are apart on the tokens that were sampled."""
+    """Measure how far engine and trainer are apart on the tokens that were sampled."""
     gap = torch.cat([(sample.old_logprobs - sample.rollout_logprobs)[sample.mask] for sample in samples]).double()
     weight = bounded(gap).exp()
     return {

@@ -14,17 +14,17 @@ OFF_POLICY_LIMIT = 10.0
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Log-ratios are clamped before they are exponentiated."""
+    """Clamp log-ratios before they are exponentiated."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def k2(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """l^2 / 2: its gradient is that of KL(policy || reference) at the token (arXiv:2510.01555)."""
+    """Return l^2 / 2, whose gradient is that of KL(policy || reference) at the token (arXiv:2510.01555)."""
     return off_policy(ratio) * log_ratio.square() / 2
 
 
 def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4): gradient of the forward KL(reference || policy).
+    """Return exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4), with the gradient of the forward KL(reference || policy).
 
     From 10 on, where the policy gave a token up, it goes on linearly: bounded in slope, and never without one.
     """
@@ -34,12 +34,12 @@ def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
 
 
 def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2."""
+    """Return the value of k3 with the gradient of k2."""
     return with_gradient_of(off_policy(ratio) * k3(log_ratio, ratio), k2(log_ratio, ratio))
 
 
 def unbiased(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): rho l, which is right for
+    """Return k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): rho l, right for
     KL(policy || reference) at the token, off-policy too. It is written out, as k3 turns linear and ratios are clamped.
     """
     return with_gradient_of(ratio * k3(log_ratio, ratio), ratio.detach() * log_ratio.square() / 2)
@@ -50,7 +50,7 @@ def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
 
 
 def off_policy(ratio: Tensor) -> Tensor:
-    """Importance weight of a token drawn before the update."""
+    """Return the importance weight of a token drawn before the update."""
     return ratio.detach().clamp(max=OFF_POLICY_LIMIT)
 
 
@@ -58,6 +58,6 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": 
 
 
 def estimated_kl(log_ratio: Tensor, ratio: Tensor, config: KLConfig) -> Tensor:
-    """[N] of the configured kind; `log_ratio` is to the reference, `ratio` to the policy that sampled."""
+    """Return the configured estimate [N]; `log_ratio` is to the reference, `ratio` to the policy that sampled."""
     of_k3 = config.unbiased and config.estimator == "k3"
     return (unbiased if of_k3 else KL_ESTIMATORS[config.estimator])(log_ratio, ratio)

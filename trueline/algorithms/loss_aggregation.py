@@ -6,30 +6,30 @@ A worker sums `weight * mask * value`, so micro-batches, ranks and padding canno
 from trueline.algorithms.entries import Entry, entry, named
 from trueline.data.types import Sample
 
-Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each answer, token budget -> weights
+Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each completion, token budget -> weights
 
 
 @entry("every sampled token of a minibatch counts the same")
 def token_mean(counts: list[int], budget: int) -> list[float]:
-    """DAPO (arXiv:2503.14476): the mean over all sampled tokens."""
+    """Weight tokens for the mean over all sampled tokens: DAPO (arXiv:2503.14476)."""
     return [1 / sum(counts)] * len(counts)
 
 
 @entry("every answer counts the same, its tokens share that")
 def sequence_mean(counts: list[int], budget: int) -> list[float]:
-    """GRPO (arXiv:2402.03300): the mean over answers of each answer's mean."""
+    """Weight tokens for the mean over completions of each one's mean: GRPO (arXiv:2402.03300)."""
     return [1 / (len(counts) * count) for count in counts]
 
 
 @entry("sums of tokens over answers x rollout.max_new_tokens")
 def constant(counts: list[int], budget: int) -> list[float]:
-    """Dr. GRPO (arXiv:2503.20783): sums, divided by the run's constant token budget."""
+    """Weight tokens for sums, divided by the run's constant token budget: Dr. GRPO (arXiv:2503.20783)."""
     return [1 / (len(counts) * budget)] * len(counts)
 
 
 @entry("sums of tokens over answers")
 def sequence_sum(counts: list[int], budget: int) -> list[float]:
-    """REINFORCE: the mean over answers of each answer's sum."""
+    """Weight tokens for the mean over completions of each one's sum: REINFORCE."""
     return [1 / len(counts)] * len(counts)
 
 
@@ -37,7 +37,7 @@ AGGREGATIONS: dict[str, Aggregation] = named(token_mean, sequence_mean, constant
 
 
 def set_weights(samples: list[Sample], loss_aggregation: str, budget: int) -> None:
-    """Filtered samples weigh nothing and count nowhere."""
+    """Set every sample's weight by the loss aggregation; filtered samples weigh nothing and count nowhere."""
     in_loss = [sample for sample in samples if not sample.filtered]
     counts = [sample.sampled_tokens() for sample in in_loss]
     weights = AGGREGATIONS[loss_aggregation](counts, budget) if counts else []

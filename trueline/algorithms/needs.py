@@ -8,22 +8,22 @@ from trueline.config.base import ConfigError
 
 
 def needs(config: AlgorithmConfig) -> tuple[str, ...]:
-    """Of the advantage: models beside the policy, groups, greedy answers."""
+    """Return what the advantage needs: models beside the policy, groups, greedy completions."""
     return lookup(ADVANTAGES, config.advantage, "algorithm.advantage").needs
 
 
 def reads_reward(config: AlgorithmConfig) -> bool:
-    """A teacher takes the reward's place, unless the advantage asks for both."""
+    """Tell whether a reward is read: a teacher takes its place, unless the advantage asks for both."""
     return "teacher" not in needs(config) or "reward" in needs(config)
 
 
 def policy_waits(config: AlgorithmConfig) -> int:
-    """First steps, in which only the critic learns."""
+    """Return the number of first steps in which only the critic learns."""
     return config.critic_warmup_steps if "critic" in needs(config) else 0
 
 
 def check_needs(config: AlgorithmConfig) -> None:
-    """Keys that the named functions could not work with, or would not read as they sound."""
+    """Refuse keys that the named functions could not work with, or would not read as they sound."""
     name, asked, shaping = config.advantage, needs(config), config.shaping
     shaped = shaping.overlong_factor > 0 or shaping.truncated != "keep"
     if "groups" in asked and config.group_size < 2:

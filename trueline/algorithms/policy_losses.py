@@ -1,4 +1,4 @@
-"""Policy losses: (log-probs, batch) -> the loss of each token; averaging is in the batch's weights.
+"""Compute the policy loss of each token from log-probs and a batch; averaging is in the batch's weights.
 
 `batch.old_logprobs` are those that the ratio compares with: the trainer's own before the update, or the engine's.
 """
@@ -21,7 +21,7 @@ CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 @entry(f"ratio {CLIPPED}", reads=("clip_low", "clip_high", "dual_clip"))
 def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher (2503.14476).
+    """Clip PPO's surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher (arXiv:2503.14476).
 
     The dual clip (arXiv:1912.09729, eq. 5) bounds the loss of tokens with a negative advantage.
     """
@@ -36,15 +36,15 @@ def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOut
 
 @entry(f"ratio of the whole answer {CLIPPED}", needs=("recompute",), reads=("clip_low", "clip_high"))
 def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the answer's ratio as its value,
-    and the gradient of its own log-prob."""
+    """Compute GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the completion's ratio as
+    its value, and the gradient of its own log-prob."""
     sequence_ratios = bounded(means(logprobs.detach() - batch.old_logprobs, batch)).exp()
     return clipped_surrogate(batch.spread(sequence_ratios) * (logprobs - logprobs.detach()).exp(), batch, config)
 
 
 @entry("ratio capped at {0.ratio_cap:g}, every token keeps its gradient", reads=("ratio_cap",))
 def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): the ratio is a capped weight, so every token has a gradient."""
+    """Compute CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): ratios are capped weights; all tokens have gradients."""
     ratio = ratios(logprobs, batch).detach()
     values = -ratio.clamp(max=config.ratio_cap) * batch.advantages * logprobs
     return LossOutput(values, {"policy/clip_fraction": (ratio > config.ratio_cap).float()})
@@ -52,13 +52,13 @@ def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput
 
 @entry("ratio capped at {0.ratio_cap:g}", reads=("ratio_cap",))
 def reinforce(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """REINFORCE (Williams, 1992): -A log p on-policy, where the ratio is 1; its weight off-policy is that of CISPO."""
+    """Compute REINFORCE (Williams, 1992): -A log p on-policy, where the ratio is 1; off-policy it is CISPO."""
     return cispo(logprobs, batch, config)
 
 
 @entry("soft gate around ratio 1")
 def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """SAPO (arXiv:2511.20347, eq. 5-6): a sigmoid in place of the clip, steeper where the advantage is not positive."""
+    """Compute SAPO (arXiv:2511.20347, eq. 5-6): a sigmoid replaces the clip, steeper where the advantage is <= 0."""
     temperature = torch.where(batch.advantages > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
     gate = torch.sigmoid(temperature * (ratios(logprobs, batch) - 1))
     return LossOutput(-4 / temperature * gate * batch.advantages)
@@ -66,7 +66,7 @@ def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
 
 @entry("geometric mean of the answer's clipped ratios")
 def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """GMPO (arXiv:2507.20673, section 3): the geometric mean of an answer's clipped ratios, on each of its tokens."""
+    """Compute GMPO (arXiv:2507.20673, section 3) on each token: the geometric mean of a completion's clipped ratios."""
     free = bounded(logprobs - batch.old_logprobs)
     upper = torch.where(batch.advantages > 0, GMPO_CLIP, torch.inf)
     lower = torch.where(batch.advantages < 0, -GMPO_CLIP, -torch.inf)
@@ -79,7 +79,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = named(ppo_clip, gspo, cispo, reinforce, s
 
 
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """The named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
+    """Compute the named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
     logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")(logprobs, batch, config)
     weights, corrected = importance_weights(logprobs, batch, config)
@@ -101,7 +101,7 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
 
 
 def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
-    """For `positive_nll`: which answers it takes, and how many tokens of the whole minibatch are theirs."""
+    """Label the completions that `positive_nll` takes, and count their tokens in the whole minibatch."""
     if config.positive_nll == 0:
         return {}
     for sample in samples:
@@ -110,9 +110,9 @@ def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score
 
 
 def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
-    """VAPO (arXiv:2504.05118, section 4): likelihood of the answers with a task reward above 0, whose label is 1.
+    """Compute VAPO's NLL (arXiv:2504.05118, section 4) of completions with a task reward above 0, whose label is 1.
 
-    A mean of its own, over their tokens in the whole minibatch, so the weight that the sum applies is taken out.
+    It is a mean of its own, over their tokens in the whole minibatch, so the weight that the sum applies is taken out.
     """
     weights = batch.token_weights()
     shares = torch.where(weights > 0, batch.spread(batch.labels) / weights, 0.0)
@@ -126,10 +126,10 @@ def clipped_surrogate(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> L
 
 
 def ratios(logprobs: Tensor, batch: Batch) -> Tensor:
-    """[N] probability of each token over that before the update."""
+    """Return the ratio [N] of each token's probability to that before the update."""
     return bounded(logprobs - batch.old_logprobs).exp()
 
 
 def means(values: Tensor, batch: Batch) -> Tensor:
-    """[N] -> [B]: the mean over each answer's sampled tokens."""
+    """Return the mean over each completion's sampled tokens, [N] -> [B]."""
     return batch.sums(values) / batch.counts().clamp(min=1)  # a filler has no tokens

@@ -1,4 +1,4 @@
-"""Losses on answers that were judged, not given: pairs of chosen and rejected, or single answers with a verdict.
+"""Losses on completions that were judged, not given: pairs of chosen and rejected, or single ones with a verdict.
 
 Pairs are neighbours: row 2i is chosen, row 2i + 1 rejected. A pair's value stands on both of its rows.
 """
@@ -21,7 +21,7 @@ CERTAIN = -1e-6  # a mean log-prob above this is float32's noise around probabil
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """The worth of each answer, [B], and what is lost at the margin between the two of a pair, [B/2]."""
+    """A loss on pairs: the reward [B] of each completion, and what is lost at the margin [B/2] between a pair's two."""
 
     reward: Callable[[ModelOutput, Batch, PreferenceConfig], Tensor]
     value: Callable[[Tensor, PreferenceConfig], Tensor]
@@ -29,7 +29,7 @@ class PairLoss:
 
 
 def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> LossOutput:
-    """The named loss, plus the chosen answer's NLL per token (arXiv:2404.19733)."""
+    """Compute the named loss, plus the chosen completion's NLL per token (arXiv:2404.19733)."""
     loss = PAIR_LOSSES[config.loss]
     rewards = loss.reward(output, batch, config)
     chosen, rejected = halves(rewards)
@@ -45,7 +45,7 @@ def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> L
 
 
 def log_ratios(output: ModelOutput, batch: Batch) -> Tensor:
-    """[B] log of policy over reference, of whole answers."""
+    """Return the log [B] of policy over reference, of whole completions."""
     return batch.sums(output.logprobs.float() - batch.ref_logprobs)
 
 
@@ -58,23 +58,23 @@ def mean_logprobs(output: ModelOutput, batch: Batch) -> Tensor:
 
 
 def log_ratio_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
-    """DPO's implicit reward (arXiv:2305.18290, eq. 5)."""
+    """Return DPO's implicit reward (arXiv:2305.18290, eq. 5)."""
     return config.beta * log_ratios(output, batch)
 
 
 def ipo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
-    """DPO's reward, or its mean per token, which is what IPO's authors run."""
+    """Return DPO's reward, or its mean per token, which is what IPO's authors run."""
     rewards = log_ratio_reward(output, batch, config)
     return per_token(rewards, batch) if config.length_normalized else rewards
 
 
 def simpo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
-    """Length-normalised log-prob (SimPO, arXiv:2405.14734, eq. 4)."""
+    """Return the length-normalised log-prob (SimPO, arXiv:2405.14734, eq. 4)."""
     return config.beta * mean_logprobs(output, batch)
 
 
 def log_odds(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
-    """log(p / (1 - p)) of an answer's mean probability per token (ORPO, arXiv:2403.07691, eq. 4)."""
+    """Return log(p / (1 - p)) of a completion's mean probability per token (ORPO, arXiv:2403.07691, eq. 4)."""
     mean = mean_logprobs(output, batch)
     # Only the value is limited: 1 / (1 - p) meets the softmax's own factor 1 - p, so logits see a bounded gradient.
     limited = mean + (mean.clamp(max=CERTAIN) - mean).detach()
@@ -82,33 +82,33 @@ def log_odds(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Ten
 
 
 def sigmoid(margin: Tensor, config: PreferenceConfig) -> Tensor:
-    """DPO (arXiv:2305.18290, eq. 7); with label smoothing its authors' cDPO, for labels that may be wrong."""
+    """Compute DPO (arXiv:2305.18290, eq. 7); with label smoothing its authors' cDPO, for labels that may be wrong."""
     wrong = config.label_smoothing
     return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
 
 def hinge(margin: Tensor, config: PreferenceConfig) -> Tensor:
-    """SLiC's loss (arXiv:2305.10425) on DPO's margin (RSO, arXiv:2309.06657)."""
+    """Compute SLiC's loss (arXiv:2305.10425) on DPO's margin (RSO, arXiv:2309.06657)."""
     return relu(1 - margin)
 
 
 def ipo(margin: Tensor, config: PreferenceConfig) -> Tensor:
-    """(x - 1 / (2 beta))^2 at margin = beta x (IPO, arXiv:2310.12036, eq. 17)."""
+    """Compute (x - 1 / (2 beta))^2 at margin = beta x (IPO, arXiv:2310.12036, eq. 17)."""
     return ((margin - 0.5) / config.beta).square()
 
 
 def simpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
-    """SimPO (arXiv:2405.14734, eq. 6)."""
+    """Compute SimPO (arXiv:2405.14734, eq. 6)."""
     return -logsigmoid(margin - config.gamma)
 
 
 def orpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
-    """ORPO's odds-ratio term (arXiv:2403.07691, eq. 7)."""
+    """Compute ORPO's odds-ratio term (arXiv:2403.07691, eq. 7)."""
     return -config.odds_coefficient * logsigmoid(margin)
 
 
 def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
-    """KTO (arXiv:2402.01306); the label is 1 where the answer is desirable, else 0."""
+    """Compute KTO (arXiv:2402.01306); the label is 1 where the completion is desirable, else 0."""
     ratios = log_ratios(output, batch)
     desirable = batch.labels > 0.5
     sign = torch.where(desirable, 1.0, -1.0)
@@ -119,7 +119,7 @@ def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
 
 
 def mismatch_kl(samples: list[Sample], config: KTOConfig, score: Score) -> dict[str, float]:
-    """KTO's z: how far the model is from the reference on answers to other prompts; never below zero."""
+    """Estimate KTO's z: how far the model is from the reference on completions of other prompts; never below zero."""
     others = [sample.companion for sample in samples if sample.companion is not None]
     ratios = [
         float(((logprobs - other.ref_logprobs) * other.mask).sum())
@@ -129,7 +129,7 @@ def mismatch_kl(samples: list[Sample], config: KTOConfig, score: Score) -> dict[
 
 
 def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -> LossOutput:
-    """Bradley-Terry with a margin (Llama 2, arXiv:2307.09288, eq. 2) and centring (arXiv:2312.09244)."""
+    """Compute Bradley-Terry with a margin (Llama 2, arXiv:2307.09288, eq. 2) and centring (arXiv:2312.09244)."""
     rewards = batch.last_of(output.scores[:, 0]).float()
     chosen, rejected = halves(rewards)
     margin, _ = halves(batch.labels)
@@ -140,13 +140,13 @@ def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -
 
 
 def reward_scale(samples: list[Sample], config: RewardModelConfig, score: Score) -> dict[str, float]:
-    """Mean and deviation of the scores are saved with a reward model, for whoever normalises rewards."""
+    """Return the scores' mean and deviation, which are saved with a reward model for whoever normalises rewards."""
     scores = [float(scores[-1, 0]) for scores in score(samples)]
     return {"reward_mean": fmean(scores), "reward_std": pstdev(scores)}
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] -> [B/2] of the chosen, [B/2] of the rejected."""
+    """Split [B] into [B/2] of the chosen and [B/2] of the rejected."""
     chosen, rejected = values.view(-1, 2).unbind(1)
     return chosen, rejected
 
@@ -157,7 +157,7 @@ def margin_means(name: str, rewards: Tensor) -> dict[str, Tensor]:
 
 
 def on_both_rows(values: Tensor, means: dict[str, Tensor]) -> LossOutput:
-    """[B/2] -> [B]: shares belong to rows, and those of a pair's rows add up to the pair's."""
+    """Repeat [B/2] to [B]: shares belong to rows, and those of a pair's rows add up to the pair's."""
     rows = {name: mean.detach().repeat_interleave(2) for name, mean in means.items()}
     return LossOutput(values.repeat_interleave(2), rows, per_sequence=True)
 

@@ -1,4 +1,4 @@
-"""Task rewards -> rewards of tokens and answers: length, truncation and the KL to the reference."""
+"""Turn task rewards into rewards of tokens and completions: length, truncation and the KL to the reference."""
 
 from statistics import fmean
 
@@ -24,7 +24,7 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
 
 
 def shaped_reward(sample: Sample, config: ShapingConfig, max_new_tokens: int) -> float:
-    """Of the whole answer, before the KL."""
+    """Return the reward of the whole completion, before the KL."""
     reward = truncated_reward(sample.task_reward, config) if sample.truncated else sample.task_reward
     if config.overlong_factor > 0:
         punishment = overlong_punishment(sample.sampled_tokens(), max_new_tokens, config.overlong_share)
@@ -33,36 +33,36 @@ def shaped_reward(sample: Sample, config: ShapingConfig, max_new_tokens: int) ->
 
 
 def truncated_reward(reward: float, config: ShapingConfig) -> float:
-    """Of an answer that the length limit cut off; `multiply` never raises a negative reward."""
+    """Return the reward of a completion that the length limit cut off; `multiply` never raises a negative reward."""
     value = config.truncated_value
     return {"keep": reward, "multiply": min(reward, value * reward), "set": value}[config.truncated]
 
 
 def overlong_punishment(length: int, longest: int, share: float) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, and falling to -1 over the last share."""
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, and falling to -1 over the last share."""
     cache = share * longest
     return -min(max((length - (longest - cache)) / cache, 0.0), 1.0)
 
 
 def with_added(sample: Sample, amount: float) -> Tensor:
-    """[T] the token rewards, with `amount` more on the last sampled token."""
+    """Return the token rewards [T], with `amount` more on the last sampled token."""
     rewards = sample.token_rewards.clone()
     rewards[sample.mask.nonzero()[-1]] += amount
     return rewards
 
 
 def token_kl(sample: Sample) -> Tensor:
-    """[T] k1 on sampled tokens: in the reward its policy gradient is that of the sequence KL (arXiv:2506.09477)."""
+    """Return k1 [T] on sampled tokens: its policy gradient in the reward is the sequence KL's (arXiv:2506.09477)."""
     return (sample.old_logprobs - sample.ref_logprobs) * sample.mask
 
 
 def sequence_kl(samples: list[Sample]) -> float:
-    """Mean over answers of the sum of k1."""
+    """Return the mean over completions of the sum of k1."""
     return fmean(token_kl(sample).double().sum().item() for sample in samples)
 
 
 def adapted_coefficient(coefficient: float, kl: float, completions: int, config: KLConfig) -> float:
-    """The KL coefficient after a step of so many answers (arXiv:1909.08593, section 2.2); null target: as it was."""
+    """Adapt the KL coefficient after a step of completions (arXiv:1909.08593, section 2.2); a null target keeps it."""
     if config.target is None:
         return coefficient
     error = min(max(kl / config.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)

@@ -7,12 +7,12 @@ from trueline.data.types import Batch, LossOutput, ModelOutput
 
 
 def sft(output: ModelOutput, batch: Batch, config: None) -> LossOutput:
-    """Negative log-likelihood of the tokens to learn."""
+    """Compute the negative log-likelihood of the tokens to learn."""
     return LossOutput(-output.logprobs)
 
 
 def process_reward(output: ModelOutput, batch: Batch, config: None) -> LossOutput:
-    """Cross-entropy of a step's verdict (arXiv:2305.20050): score 0 is the logit of bad, score 1 that of good."""
+    """Compute the cross-entropy of a step's verdict (arXiv:2305.20050): score 0 is the logit of bad, 1 that of good."""
     logprobs = log_softmax(output.scores.float(), dim=-1)
     bad, good = logprobs.unbind(-1)
     values = -batch.step_labels * good - (1 - batch.step_labels) * bad
@@ -21,5 +21,5 @@ def process_reward(output: ModelOutput, batch: Batch, config: None) -> LossOutpu
 
 
 def distill(output: ModelOutput, batch: Batch, config: DistillConfig) -> LossOutput:
-    """Divergence of student and teacher (arXiv:1503.02531), computed where their logits are."""
+    """Return the divergence of student and teacher (arXiv:1503.02531), computed where their logits are."""
     return LossOutput(output.divergence)

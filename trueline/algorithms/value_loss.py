@@ -7,7 +7,7 @@ from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
 
 def value(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """Half the squared gap to the return, pessimistic about moves beyond the clip (PPO's code; arXiv:1811.02553)."""
+    """Compute half the squared gap to the return, pessimistic beyond the clip (PPO's code; arXiv:1811.02553)."""
     values = output.values.float()
     error = (values - batch.returns).square()
     means = {"critic/value": values.detach(), "critic/clip_fraction": torch.zeros_like(error)}
@@ -20,7 +20,7 @@ def value(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOut
 
 
 def explained_variance(samples: list[Sample]) -> float:
-    """1 - var(returns - values) / var(returns) over sampled tokens; 0 where the returns do not vary."""
+    """Compute 1 - var(returns - values) / var(returns) over sampled tokens, or 0 where the returns do not vary."""
     returns = torch.cat([sample.returns[sample.mask] for sample in samples]).double()
     values = torch.cat([sample.values[sample.mask] for sample in samples]).double()
     variance = returns.var(correction=0).item()

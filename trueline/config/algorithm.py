@@ -23,10 +23,10 @@ class KLConfig(Config):
     """Multiply k3 by the ratio, with its gradient: exact for KL(policy || reference) off-policy too."""
 
     target: float | None = Field(None, gt=0)
-    """Adapt the coefficient so that the KL of an answer comes to this many nats (6 is usual); null keeps it fixed."""
+    """Adapt the coefficient so that a completion's KL comes to this many nats (6 is usual); null keeps it fixed."""
 
     horizon: int = Field(10_000, ge=1)
-    """Answers over which an adaptive coefficient follows its target."""
+    """Completions over which an adaptive coefficient follows its target."""
 
     @model_validator(mode="after")
     def check_unbiased(self) -> Self:
@@ -54,14 +54,14 @@ class ImportanceSamplingConfig(Config):
     """Highest weight that `token_mask` keeps."""
 
     sequence_low: float = Field(0.99, ge=0)
-    """Lowest geometric mean of an answer's weights that `sequence_mask` keeps."""
+    """Lowest geometric mean of a completion's weights that `sequence_mask` keeps."""
 
     sequence_high: float = Field(1.01, gt=0)
-    """Highest geometric mean of an answer's weights that `sequence_mask` keeps."""
+    """Highest geometric mean of a completion's weights that `sequence_mask` keeps."""
 
 
 class DynamicSamplingConfig(Config):
-    """Groups whose answers all have the same reward teach nothing; others are sampled in their place."""
+    """Groups whose completions all have the same reward teach nothing; others are sampled in their place."""
 
     enabled: bool = False
     """Drop such groups and sample others."""
@@ -77,16 +77,16 @@ class ShapingConfig(Config):
     """What length and truncation do to the task reward."""
 
     overlong_factor: float = Field(0.0, ge=0)
-    """Weight of DAPO's soft punishment of answers near the length limit; 0 turns it off."""
+    """Weight of DAPO's soft punishment of completions near the length limit; 0 turns it off."""
 
     overlong_share: float = Field(0.2, gt=0, le=1)
     """Last share of rollout.max_new_tokens in which that punishment grows from 0 to 1."""
 
     overlong_filter: bool = False
-    """Leave truncated answers out of the loss; they keep their place in the group's baseline."""
+    """Leave truncated completions out of the loss; they keep their place in the group's baseline."""
 
     truncated: Literal["keep", "multiply", "set"] = "keep"
-    """Reward of a truncated answer: kept; min(r, value * r); or set to `truncated_value`."""
+    """Reward of a truncated completion: kept; min(r, value * r); or set to `truncated_value`."""
 
     truncated_value: float = 0.0
     """See `truncated`."""
@@ -117,7 +117,7 @@ class AlgorithmConfig(Config):
     """How token losses are averaged over one minibatch."""
 
     group_size: int = Field(8, ge=1)
-    """Answers sampled per prompt."""
+    """Completions sampled per prompt."""
 
     whiten: bool = False
     """Bring the step's advantages to mean 0 and variance 1, over all tokens in the loss."""
@@ -126,7 +126,7 @@ class AlgorithmConfig(Config):
     """Discount per sampled token, of `gae` and `reinforce`."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1)
-    """Decay of the trace of `gae`; 0.95 suits short answers."""
+    """Decay of the trace of `gae`; 0.95 suits short completions."""
 
     length_adaptive: float | None = Field(None, gt=0)
     """VAPO's alpha: lambda = 1 - 1 / (alpha * length) for the policy, 1 for the critic; null: gae_lambda for both."""
@@ -150,7 +150,7 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
 
     positive_nll: float = Field(0.0, ge=0)
-    """Weight of the negative log-likelihood of answers with a reward above 0 (VAPO)."""
+    """Weight of the negative log-likelihood of completions with a reward above 0 (VAPO)."""
 
     value_clip: float = Field(0.5, ge=0)
     """How far the critic's value may move from its old one before its loss stops falling; 0 turns this off."""
@@ -184,7 +184,7 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def check_use(self) -> Self:
-        """Keys that would be read by nothing, or not as they sound."""
+        """Refuse keys that would be read by nothing, or not as they sound."""
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError(f"algorithm.kl.target={self.kl.target} has nothing to adapt: set kl.coefficient above 0")
         low, high = self.importance_sampling.low, self.importance_sampling.high

@@ -41,7 +41,7 @@ class Config(BaseModel):
 
     @classmethod
     def load(cls, files: list[Path], overrides: list[str], base: Tree | None = None) -> Self:
-        """Later files win over earlier ones, `a.b=value` overrides over files, all of them over `base`."""
+        """Load one tree: later files win over earlier ones, `a.b=value` overrides over files, all over `base`."""
         tree: Tree = base or {}
         for file in files:
             tree = merge(tree, read_tree(file))
@@ -58,7 +58,7 @@ class Config(BaseModel):
             raise ConfigError(explain(cls, error)) from None
 
     def leaves(self, prefix: str = "") -> Iterator[Key]:
-        """Every key with its present value."""
+        """Yield every key with its present value."""
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
             if isinstance(value, Config):
@@ -67,11 +67,11 @@ class Config(BaseModel):
                 yield Key(prefix + name, kind_name(field.annotation), value, field.description or "")
 
     def replaced(self, values: Tree) -> Self:
-        """A copy with some values changed, checked as if it had been loaded so."""
+        """Return a copy with some values changed, checked as if it had been loaded so."""
         return self.parse(merge(self.model_dump(), values))
 
     def dump(self) -> str:
-        """The whole tree as YAML; loading it again gives an equal configuration."""
+        """Return the whole tree as YAML; loading it again gives an equal configuration."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -90,7 +90,7 @@ def kind_name(annotation: Any) -> str:
 
 
 def merge(under: Tree, over: Tree) -> Tree:
-    """Nested dictionaries are merged key by key; anything else in `over` replaces what is in `under`."""
+    """Merge nested dictionaries key by key; anything else in `over` replaces what is in `under`."""
     merged = dict(under)
     for key, value in over.items():
         both_trees = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -111,7 +111,7 @@ def read_tree(file: Path) -> Tree:
 
 
 def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
-    """Values are YAML, but for keys that hold text, which is taken as it stands."""
+    """Parse `a.b=value`: values are YAML, but for keys that hold text, which is taken as it stands."""
     path, separator, text = override.partition("=")
     if not separator or not path:
         raise ConfigError(f"{override!r} is not an override: write it as section.key=value, e.g. training.ranks=2")
@@ -166,7 +166,7 @@ def suggestion(config: type[Config], path: str) -> str:
 
 
 def known_answer(path: str, keys: list[str]) -> str | None:
-    """Answer the longest ending that is a key or a foreign name; the answer is empty where no key here is meant."""
+    """Return what to say of the longest ending that is a key or a foreign name; empty where no key here is meant."""
     section, *_ = words = path.split(".")
     for ending in (".".join(words[start:]) for start in range(len(words))):
         for answer in FOREIGN_NAMES.get(ending, (ending,)):

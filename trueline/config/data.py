@@ -10,7 +10,7 @@ from trueline.config.base import Config
 
 
 def resolve_template(value: str) -> str:
-    """The absolute path of a template's file: a run that goes on may start in another folder."""
+    """Resolve a template's file to its absolute path: a run that goes on may start in another folder."""
     if value in ("auto", "never"):
         return value
     file = Path(value).expanduser().resolve()
@@ -25,7 +25,7 @@ ChatTemplate = Annotated[str, AfterValidator(resolve_template)]
 
 
 class SourceConfig(Config):
-    """What all kinds of runs say of their rows."""
+    """Keys by which all kinds of runs describe their rows."""
 
     path: str = ""
     """JSON, JSONL, CSV, Parquet or Arrow file, a folder of them, or a hub name (`name` or `name:split`)."""
@@ -55,7 +55,7 @@ class SourceConfig(Config):
         return self
 
     def sources(self) -> dict[str, float]:
-        """Each dataset's path and weight."""
+        """Return each dataset's path and weight."""
         return self.mixture or {self.path: 1.0}
 
     def source_key(self) -> str:
@@ -63,7 +63,7 @@ class SourceConfig(Config):
 
 
 class PromptDataConfig(SourceConfig):
-    """Rows to be answered."""
+    """Keys for rows with prompts to complete."""
 
     label_column: str | None = None
     """Column that rewards see as `label`; null takes the first of label, answer, solution that exists."""
@@ -73,7 +73,7 @@ class PromptDataConfig(SourceConfig):
 
 
 class DataConfig(SourceConfig):
-    """Rows to be learnt."""
+    """Keys for rows to learn."""
 
     format: Literal[
         "auto", "messages", "conversations", "alpaca", "completion", "text", "preference", "rated", "steps"

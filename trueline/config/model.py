@@ -126,7 +126,7 @@ class TrainingConfig(RanksConfig):
 
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
-    """Combinations of model and training keys that cannot work; `section` holds the latter."""
+    """Refuse combinations of model and training keys that cannot work; `section` holds the latter."""
     check_mesh(training, model, section)
     if training.offload == "all" and training.zero_stage != 3:
         raise ConfigError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
@@ -136,7 +136,7 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
 
 
 def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str = "model.") -> None:
-    """Ranks, and the division of layers and sequences among them, which are `whose` keys."""
+    """Refuse ranks that do not fit how layers and sequences are divided among them, which `whose` keys say."""
     width = model.width()
     if ranks.ranks is not None and ranks.ranks % width:
         raise ConfigError(

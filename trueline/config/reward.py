@@ -10,7 +10,7 @@ from trueline.config.data import ChatTemplate
 
 
 def without_secrets(value: str) -> str:
-    """Configurations are shown and saved, so that an address in one holds nothing that may be secret."""
+    """Refuse an address that may hold a secret, because configurations are shown and saved."""
     if re.search(r"://([^/]*@|.*[?#])", value):
         raise ValueError(
             "the address holds a password or a query, which may be secret: put it into an environment variable, and "
@@ -23,7 +23,7 @@ PublicAddress = Annotated[str, AfterValidator(without_secrets)]
 
 
 class RemoteConfig(Config):
-    """How scorers and judges behind HTTP are asked."""
+    """How remote scorers and LLM judges are asked over HTTP."""
 
     concurrency: int = Field(16, ge=1)
     """Requests under way at a time."""
@@ -64,7 +64,7 @@ class JudgeConfig(Config):
 
 
 class RewardPartConfig(Config):
-    """One reward."""
+    """One reward function, reward model, LLM judge or remote scorer."""
 
     function: PublicAddress = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
@@ -97,7 +97,7 @@ class RewardPartConfig(Config):
     judge: JudgeConfig = JudgeConfig()
 
     def constants(self) -> dict[str, Any]:
-        """What a function's parameters are filled with in every call."""
+        """Return what a function's parameters are filled with in every call."""
         return {**({} if self.pattern is None else {"pattern": self.pattern}), **self.options}
 
 
@@ -121,7 +121,7 @@ class RewardConfig(RewardPartConfig):
     """Share of failed rewards, among a step's answers or the last 100 if those are more, above which the run stops."""
 
     policy_error: float = Field(0.0, allow_inf_nan=False)
-    """Reward of an answer whose own doing is the error, such as code that does not end."""
+    """Reward of a completion whose own doing is the error, such as code that does not end."""
 
     @model_validator(mode="after")
     def check_parts(self) -> Self:
@@ -139,5 +139,5 @@ class RewardConfig(RewardPartConfig):
         return self
 
     def named_parts(self) -> dict[str, RewardPartConfig]:
-        """Every reward by name; the only one of a run is called `reward`."""
+        """Return every reward by name; the only one of a run is called `reward`."""
         return self.parts or ({"reward": self} if self.function else {})

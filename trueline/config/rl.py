@@ -30,19 +30,19 @@ class RolloutConfig(Config):
     """Sampling temperature; the trainer divides its logits by the same number."""
 
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest answer; null takes 1024 or half of the model's context, whichever is less."""
+    """Longest completion; null takes 1024 or half of the model's context, whichever is less."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Longest prompt; longer ones are refused before the start. null: the data's longest, rounded up."""
 
     max_staleness: int = Field(0, ge=0)
-    """How many policy versions a trained answer may lag behind; 0 is synchronous training."""
+    """How many policy versions a trained completion may lag behind; 0 is synchronous training."""
 
     seeded: bool = True
-    """Give every answer its own seed, so that a run can be repeated; costs speed in very large GPU batches."""
+    """Give every completion its own seed, so that a run can be repeated; costs speed in very large GPU batches."""
 
     max_sequences: int = Field(256, ge=1)
-    """Answers that one engine works on at a time."""
+    """Completions that one engine works on at a time."""
 
     gpu_memory_utilization: float = Field(0.4, gt=0, lt=1)
     """Share of each GPU's memory for the engine (weights and KV cache)."""
@@ -55,14 +55,14 @@ class RolloutConfig(Config):
 
 
 class ResolvedRollout(RolloutConfig):
-    """What a plan holds: nothing is left to machine, model or data any more."""
+    """The rollout as a plan holds it: nothing is left to machine, model or data any more."""
 
     engines: int
     max_new_tokens: int
     max_prompt_tokens: int
 
     def longest(self) -> int:
-        """Tokens of the longest sequence that sampling can make."""
+        """Return the number of tokens of the longest sequence that sampling can make."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
@@ -83,10 +83,10 @@ class EvaluationConfig(Config):
     """Sampling temperature; 0 is greedy."""
 
     samples: int = Field(1, ge=1)
-    """Answers per prompt, for mean@k, pass@k and maj@k; more than one needs a temperature above 0."""
+    """Completions per prompt, for mean@k, pass@k and maj@k; more than one needs a temperature above 0."""
 
     pass_reward: float = 1.0
-    """Reward from which on an answer counts as right in pass@k."""
+    """Reward from which on a completion counts as right in pass@k."""
 
     @model_validator(mode="after")
     def check_sets(self) -> Self:
@@ -99,7 +99,7 @@ class EvaluationConfig(Config):
         return self
 
     def named_sets(self) -> dict[str, str]:
-        """Every held-out dataset's path by its name; the only one of a run has an empty name."""
+        """Return every held-out dataset's path by its name; the only one of a run has an empty name."""
         return self.sets or ({"": self.data} if self.data else {})
 
 
@@ -124,13 +124,13 @@ class RLConfig(RunConfig):
     """Training steps: each samples, scores, updates and publishes once."""
 
     prompts_per_step: int = Field(16, ge=1)
-    """Prompts per step; each gets algorithm.group_size answers."""
+    """Prompts per step; each gets algorithm.group_size completions."""
 
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps that share one step's answers."""
+    """Optimizer steps that share one step's completions."""
 
     epochs: int = Field(1, ge=1)
-    """Passes over one step's answers."""
+    """Passes over one step's completions."""
 
     placement: Literal["auto", "separate", "colocated"] = "auto"
     """Whether training and engines have GPUs of their own; auto shares them when there are too few."""
@@ -172,5 +172,5 @@ class RLConfig(RunConfig):
         return self
 
     def roles(self) -> dict[str, Role]:
-        """The models beside the policy, whether or not this run needs them."""
+        """Return the models beside the policy, whether or not this run needs them."""
         return {name: part for name, part in self if isinstance(part, Role)}

@@ -21,7 +21,7 @@ class RoleConfig(Config):
     """Ranks that share out every sequence; null: as model.context_parallel."""
 
     def model_like(self, policy: ModelConfig, path: str) -> ModelConfig:
-        """The policy's settings for another model: cut as this role says, without adapters."""
+        """Return the policy's settings for another model: cut as this role says, without adapters."""
         return policy.replaced(
             {
                 "path": path,

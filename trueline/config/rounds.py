@@ -22,7 +22,7 @@ class RoundTrainingConfig(SupervisedTrainingConfig):
     """Passes over what the round kept."""
 
     samples_per_step: int = Field(64, ge=1)
-    """Answers, or pairs of them, per optimizer step, over all ranks."""
+    """Completions, or pairs of them, per optimizer step, over all ranks."""
 
     max_tokens: int | None = Field(None, ge=2)
     """Longest sequence; longer ones are left out and counted. null takes the model's context."""
@@ -32,7 +32,7 @@ OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys that sta
 
 
 class RoundsConfig(SelectionConfig):
-    """What all recipes share."""
+    """Keys that all recipes share."""
 
     trainer: ClassVar[str] = "sft"  # the verb that trains
     trained: ClassVar[type[SupervisedConfig]] = SftConfig
@@ -53,7 +53,7 @@ class RoundsConfig(SelectionConfig):
         return self
 
     def run_keys(self) -> Tree:
-        """What every stage takes over as it is."""
+        """Return the keys that every stage takes over as they are."""
         return self.model_dump(include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "model"})
 
     def generate_keys(self) -> Tree:
@@ -72,8 +72,8 @@ class RoundsConfig(SelectionConfig):
 
 class RaftConfig(RoundsConfig):
     keep: Literal["all", "best", "threshold"] = "best"
-    """Answers to learn: all; the best one to each prompt (best-of-n); all with a reward of `threshold` or more
-    (rejection sampling). Failed and empty answers are never kept."""
+    """Completions to learn: all; the best one of each prompt (best-of-n); all with a reward of `threshold` or more
+    (rejection sampling). Failed and empty completions are never kept."""
 
     threshold: float = 1.0
     """Lowest reward that keep=threshold keeps."""

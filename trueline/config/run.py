@@ -49,13 +49,13 @@ class EnginesConfig(Config):
     """Sections that name engines, and the `runtime` that their processes live in."""
 
     def engines(self) -> dict[str, str]:
-        """The engine of every section that has one."""
+        """Return the engine of every section that has one."""
         return {key.path.removesuffix(".engine"): key.default for key in self.leaves() if key.path.endswith(".engine")}
 
     @model_validator(mode="before")
     @classmethod
     def fill_local(cls, values: Any) -> Any:
-        """One process takes engines that can live there."""
+        """Fill in engines that can live in one process, where the runtime is local."""
         local = isinstance(values, dict) and values.get("runtime", cls.model_fields["runtime"].default) == "local"
         engines = {
             section: {"engine": "hf" if section == "rollout" else "torch"}

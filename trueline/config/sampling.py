@@ -1,4 +1,4 @@
-"""The configurations of jobs that sample and judge but train nothing."""
+"""The configurations of jobs that sample and score but train nothing."""
 
 from typing import Literal, Self
 
@@ -20,7 +20,7 @@ class SamplerConfig(RolloutConfig):
 
 
 class SamplingConfig(RunConfig):
-    """What all sampling jobs share."""
+    """Keys that all sampling jobs share."""
 
     model: ModelConfig = ModelConfig()
     rollout: SamplerConfig = SamplerConfig()
@@ -29,30 +29,30 @@ class SamplingConfig(RunConfig):
     reward_model: FrozenConfig = FrozenConfig()
 
     def scored(self) -> bool:
-        """Whether answers get a reward at all."""
+        """Tell whether completions get a reward at all."""
         return bool(self.reward.named_parts())
 
 
 class SelectionConfig(SamplingConfig):
-    """Several answers to a prompt, of which some are worth learning."""
+    """Several completions of a prompt, of which some are worth learning."""
 
     samples: int = Field(4, ge=1)
-    """Answers per prompt."""
+    """Completions per prompt."""
 
     keep_truncated: bool = True
-    """Whether an answer that the length limit cut off may be kept, or preferred in a pair."""
+    """Whether a completion that the length limit cut off may be kept, or preferred in a pair."""
 
 
 class GenerateConfig(SelectionConfig):
     keep: Literal["all", "best", "threshold"] = "all"
-    """Answers to keep: all; the best one to each prompt (best-of-n); all with a reward of `threshold` or more
-    (rejection sampling). Failed and empty answers are never kept."""
+    """Completions to keep: all; the best one of each prompt (best-of-n); all with a reward of `threshold` or more
+    (rejection sampling). Failed and empty completions are never kept."""
 
     threshold: float = Field(1.0, allow_inf_nan=False)
     """Lowest reward that keep=threshold keeps."""
 
     pairs: bool = False
-    """Also write each prompt's best against its worst answer, as a preference dataset."""
+    """Also write each prompt's best against its worst completion, as a preference dataset."""
 
     limit: int | None = Field(None, ge=1)
     """Answer only this many prompts; null answers all that `skip` leaves."""

@@ -34,7 +34,7 @@ class HeldOutConfig(Config):
 
 
 class SupervisedConfig(RunConfig):
-    """What all offline tasks share."""
+    """Keys that all offline tasks share."""
 
     task: ClassVar[str] = "sft"
 

@@ -57,12 +57,12 @@ def check_fit(units: list[Unit], budget: Budget) -> None:
 
 
 def pass_tokens(lengths: list[int], budget: Budget) -> int:
-    """Tokens that one pass over sequences of these lengths computes."""
+    """Count the tokens that one pass over sequences of these lengths computes."""
     return sum(lengths) if budget.packed else len(lengths) * max(lengths)
 
 
 def packed_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
-    """As few passes as hold everything, with like numbers of tokens; O(n log n) for each of the few tries."""
+    """Make as few passes as hold everything, with like numbers of tokens; each of the few tries is O(n log n)."""
     sequences = sum(len(unit) for unit in units)
     passes = math.ceil(sum(map(sum, units)) / budget.tokens / ranks)
     if budget.samples is not None:
@@ -73,7 +73,7 @@ def packed_shares(order: list[int], units: list[Unit], ranks: int, budget: Budge
 
 
 def longest_first(order: list[int], units: list[Unit], count: int, budget: Budget) -> list[list[int]] | None:
-    """Each unit goes to the share with the fewest tokens so far; None if that breaks the budget."""
+    """Give each unit to the share with the fewest tokens so far; return None if that breaks the budget."""
     heap = [(0, number) for number in range(count)]
     shares: list[list[int]] = [[] for _ in range(count)]
     for unit in order:
@@ -90,7 +90,7 @@ def longest_first(order: list[int], units: list[Unit], count: int, budget: Budge
 
 
 def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
-    """Runs of like lengths, so that padding is little; split, or filled up, to a multiple of the ranks."""
+    """Make runs of like lengths, so that padding is little; split, or fill up, to a multiple of the ranks."""
     shares: list[list[int]] = []
     for unit in order:
         current = [*shares[-1], unit] if shares else []

@@ -1,4 +1,4 @@
-"""Messages -> tokens: the only file that touches chat templates."""
+"""Turn messages into tokens; this is the only file that touches chat templates."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trueline.data.types import Message, Tool, called_functions, content_of
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
-UNLIKE_ANY = "\0"  # text that no answer begins with
+UNLIKE_ANY = "\0"  # text that no completion begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Encoded:
 
 
 class ChatFormat:
-    """A tokenizer, the decision whether its chat template is used, and the tokens that end an answer."""
+    """A tokenizer, the decision whether its chat template is used, and the tokens that end a completion."""
 
     def __init__(self, tokenizer: Any, use_template: bool, stop_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
@@ -43,18 +43,18 @@ class ChatFormat:
         return list(self.tokenizer(text)["input_ids"])
 
     def remarks(self) -> list[str]:
-        """Lines for the plan: what the user may not expect of the messages encoded so far."""
+        """Return lines for the plan: what the user may not expect of the messages encoded so far."""
         remedy = "data.chat_template=FILE takes a Jinja file"
         joined = f"template   none: messages are joined by line breaks, without roles; {remedy}"
         left_out = f"template   does not show, or not everywhere: {', '.join(sorted(self.left_out))}; {remedy}"
         return [joined] * self.joins + [left_out] * bool(self.left_out)
 
     def completion_tokens(self, text: str) -> list[int]:
-        """The tokens of an answer, its end included."""
+        """Return the tokens of a completion, its end included."""
         return [*self.text_tokens(text), self._end()]
 
     def text_tokens(self, text: str) -> list[int]:
-        """The tokens of a text that goes on from others: nothing is put in front."""
+        """Return the tokens of a text that goes on from others: nothing is put in front."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reply_text(self, tokens: list[int]) -> str:
@@ -63,7 +63,7 @@ class ChatFormat:
     def encode(
         self, messages: list[Message], learn: Learn, start: int = 0, tools: Sequence[Tool] = ()
     ) -> list[Encoded]:
-        """The assistant's turns from message `start` on, each after exactly what the model is shown at inference.
+        """Encode the assistant's turns from message `start` on, each after exactly what the model sees at inference.
 
         Turns share a sequence as long as the template only appends; where it rewrites what came before
         (say, leaves out earlier reasoning) a new sequence starts. A turn that nothing precedes answers
@@ -75,7 +75,7 @@ class ChatFormat:
         return encode_turns(messages, turns[-1:] if learn == "last" else turns, tools)
 
     def encode_document(self, text: str) -> Encoded:
-        """All of a text and its end, with what the tokenizer puts in front of texts."""
+        """Encode all of a text and its end, with what the tokenizer puts in front of texts."""
         tokens = list(self.tokenizer(text)["input_ids"])
         if tokens[-1:] != [self._end()]:
             tokens.append(self._end())
@@ -115,13 +115,13 @@ class ChatFormat:
         return [self._closed(pieces) for pieces in sequences]
 
     def _completion_piece(self, text: str) -> Piece:
-        """What the template puts after the last end token is never sampled, so it is not learnt."""
+        """Encode a completion; what the template puts after its last end token is never sampled, so not learnt."""
         tokens = self.text_tokens(text)
         ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
         return tokens, ends[-1] + 1 if ends else len(tokens)
 
     def _closed(self, pieces: list[Piece]) -> Encoded:
-        """The sequence ends where its last answer does: with an end token."""
+        """End the sequence where its last completion does: with an end token."""
         tokens, learnt = pieces[-1]
         last = tokens[:learnt]
         if last[-1] not in self.stop_ids:
@@ -157,7 +157,7 @@ class ChatFormat:
 
 
 def unseen_fields(message: Message, text: str) -> set[str]:
-    """Fields of a message, besides its content, that a rendering does not show; calls are told by their names."""
+    """Return the fields of a message, besides its content, that a rendering does not show; calls go by their names."""
     others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
     others |= {"tool_calls": called_functions(message)}
     return {name for name, values in others.items() if any(value not in text for value in values)}
@@ -176,14 +176,14 @@ def check_completion(completion: str, message: Message, turn: int) -> None:
 
 
 def learnt_text(prompt: str, full: str, other: Callable[[], str]) -> str:
-    """What `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
+    """Return what `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
 
-    `other` renders it with another answer.
+    `other` renders it with another completion.
     """
     if full.startswith(prompt):
         return full[len(prompt) :]
     shared = shared_length(prompt, full)
-    if prompt[shared:].strip():  # the opened turn's own text may by chance begin as the answer does
+    if prompt[shared:].strip():  # the opened turn's own text may by chance begin as the completion does
         shared = min(shared, shared_length(other(), full))
     return full[shared:]
 

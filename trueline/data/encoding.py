@@ -1,4 +1,4 @@
-"""Records -> training samples that fit: exact tokens, what is learnt of them, and what to do with long ones."""
+"""Turn records into training samples that fit: exact tokens, what is learnt of them, what is done with long ones."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ class Fitting:
         self.tally = {"truncated": 0, "dropped": 0}
 
     def fit(self, encoded: Encoded, place: str) -> Encoded | None:
-        """The sequence, cut if need be; None where it is to be dropped."""
+        """Return the sequence, cut if need be, or None where it is to be dropped."""
         if len(encoded.tokens) > self.max_tokens:
             return TOO_LONG[self.policy](self, encoded, place)
         return encoded if any(encoded.mask) else self.nothing_to_learn(place, "no token of it can be learnt")
@@ -75,7 +75,7 @@ TOO_LONG: dict[Policy, Callable[[Fitting, Encoded, str], Encoded | None]] = {
 def encode_conversations(
     records: list[Conversation | Document], chat: ChatFormat, max_tokens: int, learn: Learn, policy: Policy
 ) -> Encodings:
-    """One sample per sequence; a conversation whose template rewrites earlier turns becomes several."""
+    """Make one sample per sequence; a conversation whose template rewrites earlier turns becomes several."""
     fitting = Fitting(max_tokens, policy)
     samples: list[Sample] = []
     for record in records:
@@ -87,7 +87,7 @@ def encode_conversations(
 
 
 def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy: Policy) -> Encodings:
-    """Sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one; a pair is dropped as a whole."""
+    """Make sample 2i of pair i's chosen completion, 2i + 1 of the rejected one; a pair is dropped as a whole."""
     fitting = Fitting(max_tokens, policy)
     samples: list[Sample] = []
     for record in records:
@@ -105,9 +105,9 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
 
 
 def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy: Policy, block: int) -> Encodings:
-    """Labels are 1 for desirable and 0; a sample's companion has its prompt and another row's answer.
+    """Label samples 1 for desirable, else 0; a sample's companion has its prompt and another row's completion.
 
-    No row is at fault where a prompt and a foreign answer are too long together: that answer is cut.
+    No row is at fault where a prompt and a foreign completion are too long together: that completion is cut.
     """
     fitting = Fitting(max_tokens, policy)
     own = [
@@ -133,7 +133,7 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
 def encode_steps(
     records: list[StepRated], chat: ChatFormat, max_tokens: int, policy: Policy, separator: str
 ) -> Encodings:
-    """The label of a step stands at its last token: the separator's, where there is one."""
+    """Put the label of a step at its last token: the separator's, where there is one."""
     fitting = Fitting(max_tokens, policy)
     samples: list[Sample] = []
     for record in records:
@@ -200,7 +200,7 @@ def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tupl
 
 
 def mismatched_rows(records: list[Rated], block: int) -> list[int]:
-    """For each row the one before it in its block, in a circle, or the nearest one before that with another prompt."""
+    """Find for each row the one before it in its block, in a circle, or the nearest before that with another prompt."""
     prompts = [record.prompt for record in records]
     if records and all(prompt == prompts[0] for prompt in prompts):
         raise ConfigError(
@@ -217,7 +217,7 @@ def mismatched_rows(records: list[Rated], block: int) -> list[int]:
 
 
 def last_others(prompts: list[list[Message]]) -> list[int]:
-    """For each row the nearest one before it, in a circle, that has another prompt."""
+    """Find for each row the nearest one before it, in a circle, that has another prompt."""
     back = [-1] * len(prompts)
     for at in range(1 - len(prompts), len(prompts)):  # the first round only fills in what the second looks up
         before = at - 1

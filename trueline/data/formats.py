@@ -1,4 +1,4 @@
-"""Dataset rows -> the records that are trained on, in the formats that datasets come in."""
+"""Turn dataset rows into the records that are trained on, in the formats that datasets come in."""
 
 import math
 import re
@@ -32,7 +32,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, the better one first."""
+    """Two completions of one prompt, the better one first."""
 
     prompt: list[Message]
     chosen: list[Message]
@@ -44,7 +44,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """An answer that is desirable or not."""
+    """A completion that is desirable or not."""
 
     prompt: list[Message]
     completion: list[Message]
@@ -55,7 +55,7 @@ class Rated:
 
 @dataclass(frozen=True, slots=True)
 class StepRated:
-    """An answer in steps, each with its label from 0 to 1."""
+    """A completion in steps, each with its label from 0 to 1."""
 
     prompt: list[Message]
     steps: list[str]
@@ -103,7 +103,7 @@ def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Co
 
 
 def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
-    """`margin_column` holds by how much the chosen answer is better; without it every margin is 0."""
+    """Read pairs: `margin_column` holds by how much the chosen completion is better; without it every margin is 0."""
     if margin_column is not None:
         choose_column(rows[0], margin_column, (), "margin_column")
 
@@ -116,7 +116,7 @@ def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | Non
 
 
 def read_rated(rows: list[Located], config: DataConfig) -> tuple[list[Rated], str]:
-    """A pair becomes a desirable and an undesirable record."""
+    """Read rated rows; a pair becomes a desirable and an undesirable record."""
     return read_rows(rows, config, RATED_READERS)
 
 
@@ -125,7 +125,7 @@ def read_steps(rows: list[Located], config: DataConfig) -> tuple[list[StepRated]
 
 
 def check_ratings(records: list[Rated]) -> None:
-    """Refuse a dataset, all of it, whose answers are all desirable or all undesirable."""
+    """Refuse a dataset, all of it, whose completions are all desirable or all undesirable."""
     if len({record.desirable for record in records}) == 1:
         kind, missing = ("true", "false") if records[0].desirable else ("false", "true")
         raise ConfigError(
@@ -137,7 +137,7 @@ def check_ratings(records: list[Rated]) -> None:
 def read_rows(
     rows: list[Located], config: DataConfig, readers: dict[str, RowReader[Record]]
 ) -> tuple[list[Record], str]:
-    """The records of all rows, and which format they were read in; `readers` are the formats that fit the task."""
+    """Return the records of all rows and the format they were read in; `readers` are the formats that fit the task."""
     name, columns = find_format(rows[0], config, list(readers))
     found = [column for column in columns.values() if column]
     records = [record for located in rows for record in readers[name](located, columns, config)]
@@ -145,7 +145,7 @@ def read_rows(
 
 
 def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:
-    """The format that was asked for, or the first one whose columns the first row has."""
+    """Find the format that was asked for, or the first one whose columns the first row has."""
     if config.format != "auto":
         if config.format not in allowed:
             raise ConfigError(f"data.format={config.format} is not for this task: use auto or {', '.join(allowed)}")
@@ -204,7 +204,7 @@ def prompt_of(located: Located, columns: Columns, config: DataConfig) -> list[Me
 
 
 def turns_of(located: Located, column: str) -> list[Message]:
-    """Text is one turn of the assistant's."""
+    """Read the turns of a column; text is one turn of the assistant's."""
     value = value_of(located, column)
     if isinstance(value, list):
         return parse_messages(value, located, column)
@@ -238,7 +238,7 @@ def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Co
 
 
 def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
-    """The input, where a row has one, stands below the instruction."""
+    """Read a row of Alpaca's; the input, where it has one, stands below the instruction."""
     request = text_of(located, columns["prompt"])
     added = located.row.get(columns["input"]) or ""
     if not isinstance(added, str):
@@ -263,7 +263,7 @@ def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Co
 def completions_of(
     located: Located, columns: Columns, config: DataConfig
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Prompt, chosen and rejected; whole conversations are split where they part."""
+    """Return prompt, chosen and rejected; whole conversations are split where they part."""
     prompt = read_messages(located, columns["prompt"], None) if columns["prompt"] else []
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
@@ -290,7 +290,7 @@ def shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
 
 
 def whole_conversation(located: Located, column: str) -> list[Message]:
-    """Messages, or text with turns marked as `\\n\\nHuman:` and `\\n\\nAssistant:`."""
+    """Read messages, or text with turns marked as `\\n\\nHuman:` and `\\n\\nAssistant:`."""
     value = value_of(located, column)
     if isinstance(value, list):
         return parse_messages(value, located, column)

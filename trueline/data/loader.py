@@ -56,7 +56,7 @@ class Mixture:
         ]
 
     def _draw(self, block: int) -> np.ndarray:
-        """The sources at the positions of a block; they depend on the seed and the block's number alone."""
+        """Draw the sources at a block's positions; they depend on the seed and the block's number alone."""
         return np.searchsorted(self.edges, np.random.default_rng([self.seed, block]).random(MIXTURE_BLOCK), "right")
 
     def __next__(self) -> int:
@@ -74,19 +74,19 @@ class Mixture:
 def make_order(
     sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int
 ) -> Order | Mixture:
-    """One source is walked through, epoch by epoch; several are mixed."""
+    """Walk through one source, epoch by epoch, or mix several."""
     if len(sizes) == 1:
         return Order(sizes[0], seed, shuffle, position)
     return Mixture(sizes, probabilities, seed, shuffle, position)
 
 
 def source_seed(seed: int, number: int) -> int:
-    """Sources of one size must not walk through their rows in step."""
+    """Derive a source's seed: sources of one size must not walk through their rows in step."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def digest_rows(rows: Iterable[Row]) -> str:
-    """Of rows as they were read, in their order."""
+    """Return the digest of rows as they were read, in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -94,7 +94,7 @@ def digest_rows(rows: Iterable[Row]) -> str:
 
 
 def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str], seed: int, shuffle: bool) -> Tree:
-    """All that decides which row stands where in `make_order`, as JSON keeps it; `weights` are those of the sources."""
+    """Return all that decides which row stands where in `make_order`, as JSON keeps it; `weights` are the sources'."""
     sources = [
         {"path": path, "rows": rows, "share": weight / sum(weights.values()), "digest": digest}
         for (path, weight), rows, digest in zip(weights.items(), sizes, digests, strict=True)
@@ -103,7 +103,7 @@ def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str],
 
 
 def changes(before: Tree, now: Tree) -> list[str]:
-    """What differs between two fingerprints, in words."""
+    """Say in words what differs between two fingerprints."""
     keys = {"seed": "seed", "shuffle": "data.shuffle"}
     found = [f"{name} was {before[key]} and is {now[key]}" for key, name in keys.items() if before[key] != now[key]]
     if len(before["sources"]) != len(now["sources"]):
@@ -119,7 +119,7 @@ def changes(before: Tree, now: Tree) -> list[str]:
 
 
 def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:
-    """A training and a held-out part, in the order of the rows; rows with one value of column `by` stay together."""
+    """Return a training and a held-out part, in the rows' order; rows with one value of column `by` stay together."""
     if not 0 <= share < 1:
         raise ConfigError(f"a held-out share of {share} is not possible: choose one from 0 to below 1")
     if share == 0:
@@ -140,7 +140,7 @@ def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> 
 
 
 def hold_out(groups: list[list[int]], limit: int, seed: int) -> set[int]:
-    """Groups in random order, each that still fits into the limit; where none does, a smallest one."""
+    """Hold out groups in random order, each that still fits into the limit; where none does, a smallest one."""
     order = np.random.default_rng(seed).permutation(len(groups))
     held_out: set[int] = set()
     for number in order:

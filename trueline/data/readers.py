@@ -1,4 +1,4 @@
-"""Dataset row -> prompt to answer, and what every reader of rows shares: columns, texts, messages."""
+"""Turn dataset rows into prompts, and hold what every reader of rows shares: columns, texts, messages."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
 
 
 def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key: str, required: bool = True) -> str:
-    """The named column, or the first usual one that the data has; empty when it may be absent and is."""
+    """Return the named column, or the first usual one that the data has; empty when it may be absent and is."""
     columns = list(first.row)
     if named is not None:
         if named not in columns:
@@ -92,7 +92,7 @@ def checked_messages(value: list[Any], located: Located, column: str) -> list[Me
 
 
 def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
-    """Every message with all of its fields."""
+    """Parse every message with all of its fields."""
     where = f"{located.place}: column {column!r}"
     if not isinstance(value, list):
         raise ConfigError(f"{where} must be a list of messages, found {value!r:.80}")
@@ -103,7 +103,7 @@ def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
 
 
 def parse_message(entry: Any, where: str) -> Message:
-    """Fields without a value are left out; ShareGPT's from and value get their usual names."""
+    """Parse one message: fields without a value are left out; ShareGPT's from and value get their usual names."""
     fields = {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     role = fields.pop("role", None)
     speaker = role or fields.pop("from", None)
@@ -122,7 +122,7 @@ def parse_message(entry: Any, where: str) -> Message:
 
 
 def joined_text(content: Any, where: str) -> Any:
-    """The text of content that comes in parts; other content as it is."""
+    """Join the text of content that comes in parts; return other content as it is."""
     if not isinstance(content, list):
         return content
     for number, part in enumerate(content):
@@ -142,7 +142,7 @@ def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def parse_call(call: Any, where: str) -> dict[str, Any]:
-    """As chat templates expect it: with arguments that are an object, where OpenAI writes them as text."""
+    """Parse a call as chat templates expect it: with arguments as an object, where OpenAI writes them as text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
         raise ConfigError(f"{where}: expected the name of a function, and its arguments, found {call!r:.80}")
@@ -155,7 +155,7 @@ def parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_tools(located: Located) -> list[Tool]:
-    """What the column `tools` offers to the model: a list of schemas, or JSON text of one."""
+    """Read what the column `tools` offers to the model: a list of schemas, or JSON text of one."""
     value = given_fields(located, located.row.get("tools"))
     tools = [] if value in (None, "") else unpacked(value)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -167,7 +167,7 @@ def read_tools(located: Located) -> list[Tool]:
 
 
 def unpacked(value: Any) -> Any:
-    """What text says in JSON; what is no such text as it is."""
+    """Return what a text says in JSON; return what is no such text as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:

@@ -25,7 +25,7 @@ class Located:
 
 
 def open_source(path: str, key: str) -> list[Located]:
-    """All rows of `path`; `key` is the configuration key that named it."""
+    """Return all rows of `path`; `key` is the configuration key that named it."""
     local = Path(path).expanduser()
     if not path:
         raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")
@@ -125,7 +125,7 @@ def table_rows(table: arrow.Table, place: Path | str) -> Iterator[Located]:
 
 
 def read_hub(name: str, key: str) -> Iterator[Located]:
-    """`owner/name` or `owner/name:split` from the Hugging Face hub or its local cache."""
+    """Read `owner/name` or `owner/name:split` from the Hugging Face hub or its local cache."""
     import datasets  # noqa: PLC0415  (seconds to import, and only hub names need it)
 
     repository, _, split = name.partition(":")

@@ -13,7 +13,7 @@ Tool = dict[str, Any]  # a schema, as chat templates read it
 
 
 def content_of(message: Message) -> str:
-    """Of an environment's messages too, which may have none."""
+    """Return a message's content, or empty text where there is none, as in an environment's messages."""
     return str(message.get("content") or "")
 
 
@@ -42,7 +42,7 @@ FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.R
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """One row to answer: where it came from, and all that a reward may ask of it."""
+    """A prompt to be completed: where it came from, and all that a reward may ask of it."""
 
     id: int
     messages: list[Message]
@@ -74,7 +74,7 @@ class Trajectory:
     versions: list[int]
     rewards: list[float]  # of a turn, on its last token
     reward: float | None = None  # the task reward: that of all turns
-    baseline: float | None = None  # task reward of the greedy answer to the same prompt
+    baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
     truncated: bool = False  # a turn was cut off by the length limit
     reply: str = ""
@@ -103,7 +103,7 @@ class Trajectory:
         self.rewards += [0.0] * count
 
     def add_reward(self, reward: float) -> None:
-        """Of the turn that the last token ends."""
+        """Add the reward of the turn that the last token ends."""
         self.rewards[-1] += reward
         self.reward = (self.reward or 0.0) + reward
 
@@ -112,7 +112,7 @@ class Trajectory:
 
 
 def later() -> Any:
-    """A field that a later stage fills. Reading it before that raises AttributeError by its name."""
+    """Declare a field that a later stage fills. Reading it before that raises AttributeError by its name."""
     return field(init=False, repr=False, compare=False)
 
 
@@ -125,11 +125,11 @@ class Sample:
     group: int = 0
     version: int = 0  # of the oldest sampled token
     task_reward: float = 0.0  # as judged
-    reward: float = 0.0  # after shaping and KL; what estimators of whole answers look at
-    baseline: float = 0.0  # task reward of the greedy answer to the same prompt
+    reward: float = 0.0  # after shaping and KL; what estimators of whole completions look at
+    baseline: float = 0.0  # task reward of the greedy completion of the same prompt
     truncated: bool = False
     filtered: bool = False  # in the group's baseline, but not in the loss
-    label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where an answer is desirable
+    label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where a completion is desirable
     companion: "Sample | None" = field(default=None, repr=False)  # that a loss compares it with, e.g. KTO's mismatched
     weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
@@ -181,28 +181,28 @@ class Batch:
     step_labels: Tensor = later()  # [N]
 
     def token_weights(self) -> Tensor:
-        """[N] float32, zero where the mask is False."""
+        """Return the tokens' weights, [N] float32, zero where the mask is False."""
         return self.spread(self.shares) * self.mask
 
     def sums(self, values: Tensor) -> Tensor:
-        """[N] -> [B]: the sum over each sequence's masked tokens."""
+        """Sum over each sequence's masked tokens, [N] -> [B]."""
         return torch.stack([part.sum() for part in (values * self.mask).split(self.lengths)])
 
     def counts(self) -> Tensor:
-        """[B] float32: masked tokens of each sequence."""
+        """Count the masked tokens of each sequence, [B] float32."""
         return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
 
     def spread(self, values: Tensor) -> Tensor:
-        """[B] -> [N]: each sequence's value on all of its tokens."""
+        """Put each sequence's value on all of its tokens, [B] -> [N]."""
         return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
     def last_of(self, values: Tensor) -> Tensor:
-        """[N] -> [B]: the value at each sequence's last token."""
+        """Take the value at each sequence's last token, [N] -> [B]."""
         return values[torch.tensor(self.lengths, device=values.device).cumsum(0) - 1]
 
 
 def filled_fields(sample: Sample) -> list[str]:
-    """The token fields that have been filled so far."""
+    """Return the token fields that have been filled so far."""
     return [name for name in TOKEN_FIELDS if is_filled(sample, name)]
 
 

@@ -1,4 +1,4 @@
-"""What the policy talks to."""
+"""The interface of an environment, which is what the policy talks to."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class Step:
 
 
 class Environment(ABC):
-    """One instance per episode."""
+    """What the policy talks to; every episode has an instance of its own."""
 
     @abstractmethod
     async def reset(self, prompt: Prompt) -> list[Message]:
-        """The conversation that the policy answers."""
+        """Start the episode and return the conversation that the policy goes on with."""
 
     @abstractmethod
     async def step(self, reply: str) -> Step: ...

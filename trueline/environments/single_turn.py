@@ -1,4 +1,4 @@
-"""One question, one answer, one reward."""
+"""The environment of one prompt, one completion and one reward."""
 
 from trueline.data.types import Message, Prompt, content_of
 from trueline.environments.base import Environment, Step
@@ -22,7 +22,7 @@ class SingleTurn(Environment):
 
 
 def reward_call(prompt: Prompt, reply: str) -> Call:
-    """What a reward may ask of an answer, by name."""
+    """Return what a reward function may ask of a completion, by name."""
     return {
         **prompt.columns,
         **({"tools": prompt.tools} if "tools" in prompt.columns else {}),

@@ -90,7 +90,7 @@ def whole_attention(parts: list[Tensor], lengths: list[int], scale: float, windo
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Torch's own flash attention over sequences of different lengths."""
+    """Run torch's own flash attention over sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (only torch built for GPUs needs it)
 
     ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
@@ -108,13 +108,13 @@ def varlen_attention(
 def sequence_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Exact on every device: one causal attention per sequence."""
+    """Attend causally in one sequence after the other, which is exact on every device."""
     pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([one_sequence(*piece, scale=scale, window=window) for piece in pieces])
 
 
 def one_sequence(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """[T, heads, D] each."""
+    """Attend causally within one sequence; query, key and value are [T, heads, D] each."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
     near = None

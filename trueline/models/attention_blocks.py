@@ -43,7 +43,7 @@ def block_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale
 def block_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
 ) -> Gradients:
-    """Exact for a part of the keys too, provided that `attended` is the merged result of all blocks."""
+    """Compute gradients, exact for a part of the keys too, if `attended` is the merged result of all blocks."""
     kernel = flash_backward if takes_flash(query) else math_backward
     heads, key_heads = query.shape[1], key.shape[1]
     repeated = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -52,7 +52,7 @@ def block_backward(
 
 
 def merge(one: Attended, other: Attended) -> Attended:
-    """Attention to the keys of both blocks."""
+    """Merge two blocks into the attention to the keys of both."""
     lse = torch.logaddexp(one.lse, other.lse)
     shares = [(part.lse - lse).exp().unsqueeze(-1) for part in (one, other)]
     return Attended(one.out * shares[0] + other.out * shares[1], lse)
@@ -93,7 +93,7 @@ def math_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale:
 def math_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
 ) -> Gradients:
-    """With p = exp(score - lse): d score = p (dout value^T - delta), delta the sum of dout * out."""
+    """Compute d score = p (dout value^T - delta), with p = exp(score - lse) and delta the sum of dout * out."""
     queries, keys = spans.query_lengths, spans.key_lengths
     delta = (wide(dout) * wide(attended.out)).sum(-1, keepdim=True)
     by_query = [pieces(part, queries) for part in (dout, query, attended.lse.unsqueeze(-1), delta)]
@@ -107,7 +107,7 @@ def math_backward(
 
 
 def pieces(values: Tensor, lengths: list[int]) -> list[Tensor]:
-    """[n, H, D] -> [H, length, D] of each sequence, wide enough to compute with."""
+    """Cut [n, H, D] into [H, length, D] of each sequence, wide enough to compute with."""
     return [wide(piece).transpose(0, 1) for piece in values.split(lengths)]
 
 
@@ -161,5 +161,5 @@ def flash_bounds(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, in
 
 @lru_cache(maxsize=64)
 def boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept, because every layer asks for the same and a copy to the device waits for its queue."""
+    """Return where sequences start and end; cached, as all layers ask and a copy to the device waits for its queue."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

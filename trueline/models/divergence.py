@@ -1,4 +1,4 @@
-"""How far a student's next-token distributions are from a teacher's, slice by slice of the positions."""
+"""Compute how far a student's next-token distributions are from a teacher's, slice by slice of the positions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class Teacher:
 
 
 def load_teacher(config: DistillConfig, source: ModelConfig, student: Any, dtype: torch.dtype, packed: bool) -> Teacher:
-    """Beside its student, whose vocabulary it must have."""
+    """Load the teacher beside its student, whose vocabulary it must have."""
     model = load_model(source, dtype, packed=packed).to(student.device).requires_grad_(False)
     known, taught = (one.get_output_embeddings().weight.shape[0] for one in (student, model))
     if known != taught:
@@ -35,7 +35,7 @@ def load_teacher(config: DistillConfig, source: ModelConfig, student: Any, dtype
 def chunked_divergence(
     hidden: Tensor, head: nn.Linear, teacher: tuple[Tensor, Any], config: DistillConfig, chunk: int
 ) -> Tensor:
-    """[n]; each slice's logits are computed again in the backward pass, so they never exist as a whole."""
+    """Compute divergences [n]; the backward pass computes each slice's logits again, so they never exist as a whole."""
     taught, teacher_head = teacher
     parts = [
         checkpoint(
@@ -66,7 +66,7 @@ def slice_divergence(
 
 
 def kl(one: Tensor, other: Tensor) -> Tensor:
-    """KL(one || other) of log-probs [n, V]."""
+    """Compute KL(one || other) of log-probs [n, V]."""
     return (one.exp() * (one - other)).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states, slice by slice: a [T, V] tensor never exists."""
+"""Compute log-probs and entropy from hidden states, slice by slice: a [T, V] tensor never exists."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ class HeadWork(NamedTuple):
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Hidden states and the head's weight -> log-prob of each target and, if asked for, entropy at each position.
+    """Compute each target's log-prob and, if asked for, each position's entropy from hidden states and head weight.
 
     Both passes hold logits for `chunk` rows only; the backward pass computes them again.
     """
@@ -65,13 +65,13 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, entropy: Tensor) -> Tensor:
-    """d logprob / d logits = onehot - p, here without the onehot; d entropy / d logits = -p (log p + entropy)."""
+    """Add d logprob / d logits = onehot - p, without the onehot, and d entropy / d logits = -p (log p + entropy)."""
     factors = to_logprob[:, None] + to_entropy[:, None] * (scores + entropy[:, None])
     return -scores.exp() * factors
 
 
 def tempered(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Logits in float32, divided by the temperature."""
+    """Return logits in float32, divided by the temperature."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1 else logits.div_(temperature)
 

@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers: checked before anything heavy starts, then loaded."""
+"""Check Hugging Face models and tokenizers before anything heavy starts, then load them."""
 
 import json
 import struct
@@ -110,7 +110,7 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
-    """Summed from the headers of the weight files, or estimated from the shape of a model not on disk."""
+    """Count parameters by the headers of the weight files, or estimate them by the shape of a model not on disk."""
     if folder.is_dir():
         return sum(safetensors_numel(file) for file in folder.glob("*.safetensors"))
     hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
@@ -138,7 +138,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_chat(config: ModelConfig, template: str) -> ChatFormat:
-    """`template` as data.chat_template has it; that of a file takes the place of the tokenizer's own."""
+    """Load a tokenizer's chat format; `template` is data.chat_template, and a file's replaces the tokenizer's own."""
     tokenizer = load_tokenizer(config)
     if template not in ("auto", "never"):
         try:
@@ -149,7 +149,7 @@ def load_chat(config: ModelConfig, template: str) -> ChatFormat:
 
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
-    """Every token that ends an answer: the tokenizer's, and those of the model's generation settings."""
+    """Return every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
     try:
@@ -161,7 +161,7 @@ def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
 
 
 def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", *, packed: bool = False) -> Any:
-    """The model with dropout off everywhere: scoring and training must see the same function."""
+    """Load the model with dropout off everywhere: scoring and training must see the same function."""
     import transformers  # noqa: PLC0415
 
     from trueline.models import attention, lora  # noqa: PLC0415  (transformers and peft take seconds to import)
@@ -199,7 +199,7 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
 
 
 def scoring_head(model: Any) -> tuple[str, Any]:
-    """The layer that turns hidden states into scores, and its name."""
+    """Return the name of the layer that turns hidden states into scores, and that layer."""
     layers = dict(model.named_children())
     for name in ("score", "classifier"):
         if name in layers:
@@ -208,7 +208,7 @@ def scoring_head(model: Any) -> tuple[str, Any]:
 
 
 def padding_token(tokenizer: Any) -> int:
-    """Other than the end token: plain transformers reads a score at the last token that is not padding."""
+    """Choose another than the end token: plain transformers reads a score at the last token that is not padding."""
     end = tokenizer.eos_token_id
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
     return next(int(token) for token in known if token is not None and token != end)

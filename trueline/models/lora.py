@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: added, merged, switched off, exported."""
+"""Add, merge, switch off and export low-rank adapters beside frozen weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ TASKS = {"language": "CAUSAL_LM", "reward": "SEQ_CLS", "steps": "TOKEN_CLS"}
 
 
 def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
-    """Freezes all weights but the added ones and a new scoring head; returns peft's description of them."""
+    """Freeze all weights but the added ones and a new scoring head; return peft's description of them."""
     import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
 
     targets = config.targets if config.targets == "all-linear" else config.targets.split(",")
@@ -46,7 +46,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Inside, the model is the one that training started from."""
+    """Switch adapters off: inside, the model is the one that training started from."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -60,7 +60,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with adapters among them -> those of a plain model: W + scale * B A, under the plain names.
+    """Turn tensors with adapters among them into those of a plain model: W + scale * B A, under the plain names.
 
     A layer's frozen tensors come first, then A, then B.
     """
@@ -82,7 +82,7 @@ def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tupl
 
 
 def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
-    """4-bit tensors as plain numbers."""
+    """Yield tensors, those in 4 bits as plain numbers."""
     from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415  (an optional package)
     from bitsandbytes.nn.modules import Params4bit  # noqa: PLC0415
 
@@ -96,14 +96,14 @@ def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[t
 
 
 def save_adapter(folder: Path, described: Any, trained: dict[str, Tensor]) -> None:
-    """A folder that peft, and transformers with peft installed, opens."""
+    """Write a folder that peft, and transformers with peft installed, opens."""
     tensors = {PEFT_PREFIX + name.replace(".default.", "."): tensor.contiguous() for name, tensor in trained.items()}
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
     described.save_pretrained(folder)
 
 
 def load_adapter(folder: Path) -> tuple[dict[str, Tensor], Any]:
-    """What `save_adapter` wrote, under the names of a model with adapters."""
+    """Read what `save_adapter` wrote, under the names of a model with adapters."""
     import peft  # noqa: PLC0415
 
     tensors = load_file(folder / ADAPTER)
@@ -114,7 +114,7 @@ def load_adapter(folder: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
-    """The base model that an adapter folder names, at full precision, with the adapter's product added."""
+    """Return the base model that an adapter folder names, at full precision, with the adapter's product added."""
     import peft  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
@@ -130,7 +130,7 @@ def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
 
 
 def keep_gradients(model: Any) -> None:
-    """bitsandbytes repacks 4-bit weights for inference on CPUs with bfloat16, where they let no gradient through."""
+    """Stop bitsandbytes from repacking 4-bit weights for bfloat16 inference on CPUs: no gradient gets through those."""
     from bitsandbytes.nn.modules import Linear4bit  # noqa: PLC0415
 
     for module in model.modules():
@@ -139,7 +139,7 @@ def keep_gradients(model: Any) -> None:
 
 
 def quantization(dtype: torch.dtype) -> Any:
-    """For `from_pretrained`: frozen weights in 4 bits, computation in `dtype`."""
+    """Return settings for `from_pretrained`: frozen weights in 4 bits, computation in `dtype`."""
     from transformers import BitsAndBytesConfig  # noqa: PLC0415
 
     return BitsAndBytesConfig(

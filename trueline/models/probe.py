@@ -17,7 +17,7 @@ REMEDY = "set training.packing=false and model.context_parallel=1, or choose ano
 
 
 class Probe:
-    """Made of the model as it was loaded, compared with what training has made of it: packed, cut, sharded."""
+    """Compare the model as it was loaded with what training has made of it: packed, cut, sharded."""
 
     def __init__(self, model: Any, packed: bool, speaks: bool) -> None:
         random = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ class Probe:
 
     @torch.no_grad()
     def compare(self, forward: Callable[[Tensor, list[int]], Tensor], embeddings: nn.Module) -> None:
-        """`forward` takes tokens and the lengths of the sequences among them; every rank takes part."""
+        """Refuse a model that differs; `forward` takes tokens and their sequences' lengths, on every rank."""
         together = self.guarded(forward, self.tokens, list(LENGTHS)).float()
         alone = torch.cat([self.guarded(forward, part, [len(part)]) for part in self.parts()]).float()
         with one_rounding(embeddings):
@@ -57,7 +57,7 @@ class Probe:
             )
 
     def guarded(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
-        """An architecture that cannot take packed sequences fails in its own words; say it in ours."""
+        """Make the call; where an architecture cannot take packed sequences, say so in our words, not its own."""
         try:
             return call(*args)
         except (KeyError, AttributeError, TypeError, NotImplementedError) as error:
@@ -72,7 +72,7 @@ def mean_gap(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def one_rounding(embeddings: nn.Module) -> Iterator[None]:
-    """Inside, every embedded number is moved by the last bit of its type, up or down: what this does to the output is
+    """Move every embedded number, inside, by the last bit of its type, up or down: what this does to the output is
     what rounding does to it.
     """
     random = torch.Generator().manual_seed(1)
@@ -90,7 +90,7 @@ def one_rounding(embeddings: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_logprobs(model: Any, tokens: Tensor) -> Tensor:
-    """[T], as transformers' own forward pass gives them; zero at the first token."""
+    """Return log-probs [T] as transformers' own forward pass gives them; zero at the first token."""
     Current.layout = Layout([len(tokens)])
     scores = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
     found = scores[:-1].gather(-1, tokens[1:, None])[:, 0]

@@ -27,14 +27,14 @@ class Ring:
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: Ring, scale: float
 ) -> Tensor:  # [n, H, D]; query: [n, H, D], key and value: [n, Hkv, D]
-    """`lengths` are this rank's shares of the sequences; every rank of the ring calls this with the same."""
+    """Attend over a whole ring; `lengths` are this rank's shares of the sequences, and the same on all of its ranks."""
     if sum(lengths) != len(query) or any(length % 2 for length in lengths):
         raise ValueError(f"{len(query)} positions do not make up sequences of two equal chunks each: {lengths}")
     return RingAttention.apply(query, key, value, lengths, ring, scale)  # type: ignore[no-any-return]
 
 
 def gather_ring(values: Tensor, lengths: list[int], ring: Ring) -> Tensor:
-    """[n, ...] of each rank -> [N, ...] on every rank, in the order of the padded sequences; `lengths` are whole.
+    """Gather [n, ...] of each rank into [N, ...] on every rank, in the padded sequences' order; `lengths` are whole.
 
     All ranks must go on to the same loss: each then has the gradient of its own values, and nothing is summed.
     """
@@ -47,7 +47,7 @@ def padded_lengths(lengths: list[int], size: int) -> list[int]:
 
 
 def local_positions(lengths: list[int], ring_rank: int, size: int) -> Tensor:  # [n] int64
-    """Where this rank's values stand on the axis of all padded sequences; `lengths` may be padded or not."""
+    """Return where this rank's values stand on the axis of all padded sequences; `lengths` may be padded or not."""
     padded = padded_lengths(lengths, size)
     found = []
     for end, length in zip(accumulate(padded), padded, strict=True):
@@ -66,7 +66,7 @@ class Block:
 
 
 def blocks(lengths: list[int], ring: Ring, device: torch.device) -> Iterator[Block]:
-    """One for each step; at step s the keys are those of the rank s places back."""
+    """Yield one block for each step; at step s the keys are those of the rank s places back."""
     everything = slice(None)
     halves = [length // 2 for length in lengths]
     yield Block(everything, everything, Spans(lengths, lengths, causal=True))
@@ -80,7 +80,7 @@ def blocks(lengths: list[int], ring: Ring, device: torch.device) -> Iterator[Blo
 
 @lru_cache(maxsize=64)
 def half_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of the first and of the second half of every sequence; kept for the other layers."""
+    """Return the rows of the first and of the second half of every sequence; they are cached for the other layers."""
     rows = torch.arange(sum(lengths)).split(lengths)
     first, second = zip(*(part.chunk(2) for part in rows), strict=True)
     return torch.cat(first).to(device), torch.cat(second).to(device)
@@ -88,7 +88,7 @@ def half_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Under way to the next rank; holds both buffers, which must live until it is done."""
+    """A transfer under way to the next rank; it holds both buffers, which must live until it is done."""
 
     sent: Tensor
     received: Tensor
@@ -112,7 +112,7 @@ def pass_on(values: Tensor, ring: Ring) -> Transfer:
 
 
 def travelling(values: Tensor, ring: Ring) -> Iterator[Tensor]:
-    """The values of this rank, then of each rank before it; the next are on their way while these are used."""
+    """Yield the values of this rank, then of each rank before it; the next are on their way while these are used."""
     for _ in range(ring.size - 1):
         coming = pass_on(values, ring)
         yield values
@@ -155,7 +155,7 @@ def ring_forward(query: Tensor, pair: Tensor, lengths: list[int], ring: Ring, sc
 def ring_backward(
     queries: tuple[Tensor, Tensor, Attended], pair: Tensor, lengths: list[int], ring: Ring, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries [n, H, D] and of keys and values [2, n, Hkv, D], the latter back from their way."""
+    """Return gradients of queries [n, H, D] and of keys and values [2, n, Hkv, D], the latter back from their way."""
     dout, query, (out, lse) = queries
     dquery, dpair = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(pair, dtype=lse.dtype)
     arriving = None

@@ -20,7 +20,7 @@ Outputs = dict[str, Tensor]  # fields of ModelOutput
 class Scorer(nn.Module):
     """Backbone and head in one module, called as a whole so that ZeRO's hooks see every part.
 
-    The only place where positions are shifted: log-prob and value t are of token t given those before it.
+    This is the only place where positions are shifted: log-prob and value t are of token t given those before it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Scorer(nn.Module):
         return arrangement.hidden(states)
 
     def taught(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
-        """The teacher's hidden states at the wanted positions."""
+        """Return the teacher's hidden states at the wanted positions, or None without a teacher."""
         teacher = self.teacher[0]
         if teacher is None:
             return None
@@ -89,7 +89,7 @@ class Scorer(nn.Module):
 
 
 def apply_head(head: nn.Linear, hidden: Tensor, goal: Tensor | tuple[Teacher, Tensor], work: HeadWork) -> Any:
-    """In place of the head's own forward: logits are never held as a whole. The goal is targets, or a teacher."""
+    """Replace the head's own forward: logits are never held as a whole. The goal is targets, or a teacher."""
     if isinstance(goal, Tensor):
         return ChunkedHead.apply(hidden, head.weight, head.bias, goal, work)  # type: ignore[no-untyped-call]
     teacher, taught = goal
@@ -97,7 +97,7 @@ def apply_head(head: nn.Linear, hidden: Tensor, goal: Tensor | tuple[Teacher, Te
 
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
-    """[N] bool: positions whose next token, in the same sequence, is masked."""
+    """Mark the positions, [N] bool, whose next token in the same sequence is masked."""
     ends = torch.tensor(lengths, device=mask.device).cumsum(0) - 1
     following = mask.roll(-1)
     following[ends] = False
@@ -105,17 +105,17 @@ def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
 
 
 def moved_on(values: Tensor, lengths: list[int]) -> Tensor:
-    """[N]: each token gets the value at the one before it; the first of a sequence gets 0."""
+    """Give each token the value at the one before it, [N]; the first of a sequence gets 0."""
     firsts = torch.tensor([0, *lengths[:-1]], device=values.device).cumsum(0)
     return values.roll(1).index_fill(0, firsts, 0.0)
 
 
 def place(values: Tensor, wanted: Tensor, arrangement: Arrangement) -> Tensor:
-    """Values of the local predicting positions -> [N], each moved on to the token that it speaks of."""
+    """Move values of the local predicting positions on to the tokens that they speak of, [N]."""
     local = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).masked_scatter(wanted, values)
     return arrangement.whole(local).roll(1)
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of one of a Scorer's parameters."""
+    """Return the Hugging Face name of one of a Scorer's parameters."""
     return name.removeprefix("model.")

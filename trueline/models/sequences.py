@@ -11,19 +11,19 @@ from trueline.models.ring_attention import Ring, gather_ring, local_positions, p
 
 
 class Arrangement(Protocol):
-    """Between the flat axis [N] of a batch and what one rank's model is given of it."""
+    """Convert between the flat axis [N] of a batch and what one rank's model is given of it."""
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        """The model's arguments."""
+        """Return the model's arguments."""
 
     def hidden(self, states: Tensor) -> Tensor:
-        """The model's last hidden states -> [n, H], one row for each local position."""
+        """Turn the model's last hidden states into [n, H], one row for each local position."""
 
     def local(self, values: Tensor) -> Tensor:
-        """[N] -> [n]"""
+        """Take this rank's part, [N] -> [n]."""
 
     def whole(self, values: Tensor) -> Tensor:
-        """[n, ...] -> [N, ...]"""
+        """Put the parts of all ranks together, [n, ...] -> [N, ...]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """On the right, so that under causal attention no mask is needed."""
+    """Sequences padded on the right, so that under causal attention no mask is needed."""
 
     lengths: list[int]
 
