@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Which episode this is: the answer's group, its place there, and its own seed."""
+    """Which episode this is: the completion's group, its place there, and its own seed."""
 
     group: int
     index: int
@@ -55,7 +55,7 @@ class Episodes:
 
 
 async def attempt(call: Awaitable[Result], trajectory: Trajectory) -> Result | None:
-    """What the environment answers, or None and the failure in the trajectory."""
+    """Return what the environment returns, or None, with the failure in the trajectory."""
     try:
         return await call
     except Exception as error:  # noqa: BLE001  (the boundary where user code runs)

@@ -147,7 +147,7 @@ def seeded(seed: int | None, device: torch.device) -> torch.Generator:
 
 
 def draw(logits: Tensor, requests: list[Request], generators: list[torch.Generator]) -> tuple[list[int], list[float]]:
-    """One token per row and its log-prob under the distribution that it was drawn from."""
+    """Draw one token per row, and return it with its log-prob under the distribution that it was drawn from."""
     temperatures = torch.tensor([request.params.temperature or 1.0 for request in requests], device=logits.device)
     scores = torch.log_softmax(logits / temperatures[:, None], dim=-1)
     chosen = [

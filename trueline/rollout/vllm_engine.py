@@ -87,7 +87,7 @@ class VllmEngine:
         return outputs[-1]
 
     async def pause(self) -> None:
-        """Also empties the prefix cache, which holds what the old weights made of a prompt.
+        """Pause, and empty the prefix cache, which holds what the old weights made of a prompt.
 
         vLLM's own wait does not count requests that it has preempted, which would go on under other weights.
         """
@@ -136,8 +136,8 @@ def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
 
 
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
-    """Prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in two, because it sets
-    back the random generator's offset, which CPU generators do not have.
+    """Return options by which prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in
+    two, because it sets back the random generator's offset, which CPU generators do not have.
     """
     return {
         "enforce_eager": True,

@@ -62,7 +62,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
 
 
 def crowding(layout: Layout, machine: Machine) -> list[str]:
-    """On CPUs processes of one kind work at the same time; more of them than cores wait for each other."""
+    """Return warnings of more processes of one kind than CPU cores: working at once, they wait for each other."""
     kinds = {f"{one.name.partition('-')[0]}.ranks={one.ranks}": one.ranks for one in layout.roles}
     kinds |= {
         f"training.ranks={layout.policy_ranks}": layout.policy_ranks,
@@ -76,7 +76,7 @@ def crowding(layout: Layout, machine: Machine) -> list[str]:
 
 
 def process_environment(target: Target[Object], machine: Machine, processes: int | None = None) -> dict[str, str]:
-    """On CPUs, `processes` that work at the same time share out all cores but one; others take one each."""
+    """Return the environment: on CPUs, `processes` at work together share all cores but one; others take one each."""
     # OpenMP barriers spin, and two threads of an engine crawl as soon as another process is busy.
     threads = max((machine.cpus - 1) // processes, 1) if processes else 1
     return QUIET | ({} if machine.gpus else {"OMP_NUM_THREADS": str(threads)}) | target.environment(machine.gpus)
@@ -84,7 +84,7 @@ def process_environment(target: Target[Object], machine: Machine, processes: int
 
 @dataclass(slots=True)
 class Processes:
-    """Starts the processes of a run and remembers where the policy's ranks live, for those that share with them."""
+    """Start the processes of a run, and remember where the policy's ranks live, for those that share with them."""
 
     machine: Machine
     layout: Layout
@@ -107,7 +107,7 @@ class Processes:
         return [Spot(group, bundle, cpus=1, gpus=1, environment=environment) for bundle in range(count)]
 
     def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        """The ranks of a model beside the policy."""
+        """Start the ranks of a model beside the policy."""
         environment = process_environment(target, self.machine, len(specs))
         shared = [self._beside([number], environment) for number in range(len(specs))]
         return self._start(one.name, target, specs, shared if one.shared else self._own_spots(target, len(specs)))
@@ -124,7 +124,7 @@ class Processes:
         return self._start("engine", target, specs, spots)
 
     def _beside(self, ranks: list[int], environment: dict[str, str]) -> Spot:
-        """On the node and GPUs of these policy ranks; on a CPU, anywhere."""
+        """Return a spot on the node and GPUs of these policy ranks; on a CPU, anywhere."""
         if not self.homes:
             return Spot(environment=environment)
         homes = [self.homes[rank % len(self.homes)] for rank in ranks]
