@@ -3,17 +3,13 @@
 import argparse
 import difflib
 import errno
-import os
-import pkgutil
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.config.base import Config, ConfigError, likeness, read_tree, suggestion
-from trueline.config.foreign_names import FOREIGN_VERBS
-from trueline.config.rl import RLConfig
+from trueline.api import load, quiet_libraries, say, start, trains, unknown_verb
+from trueline.config.base import Config, ConfigError, suggestion
 from trueline.config.run import RunConfig
 from trueline.config.serving import ServingConfig
 from trueline.config.supervised import SupervisedConfig
@@ -49,10 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def say(message: str) -> None:
-    sys.stderr.write(message + "\n")
-
-
 def unknown_option(word: str, options: argparse.Namespace) -> str:
     said = f"unknown option {word}; keys are written as key=value"
     if not options.takes_overrides or "verb" not in options:
@@ -61,22 +53,6 @@ def unknown_option(word: str, options: argparse.Namespace) -> str:
     if near := difflib.get_close_matches(word, command.flags, n=1, cutoff=0.8):
         return f"{said}; did you mean {near[0]!r}?"
     return said + suggestion(command.kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
-
-
-def unknown_verb(word: str, verbs: Collection[str]) -> str:
-    """Name the verb that is nearest, or part of the word (`train_ppo_ray`, `GRPOTrainer`), or that others call so."""
-    small = word.lower()
-    parts = dict.fromkeys([small, *re.split(r"train(?:er)?|[_-]", small)])
-    foreign = [verb for part in parts for verb in FOREIGN_VERBS.get(part, ())]
-    nearest = max(verbs, key=lambda verb: likeness(small, verb))
-    near = (
-        [nearest] * (likeness(small, nearest) >= 0.85)
-        or [part for part in parts if part in verbs]
-        or [verb for verb in foreign if verb in verbs]
-        or [nearest] * (likeness(small, nearest) >= 0.65)
-    )
-    remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`trueline -h` lists every verb"
-    return f"unknown verb {word!r}; {remedy}"
 
 
 def one_of(verbs: Collection[str]) -> Callable[[str], str]:
@@ -123,7 +99,7 @@ def add_data_verbs(verbs: Any) -> None:
     preview.add_argument("--task", dest="verb", default="sft", type=one_of(TASK_VERBS), metavar="VERB", help=about)
     preview.add_argument("--rows", type=int, default=3)
     add_config_options(preview, VERBS["sft"].flags)
-    preview.set_defaults(run=preview_data, resume=False)
+    preview.set_defaults(run=preview_data, resume=False, restart=False)
 
 
 def add_export(verbs: Any) -> None:
@@ -147,11 +123,6 @@ def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
         verb.set_defaults(restart=False)
 
 
-def trains(command: Verb) -> bool:
-    """Tell whether a verb goes on from checkpoints; other jobs do from what they have written."""
-    return issubclass(command.kind, RLConfig | SupervisedConfig)
-
-
 def add_config_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
     for flag, key in flags.items():
         verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=f"same as {key}=...")
@@ -165,46 +136,14 @@ def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> list[str]
     return [f"{key}={values[key]}" for key in flags.values() if values[key] is not None]
 
 
-def load(command: Verb, options: argparse.Namespace) -> RunConfig:
-    kind, base = command.kind, command.defaults
-    overrides = [*given_flags(options, command.flags), *options.overrides]
-    if options.resume:
-        from trueline.monitoring.run_folder import RunFolder  # noqa: PLC0415
-
-        asked = kind.load(options.config, overrides, base)
-        folder = RunFolder.find(asked.folder, asked.name, options.verb)
-        say(f"resume     {folder.path}" + ("" if asked.name else f", the {options.verb} run that was touched last"))
-        if trains(command):
-            check_start(folder.path, folder.has_checkpoint(), options.restart)
-        saved = read_tree(folder.config)
-        try:
-            kind.parse(saved)
-        except ConfigError as error:
-            raise ConfigError(f"{folder.config} is not of a {options.verb} run, or was changed: {error}") from None
-        return kind.load(options.config, overrides, saved).replaced({"name": folder.path.name})
-    return kind.load(options.config, overrides, base)
-
-
-def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
-    if has_checkpoint and restart:
-        raise ConfigError(f"{run} has a checkpoint to go on from: leave --restart out, or choose another --name")
-    if not has_checkpoint and not restart:
-        raise ConfigError(
-            f"{run} has no checkpoint yet and would start over at step 0: add --restart if it should, or choose "
-            "another --name"
-        )
+def load_options(options: argparse.Namespace) -> RunConfig:
+    command = VERBS[options.verb]
+    asked = command.kind.asked(options.config, [*given_flags(options, command.flags), *options.overrides])
+    return load(options.verb, asked, resume=options.resume, restart=options.restart)
 
 
 def run_command(options: argparse.Namespace) -> int:
-    command = VERBS[options.verb]
-    if options.restart and not options.resume:
-        raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
-    config = load(command, options)
-    quiet_libraries()
-    from trueline.runs.launch import launch  # noqa: PLC0415
-
-    prepare = pkgutil.resolve_name(command.prepare)
-    return launch(config, options.verb, prepare, dry_run=options.dry_run, resume=options.resume)
+    return start(options.verb, load_options(options), resume=options.resume, dry_run=options.dry_run)
 
 
 def serve_reward(options: argparse.Namespace) -> int:
@@ -216,7 +155,7 @@ def serve_reward(options: argparse.Namespace) -> int:
 
 
 def preview_data(options: argparse.Namespace) -> int:
-    config = load(VERBS[options.verb], options)
+    config = load_options(options)
     quiet_libraries()
     from trueline.offline.launch import show_preview  # noqa: PLC0415
 
@@ -248,26 +187,6 @@ def show_config(options: argparse.Namespace) -> int:
     for key in config.leaves():
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0
-
-
-def quiet_libraries() -> None:
-    """Quiet libraries before they are imported: no progress bars, no advice, no telemetry on the user's screen."""
-    for name, value in {
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        # OpenMP threads spin while they wait for each other; with every core taken, any other program stalls them all.
-        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) - 1, 1)),
-    }.items():
-        os.environ.setdefault(name, value)
-    import torch  # noqa: PLC0415
-
-    from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
-
-    for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without
-        os.environ.update(row.environment(torch.cuda.device_count()) | os.environ)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,16 @@ class Config(BaseModel):
     @classmethod
     def load(cls, files: list[Path], overrides: list[str], base: Tree | None = None) -> Self:
         """Load one tree: later files win over earlier ones, `a.b=value` overrides over files, all over `base`."""
-        tree: Tree = base or {}
-        for file in files:
-            tree = merge(tree, read_tree(file))
+        return cls.parse(merge(base or {}, cls.asked(files, overrides)))
+
+    @classmethod
+    def asked(cls, files: list[Path], overrides: list[str]) -> Tree:
+        """Return what files and overrides set, unchecked."""
         texts = {key.path for key in cls().leaves() if key.kind in TEXT_KINDS}
-        for override in overrides:
-            tree = merge(tree, parse_override(override, texts))
-        return cls.parse(tree)
+        tree: Tree = {}
+        for more in (*map(read_tree, files), *(parse_override(override, texts) for override in overrides)):
+            tree = merge(tree, more)
+        return tree
 
     @classmethod
     def parse(cls, tree: Tree) -> Self:
@@ -119,6 +122,11 @@ def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
         value = text if path in texts and text != "null" else yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
+    return nested(path, value)
+
+
+def nested(path: str, value: Any) -> Tree:
+    """Return the tree in which `path`, written with dots, has the value."""
     *parents, leaf = path.split(".")
     tree: Tree = {leaf: value}
     for name in reversed(parents):

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -45,8 +46,8 @@ def shown_keys(metrics: dict[str, float]) -> list[tuple[str, str, str]]:
 class Progress:
     """The progress of a run on the screen: a context manager around the loop; `note` prints a line that stays."""
 
-    def __init__(self, title: str, total: int, console: Console | None = None) -> None:
-        self.title, self.total = title, total
+    def __init__(self, title: str, total: int, console: Console | None = None, log: Path | None = None) -> None:
+        self.title, self.total, self.log = title, total, log
         self.console = console or Console(highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self.first_step: int | None = None
@@ -67,6 +68,10 @@ class Progress:
     def note(self, message: str) -> None:
         with suppress(OSError):  # the screen may be gone, or a file on a full disk
             self.console.print(message, markup=False, soft_wrap=True)
+        with suppress(OSError):
+            if self.log is not None:
+                with self.log.open("a", encoding="utf-8") as lines:
+                    lines.write(message + "\n")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         if self.first_step is None:  # what came before the first step, starting processes above all, is no guide

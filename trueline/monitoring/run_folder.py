@@ -20,6 +20,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.transcripts = path / "transcripts.jsonl"
         self.logs = path / "logs"
+        self.log = self.logs / "run.log"  # what was said of the run
         self.checkpoints = path / "checkpoints"
 
     def open(self, config: RunConfig, verb: str, *, resume: bool) -> Self:

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[s
             f"reward.options.seconds={seconds:g} must be below reward.timeout_seconds={config.timeout_seconds:g}, or "
             "code that does not end counts as a failure of the reward: lower the one or raise the other"
         )
-    takes = asyncio.run(describe(part, config))
+    with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
+        takes = thread.submit(asyncio.run, describe(part, config)).result()
     available = {*ALWAYS_GIVEN, *columns, *part.constants(), *(["label"] if labelled else [])}
     missing = [name for name in takes["required"] if name not in available]
     if missing:

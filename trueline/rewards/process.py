@@ -11,7 +11,9 @@ import inspect
 import json
 import math
 import os
+import pickle
 import resource
+import stat
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from trueline.rewards.linux import die_with_parent
 
 Function = Callable[..., Any]
 Takes = dict[str, Any]
+PICKLED = ".pickle"
 LONGEST_ERROR = 20_000  # characters
 RUNNER = asyncio.Runner()  # one loop for all calls, so that clients which a function keeps go on working
 
@@ -33,9 +36,11 @@ class NoSuchFunction(ValueError):
 
 
 def load_function(specification: str) -> Function:
-    """Load a function by a built-in name, `file.py:function` or `package.module:function`."""
+    """Load a function by a built-in name, `file.py:function`, `package.module:function` or a `.pickle` file."""
     if specification in REWARDS:
         return REWARDS[specification]
+    if specification.endswith(PICKLED):
+        return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
     if not separator:
         raise NoSuchFunction(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
@@ -47,9 +52,36 @@ def load_function(specification: str) -> Function:
     return function
 
 
-def load_file(file: Path) -> Any:
+def pickled(function: Function) -> bytes:
+    """Return a function as a file holds it: behind the places that it may import from."""
+    import cloudpickle  # noqa: PLC0415  (only who sends a function needs it)
+
+    places = [os.path.abspath(place) for place in sys.path]
+    return pickle.dumps((places, cloudpickle.dumps(function)))
+
+
+def load_pickled(file: Path) -> Function:
+    """Unpickle a function of this user's own; a pickle can run any code, so nobody else may have a hand in it."""
+    check_file(file)
+    with file.open("rb") as stream:
+        about = os.fstat(stream.fileno())
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise NoSuchFunction(
+                f"{file} is not loaded, for a pickle can run any code: the file must belong to the user of the run "
+                "and be writable by nobody else (chmod go-w)"
+            )
+        places, function = pickle.load(stream)
+    sys.path += [place for place in places if place not in sys.path]
+    return pickle.loads(function)
+
+
+def check_file(file: Path) -> None:
     if not file.is_file():
         raise NoSuchFunction(f"there is no file {file} (looked in {Path.cwd()})")
+
+
+def load_file(file: Path) -> Any:
+    check_file(file)
     sys.path.insert(0, str(file.resolve().parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None

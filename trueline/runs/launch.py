@@ -56,7 +56,7 @@ def launch(
         sys.stdout.write(f"{job.config.dump()}\n{job.about}\n")
         return 0
     folder.open(job.config, verb, resume=resume)
-    progress = Progress(name, job.total)
+    progress = Progress(name, job.total, log=folder.log)
     progress.note(f"{job.about}\nrun        {folder.path}")
     if resume and job.trains and not folder.has_checkpoint():
         progress.note("resume     no checkpoint yet: starts over at step 0")

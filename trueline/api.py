@@ -1,0 +1,245 @@
+"""Runs from Python, and what the command line shares with them; heavy libraries are imported once a run starts."""
+
+import json
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
+from trueline.config.foreign_names import FOREIGN_VERBS
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.monitoring.curves import svg_curve
+from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.objects import Objects, reward_section
+from trueline.verbs import VERBS, Verb
+
+INTERRUPTED = 130
+CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
+Rows = list[dict[str, Any]]
+
+
+class RunFailed(RuntimeError):
+    """A run that did not come to its end; the message is its last error and where its folder is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Curves as an SVG file, and as a picture in a notebook."""
+
+    file: Path
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that has ended: 0 where it is complete, 130 where it was interrupted and can be resumed."""
+
+    folder: Path
+    status: int = 0
+
+    @property
+    def metrics(self) -> Any:
+        """Read what each step reported: a pandas DataFrame where pandas is installed, else a list of dictionaries."""
+        rows = read_rows(RunFolder(self.folder).metrics)
+        if find_spec("pandas") is None:
+            return rows
+        import pandas  # noqa: PLC0415
+
+        return pandas.DataFrame(rows)
+
+    @property
+    def model(self) -> Path:
+        """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
+        from trueline.training.export import find_checkpoint  # noqa: PLC0415
+
+        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.folder.glob("round_*/*/checkpoints")}
+        return find_checkpoint(rounds[max(rounds)] if rounds else self.folder) / "model"
+
+    @property
+    def transcripts(self) -> Rows:
+        return read_rows(RunFolder(self.folder).transcripts)
+
+    @property
+    def samples(self) -> Rows:
+        """Read the completions that `generate` sampled."""
+        return read_rows(self.folder / "samples.jsonl")
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """Read the metrics that `eval` found."""
+        found: dict[str, float] = json.loads((self.folder / "evaluation.json").read_text())["metrics"]
+        return found
+
+    def plot(self, *names: str) -> Curves:
+        """Draw metrics by name, or rewards or losses where none is named, and write curves.svg into the folder."""
+        rows = read_rows(RunFolder(self.folder).metrics)
+        known = {name: None for row in rows for name in row}
+        chosen = names or next((some for some in CURVES if known.keys() & set(some)), ())
+        if missing := [name for name in names or ["reward/mean"] * (not chosen) if name not in known]:
+            raise ConfigError(f"{self.folder} has no metric {missing[0]!r}; it has {', '.join(known) or 'none'}")
+        series = {name: [(row["step"], row[name]) for row in rows if name in row] for name in chosen if name in known}
+        drawn = Curves(self.folder / "curves.svg", svg_curve(series, self.folder.name))
+        drawn.file.write_text(drawn.svg)
+        return drawn
+
+
+def read_rows(file: Path) -> Rows:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def train(
+    verb: str,
+    config: str | Path | Tree | None = None,
+    *,
+    resume: bool = False,
+    restart: bool = False,
+    dry_run: bool = False,
+    **keys: Any,
+) -> Run:
+    """Run a verb of the command line: `model`, `data`, `eval_data`, `reward` and `name` as there, and any other key.
+
+    A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
+    data can be a list of rows or a `datasets.Dataset`.
+    """
+    if verb not in VERBS:
+        raise ConfigError(unknown_verb(verb, VERBS))
+    given = read_tree(Path(config)) if isinstance(config, str | Path) else tree_of(VERBS[verb], config or {})
+    asked = merge(given, tree_of(VERBS[verb], keys))
+    objects = Objects(Path(str(asked.get("folder", RunConfig().folder))).resolve() / "objects")
+    loaded = load(verb, objects.named(asked), resume=resume, restart=restart)
+    named = loaded.replaced({"name": loaded.name or default_name(verb)})
+    objects.write()
+    run = Run(Path(named.folder).resolve() / str(named.name), start(verb, named, resume=resume, dry_run=dry_run))
+    if run.status not in (0, INTERRUPTED):
+        raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+    return run
+
+
+def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
+    """Sample completions, with rewards if there is a reward; arguments as in `train`."""
+    return train("generate", config, **keys)
+
+
+def evaluate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
+    """Evaluate a model on held-out prompts, `data`; other arguments as in `train`."""
+    if not isinstance(keys.get("data", {}), dict):
+        keys["eval_data"] = keys.pop("data")
+    return train("eval", config, **keys)
+
+
+def tree_of(command: Verb, keys: Tree) -> Tree:
+    """Return the tree that keyword arguments mean; a dictionary is a section, also where a flag has its name."""
+    flags = {flag.removeprefix("--").replace("-", "_"): key for flag, key in command.flags.items()}
+    tree: Tree = {}
+    for name, value in keys.items():
+        if isinstance(value, dict):
+            path, value = name, reward_section(value) if name == "reward" else value
+        else:
+            path = flags.get(name, name)
+        tree = merge(tree, nested(path, value))
+    return tree
+
+
+def last_error(folder: Path) -> str:
+    """Return what was said last of an error, by the run or by a stage inside it."""
+    logs = sorted(folder.glob("**/logs/run.log"), key=lambda log: log.stat().st_mtime)
+    said = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+    starts = [place for place, line in enumerate(said) if line.startswith("error: ")]
+    return "\n".join(said[starts[-1] :]) if starts else "the run failed"
+
+
+# What the command line does too
+
+
+def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False) -> RunConfig:
+    """Check what is asked of a verb; a run to go on with adds what it was begun with."""
+    command = VERBS[verb]
+    if restart and not resume:
+        raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
+    config = command.kind.parse(merge(command.defaults, asked))
+    if not resume:
+        return config
+    folder = RunFolder.find(config.folder, config.name, verb)
+    say(f"resume     {folder.path}" + ("" if config.name else f", the {verb} run that was touched last"))
+    if trains(command):
+        check_start(folder.path, folder.has_checkpoint(), restart)
+    saved = read_tree(folder.config)
+    try:
+        command.kind.parse(saved)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.config} is not of a {verb} run, or was changed: {error}") from None
+    return command.kind.parse(merge(saved, asked)).replaced({"name": folder.path.name})
+
+
+def trains(command: Verb) -> bool:
+    """Tell whether a verb goes on from checkpoints; other jobs do from what they have written."""
+    return issubclass(command.kind, RLConfig | SupervisedConfig)
+
+
+def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
+    if has_checkpoint and restart:
+        raise ConfigError(f"{run} has a checkpoint to go on from: leave --restart out, or choose another --name")
+    if not has_checkpoint and not restart:
+        raise ConfigError(
+            f"{run} has no checkpoint yet and would start over at step 0: add --restart if it should, or choose "
+            "another --name"
+        )
+
+
+def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool = False) -> int:
+    """Do a run, or say what it would do, and return its exit status."""
+    quiet_libraries()
+    from trueline.runs.launch import launch  # noqa: PLC0415
+
+    return launch(config, verb, pkgutil.resolve_name(VERBS[verb].prepare), dry_run=dry_run, resume=resume)
+
+
+def unknown_verb(word: str, verbs: Collection[str]) -> str:
+    """Name the verb that is nearest, or part of the word (`train_ppo_ray`, `GRPOTrainer`), or that others call so."""
+    small = word.lower()
+    parts = dict.fromkeys([small, *re.split(r"train(?:er)?|[_-]", small)])
+    foreign = [verb for part in parts for verb in FOREIGN_VERBS.get(part, ())]
+    nearest = max(verbs, key=lambda verb: likeness(small, verb))
+    near = (
+        [nearest] * (likeness(small, nearest) >= 0.85)
+        or [part for part in parts if part in verbs]
+        or [verb for verb in foreign if verb in verbs]
+        or [nearest] * (likeness(small, nearest) >= 0.65)
+    )
+    remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else "`trueline -h` lists every verb"
+    return f"unknown verb {word!r}; {remedy}"
+
+
+def say(message: str) -> None:
+    sys.stderr.write(message + "\n")
+
+
+def quiet_libraries() -> None:
+    """Quiet libraries before they are imported: no progress bars, no advice, no telemetry on the user's screen."""
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        # OpenMP threads spin while they wait for each other; with every core taken, any other program stalls them all.
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) - 1, 1)),
+    }.items():
+        os.environ.setdefault(name, value)
+    import torch  # noqa: PLC0415
+
+    from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
+
+    for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without
+        os.environ.update(row.environment(torch.cuda.device_count()) | os.environ)
