@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended: 0 where it is complete, 130 where it was interrupted and can be resumed."""
+    """A run that has ended, and what it left in its folder."""
 
     folder: Path
-    status: int = 0
+    status: int | None = None  # 0: complete; 130: interrupted, and can be resumed; None: of an earlier run
 
     @property
     def metrics(self) -> Any:
@@ -118,9 +119,9 @@ def train(
     asked = merge(given, tree_of(VERBS[verb], keys))
     objects = Objects(Path(str(asked.get("folder", RunConfig().folder))).resolve() / "objects")
     loaded = load(verb, objects.named(asked), resume=resume, restart=restart)
-    named = loaded.replaced({"name": loaded.name or default_name(verb)})
+    folder = Path(loaded.folder).resolve() / (loaded.name or unused_name(verb, Path(loaded.folder)))
     objects.write()
-    run = Run(Path(named.folder).resolve() / str(named.name), start(verb, named, resume=resume, dry_run=dry_run))
+    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
         raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
     return run
@@ -149,6 +150,13 @@ def tree_of(command: Verb, keys: Tree) -> Tree:
             path = flags.get(name, name)
         tree = merge(tree, nested(path, value))
     return tree
+
+
+def unused_name(verb: str, folder: Path) -> str:
+    """Name a run by the time; small ones may begin in the same second."""
+    name = default_name(verb)
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(name for name in names if not (folder / name).exists())
 
 
 def last_error(folder: Path) -> str:

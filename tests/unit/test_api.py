@@ -136,6 +136,18 @@ def test_evaluation_and_samples_come_back(small: dict[str, Any]) -> None:
     assert [len(row["completions"]) for row in sampled.samples] == [2] * len(ROWS)
 
 
+def test_an_interrupted_run_returns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("trueline.api.start", lambda verb, config, **how: 130)
+    assert trueline.train("sft", folder=tmp_path, name="stopped") == trueline.Run(tmp_path / "stopped", 130)
+
+
+def test_runs_of_the_same_second_get_names_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("trueline.api.default_name", lambda verb: f"{verb}-now")
+    monkeypatch.setattr("trueline.api.start", lambda verb, config, **how: (tmp_path / config.name).mkdir() or 0)
+    folders = [trueline.train("sft", folder=tmp_path).folder.name for _ in range(3)]
+    assert folders == ["sft-now", "sft-now-2", "sft-now-3"]
+
+
 def test_errors_are_the_command_line_s(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
