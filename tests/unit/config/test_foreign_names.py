@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -164,3 +165,12 @@ def test_an_old_name_says_the_new_one() -> None:
     with pytest.raises(ConfigError) as refused:
         SftConfig.load([], ["groups_per_step=2"])
     assert "renamed" not in str(refused.value)
+
+
+def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_exist() -> None:
+    known = set().union(*KEYS.values())
+    page = (Path(__file__).resolve().parents[3] / "docs" / "coming_from.md").read_text()
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
+    named = {word.partition("=")[0] for cell in cells for word in re.findall(r"`([a-z_]+\.[a-z_.]+(?:=\w+)?)`", cell)}
+    assert len(named) > 60
+    assert named <= known, named - known
