@@ -370,6 +370,8 @@ def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, A
         check_unchanged(before.replaced({"samples": 8}), folder)
     for section, key, value in (
         ("rollout", "max_prompt_tokens", 3),
+        ("rollout", "top_p", 0.5),
+        ("rollout", "stop", ["."]),
         ("reward", "function", ""),
         ("reward", "options", {"a": 1}),
         ("reward", "weight", 2.0),
