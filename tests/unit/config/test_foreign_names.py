@@ -72,9 +72,17 @@ sft num_train_epochs epochs
 raft num_train_epochs training.epochs
 grpo temperature rollout.temperature
 grpo actor_rollout_ref.rollout.temperature rollout.temperature
-grpo top_p rollout.temperature
-grpo rollout.top_k rollout.temperature
+grpo top_p algorithm.old_logprobs evaluation.top_p
+grpo generation_kwargs.min_p algorithm.old_logprobs evaluation.min_p
+grpo sampling.top_k algorithm.old_logprobs evaluation.top_k
+grpo actor_rollout_ref.rollout.val_kwargs.top_p evaluation.top_p
+generate top_p rollout.top_p
+generate repetition_penalty rollout.repetition_penalty
+eval top_k rollout.top_k evaluation.top_k
+raft top_p rollout.top_p evaluation.top_p
 distill top_k distill.top_k
+grpo stop_sequences rollout.stop evaluation.stop
+generate stop rollout.stop
 grpo epsilon algorithm.clip_low algorithm.clip_high
 sft epsilon training.epsilon
 grpo epsilon_high algorithm.clip_high
