@@ -60,7 +60,8 @@ def run(folder: Path, seed: int) -> int:
     folder.mkdir(parents=True)
     parameters = make_model(folder / "model", seed)
     make_data(folder, seed)
-    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in {folder}")
+    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")
+    console.print(folder, markup=False, soft_wrap=True)
     console.print("[bold]2. Warm start[/] by supervised training (trueline sft)")
     failed = launch(SftConfig.parse(warm_start_settings(folder, seed)), "sft", prepare_supervised)
     if failed:
@@ -99,8 +100,9 @@ def show_result(folder: RunFolder, console: Console) -> None:
     console.print(table)
     console.print(f"gain: {100 * (scores[last] - scores[first]):+.1f} points in sampled answers")
     console.print("GRPO unlearns the teacher's random slips; the most likely (greedy) answer was mostly right before.")
-    console.print(f"metrics      {folder.metrics}\ntranscripts  {folder.transcripts}")
-    console.print(f"checkpoints  {folder.path / 'checkpoints'}\nTensorBoard  tensorboard --logdir {folder.path}")
+    places = f"metrics      {folder.metrics}\ntranscripts  {folder.transcripts}\ncheckpoints  {folder.checkpoints}"
+    # Neither cut at the width of the screen nor read as markup, so that they can be copied.
+    console.print(f"{places}\nTensorBoard  tensorboard --logdir {folder.path}", markup=False, soft_wrap=True)
 
 
 def mark(row: dict[str, Any]) -> str:
