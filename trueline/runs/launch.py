@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from trueline.config.run import RunConfig
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.trackers import check_trackers
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.state import RLState, SupervisedState
@@ -52,6 +53,8 @@ def launch(
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
+    if job.trains:
+        check_trackers(job.config.monitoring)
     if dry_run:
         sys.stdout.write(f"{job.config.dump()}\n{job.about}\n")
         return 0
