@@ -34,7 +34,8 @@ def run(folder: Path, seed: int) -> int:
     folder.mkdir(parents=True)
     parameters = make_model(folder / "model", seed)
     make_data(folder, seed)
-    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in {folder}")
+    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")
+    console.print(folder, markup=False, soft_wrap=True)
     for title, start in STAGES.items():
         console.print(f"[bold]{title}")
         if failed := start({"folder": str(folder), "seed": seed}, folder):
@@ -120,8 +121,10 @@ def show_result(folder: Path, console: Console) -> None:
     named = {f"reward, mean of {WINDOW} steps": smooth, "held-out accuracy, greedy": greedy}
     curve.write_text(svg_curve(named, "GRPO learns to carry"))
     console.print(terminal_curve(smooth, f"Reward of GRPO's answers, mean of {WINDOW} steps"), soft_wrap=True)
-    console.print(f"curve        {curve}\nmetrics      {grpo.metrics}\ntranscripts  {grpo.transcripts}", soft_wrap=True)
-    console.print(f"checkpoints  {grpo.checkpoints}\nTensorBoard  tensorboard --logdir {grpo.path}", soft_wrap=True)
+    places = f"curve        {curve}\nmetrics      {grpo.metrics}\ntranscripts  {grpo.transcripts}"
+    runs = f"checkpoints  {grpo.checkpoints}\nTensorBoard  tensorboard --logdir {grpo.path}"
+    # Neither cut at the width of the screen nor read as markup, so that they can be copied.
+    console.print(f"{places}\n{runs}", markup=False, soft_wrap=True)
 
 
 def result_table(accuracies: dict[str, tuple[float, float]], examples: list[tuple[Row, Row]]) -> Table:

@@ -117,7 +117,7 @@ def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
 def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
     status = run_stages(recipe, verb, progress)
     if status:
-        progress.note(f"The rounds can go on with trueline {verb} --resume --name {folder.path.name}")
+        progress.note(f"The rounds can go on with: {folder.resume_command()}")
         return status
     results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
     write_json(folder.path / ROUNDS, results)

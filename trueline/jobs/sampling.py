@@ -140,7 +140,8 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
         pace = Pace(progress, len(prompts) - len(left), plan.config.scored())
         if left and not sample(plan, left, file, folder, pace):
-            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered; go on with --resume")
+            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered")
+            progress.note(f"go on with: {folder.resume_command()}")
             return 130
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
@@ -157,8 +158,8 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
         now = json.loads(line_of(described(prompt)))
         if any(row.get(key) != now.get(key) for key in ("id", "source", "prompt", "tools")):
             raise ConfigError(
-                f"{file.path}: number {number} answers another prompt than row {prompt.id} of {prompt.source}, which "
-                "has that number now: the data has changed since this run began; choose another --name"
+                f'{file.path}: "number": {number} answers another prompt than {prompt.place()}, which has that '
+                "number now: the data has changed since this run began; choose another --name"
             )
 
 
@@ -265,8 +266,9 @@ def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples
     """Make a table with a row per set; `±` is the half width of the 95 % confidence interval over prompts."""
     at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
     table = Table()
-    for column in ("set", "prompts", f"mean@{samples}", *at_k, "failed"):
-        table.add_column(column)
+    table.add_column("set", overflow="fold")  # a name may be long; numbers stay whole
+    for column in ("prompts", f"mean@{samples}", *at_k, "failed"):
+        table.add_column(column, no_wrap=True)
     for name, count in prompts.items():
         found = {
             key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")

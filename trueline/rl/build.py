@@ -60,7 +60,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
-        state.tracker, state.data = tracker.run_id, data
+        state.tracker, state.data = tracker.run_ids, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)

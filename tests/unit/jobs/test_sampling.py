@@ -1,5 +1,6 @@
 """What sampling jobs keep on disk, what they select from it, and which prompts they take."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tests.support.disk import files_up_to
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
@@ -440,6 +442,11 @@ def test_the_table_has_a_row_for_each_set() -> None:
         "maj@2": ["0.625", "-"],
         "failed": ["25.0%", "100.0%"],
     }
+    screen, name = io.StringIO(), "long" * 30
+    named = {f"evaluation/{name}/failed_share": 0.5}
+    Console(file=screen, width=80).print(evaluation_table(metrics | named, {"a": 3, name: 1}, samples=2))
+    assert "…" not in screen.getvalue()
+    assert "0.500 ± 0.125" in screen.getvalue() and screen.getvalue().count("long") >= 25
 
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict[str, Any], tmp_path: Path) -> None:
