@@ -145,13 +145,18 @@ def test_a_repetition_penalty_pulls_known_tokens_down_on_either_side_of_zero() -
 def test_requests_served_together_have_controls_of_their_own(model_folder: Path, reference: Any) -> None:
     """And log-probs are those of the narrowed distribution: of one token, 0."""
     one, free = SamplingParams(1.0, 8, (), 3, top_k=1), SamplingParams(1.0, 8, (), 3)
-    shy = SamplingParams(0.0, 8, (), repetition_penalty=1e6)
+    shy = SamplingParams(1.0, 8, (), 3, repetition_penalty=3.0)
     narrow, wide, fresh = generate(model_folder, (PROMPT, one), (PROMPT, free), (PROMPT, shy))
     assert narrow.tokens == greedy_loop(reference, PROMPT, 8) and narrow.logprobs == [0.0] * 8
     torch.testing.assert_close(
         torch.tensor(wide.logprobs), full_logprobs(reference, PROMPT, wide.tokens, 1.0), rtol=1e-4, atol=1e-4
     )
-    assert len({*fresh.tokens, *PROMPT}) == 8 + len(PROMPT)  # none of the prompt, and none twice
+    tokens = list(PROMPT)
+    for token, logprob in zip(fresh.tokens, fresh.logprobs, strict=True):
+        with torch.no_grad():
+            logits = reshaped(reference(input_ids=torch.tensor([tokens])).logits[0, -1], shy, tokens)
+        assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
+        tokens.append(token)  # what was just drawn is known from now on
 
 
 def test_a_seed_repeats_an_answer_whatever_runs_beside_it(model_folder: Path) -> None:
