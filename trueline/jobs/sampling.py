@@ -11,6 +11,7 @@ from statistics import fmean
 from rich.table import Table
 
 from trueline.config.base import ConfigError, read_tree
+from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.types import Message, Prompt
 from trueline.environments.base import Environment, Step
@@ -48,7 +49,7 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
     "samples",
     "model.path",
     "data.",
-    "rollout.temperature",
+    *(f"rollout.{key}" for key in SamplingControls.model_fields),
     "rollout.max_new_tokens",
     "rollout.max_prompt_tokens",
     "shard",
@@ -206,7 +207,7 @@ def sample(
 
     with open_sampling(plan, folder, pace.progress) as sampling, pace.progress, Interrupts(told) as interrupts:
         seed = config.seed if rollout.seeded else None
-        sampler = sampling.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
+        sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
         for place, group in sampler.each(left, sampling.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, config.scored()))
@@ -248,7 +249,7 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
 
     with open_sampling(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
-        sampler = sampling.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
+        sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]

@@ -74,6 +74,7 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
+        (4, ["training.ranks=1", "placement=colocated"], (1, 1, "colocated")),
     ],
 )
 def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:
