@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
+from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import RanksConfig, check_training
 from trueline.config.rl import ResolvedRollout, RLConfig
@@ -104,6 +104,11 @@ def check_critic(config: RLConfig) -> None:
         raise ConfigError(
             f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} of steps={config.steps} leave none "
             "to the policy: lower the former or raise the latter"
+        )
+    if not policy_learns(config.algorithm, config.steps - 1, critic_ready=False):
+        raise ConfigError(
+            f"algorithm.critic_warmup_limit={config.algorithm.critic_warmup_limit} of steps={config.steps} may leave "
+            "none to the policy: lower the former or raise the latter"
         )
 
 

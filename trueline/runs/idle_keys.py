@@ -118,7 +118,12 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
         *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
-        ("critic. algorithm.value_clip algorithm.critic_warmup_steps", no_model("critic")),
+        ("critic. algorithm.value_clip", no_model("critic")),
+        *((f"algorithm.critic_warmup_{key}", no_model("critic")) for key in ("steps", "variance", "limit")),
+        (
+            "algorithm.critic_warmup_limit",
+            lambda run: unless(run.algorithm.critic_warmup_variance is not None, "critic_warmup_variance=null"),
+        ),
         *read_by_some("algorithm.advantage", ADVANTAGES),
         *read_by_some("algorithm.loss", POLICY_LOSSES),
         ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),

@@ -20,6 +20,7 @@ class RLState:
     groups: int = 0
     skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
+    critic_ready: bool = False  # it has reached algorithm.critic_warmup_variance
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 

@@ -141,6 +141,10 @@ def test_names_are_looked_up_before_the_start() -> None:
     ("overrides", "part"),
     [
         (["algorithm.preset=vapo", "steps=10"], "algorithm.critic_warmup_steps=10 of steps=10"),
+        (
+            ["algorithm.preset=ppo", "algorithm.critic_warmup_variance=0.5"],
+            "algorithm.critic_warmup_limit=100 of steps=100",
+        ),
         (["algorithm.preset=ppo", "critic.engine=torch", "critic.ranks=2"], "critic.engine=torch"),
         (["algorithm.preset=ppo", "critic.offload=all"], "critic.offload=all needs critic.zero_stage=3"),
         (["algorithm.preset=remax", "algorithm.shaping.overlong_factor=1"], "greedy"),
