@@ -14,7 +14,7 @@ def test_phases_add_up_until_they_are_flushed() -> None:
         time.sleep(0.01)
     times = timer.flush()
     assert set(times) == {"time/train", "time/save", "time/step"}
-    assert 0.04 <= times["time/train"] < 0.5
+    assert 0.04 <= times["time/train"] <= times["time/step"]
     assert 0.01 <= times["time/save"] < times["time/train"]
 
 
