@@ -187,7 +187,18 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
         command.kind.parse(saved)
     except ConfigError as error:
         raise ConfigError(f"{folder.config} is not of a {verb} run, or was changed: {error}") from None
-    return command.kind.parse(merge(saved, asked)).replaced({"name": folder.path.name})
+    config = command.kind.parse(merge(saved, asked))
+    if config.runtime != saved["runtime"]:
+        config = command.kind.parse(merge(without_places(saved), asked))
+    return config.replaced({"name": folder.path.name})
+
+
+def without_places(saved: Tree) -> Tree:
+    """Leave out what a run had filled in for its runtime: engines, how many there are of each, and who shares GPUs."""
+    sections = {name: part for name, part in saved.items() if isinstance(part, dict)}
+    rest = {name: part for name, part in saved.items() if name not in {*sections, "placement"}}
+    places = ("engine", "engines", "ranks")
+    return rest | {name: {key: part[key] for key in part if key not in places} for name, part in sections.items()}
 
 
 def trains(command: Verb) -> bool:

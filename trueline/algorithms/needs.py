@@ -22,6 +22,12 @@ def policy_waits(config: AlgorithmConfig) -> int:
     return config.critic_warmup_steps if "critic" in needs(config) else 0
 
 
+def policy_learns(config: AlgorithmConfig, step: int, critic_ready: bool) -> bool:
+    """Tell whether the policy learns in the step behind this one, or waits for its critic."""
+    waits = "critic" in needs(config) and config.critic_warmup_variance is not None
+    return step >= policy_waits(config) and (not waits or critic_ready or step >= config.critic_warmup_limit)
+
+
 def check_needs(config: AlgorithmConfig) -> None:
     """Refuse keys that the named functions could not work with, or would not read as they sound."""
     name, asked, shaping = config.advantage, needs(config), config.shaping

@@ -158,6 +158,12 @@ class AlgorithmConfig(Config):
     critic_warmup_steps: int = Field(0, ge=0)
     """First steps, in which the critic learns and the policy waits."""
 
+    critic_warmup_variance: float | None = Field(None, gt=0, lt=1)
+    """Let the policy wait longer, until critic/explained_variance was once this high; null counts steps alone."""
+
+    critic_warmup_limit: int = Field(100, ge=1)
+    """Step by which the policy learns, whether or not the critic has reached critic_warmup_variance."""
+
     kl: KLConfig = KLConfig()
     importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

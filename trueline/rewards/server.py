@@ -102,7 +102,7 @@ def checked(call: Any) -> Call:
     if not isinstance(messages, list) or not messages:
         raise RewardFailure(f'"messages" is a list of {{"role": text, "content": text}}, got {messages!r:.200}')
     try:
-        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages)]
+        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages, 1)]
         return {**call, "messages": parsed, "tools": read_tools(Located(call, "the call"))}
     except ConfigError as error:
         raise RewardFailure(str(error)) from None

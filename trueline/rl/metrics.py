@@ -134,6 +134,12 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
             f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "
             f"another reward, or a larger algorithm.group_size={config.algorithm.group_size}"
         )
+    alpha, length = config.algorithm.length_adaptive, metrics["response_length/mean"]
+    if "critic" in needs(config.algorithm) and alpha and alpha * length <= 1:
+        warnings.append(
+            f"algorithm.length_adaptive={alpha:g} makes lambda 0 for responses of up to {1 / alpha:g} tokens; "
+            f"their mean length is {length:.0f}: only the critic credits tokens before the last; set it to null"
+        )
     shaping = config.algorithm.shaping
     if shaping.overlong_filter and shaping.overlong_factor:
         warnings.append(

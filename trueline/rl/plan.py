@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
+from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import RanksConfig, check_training
 from trueline.config.rl import ResolvedRollout, RLConfig
@@ -105,6 +105,11 @@ def check_critic(config: RLConfig) -> None:
             f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} of steps={config.steps} leave none "
             "to the policy: lower the former or raise the latter"
         )
+    if not policy_learns(config.algorithm, config.steps - 1, critic_ready=False):
+        raise ConfigError(
+            f"algorithm.critic_warmup_limit={config.algorithm.critic_warmup_limit} of steps={config.steps} may leave "
+            "none to the policy: lower the former or raise the latter"
+        )
 
 
 def resolve(
@@ -141,7 +146,8 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
     colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
     if colocated:
-        return config.training.ranks or gpus, config.rollout.engines or max(gpus // width, 1), True
+        ranks = config.training.ranks or gpus
+        return ranks, config.rollout.engines or max(ranks // width, 1), True
     engines = config.rollout.engines or max((gpus - (config.training.ranks or gpus // 2)) // width, 1)
     return config.training.ranks or max(gpus - engines * width, 1), engines, False
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from trueline.algorithms.advantages import assign_advantages
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.algorithms.needs import policy_waits
+from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample, Trajectory, to_sample
@@ -68,6 +68,7 @@ class RLTrainer:
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
                     metrics |= describe_models(samples, config) | self.adapt(samples)
                     state.advance(len(groups) + self.rollouts.dropped.group_count())
+                    self.judge_critic(metrics)
                     state.skipped_steps = self.guard.skipped
                     for guard in self.guards():
                         guard.whole = True
@@ -151,7 +152,14 @@ class RLTrainer:
         return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
 
     def policy_learns(self) -> bool:
-        return self.state.step >= policy_waits(self.config.algorithm)
+        return policy_learns(self.config.algorithm, self.state.step, self.state.critic_ready)
+
+    def judge_critic(self, metrics: dict[str, float]) -> None:
+        """Remember that the critic predicts well enough for the policy to learn, where that is asked for."""
+        wanted, found = self.config.algorithm.critic_warmup_variance, metrics.get("critic/explained_variance", 0.0)
+        if wanted is not None and found >= wanted and not self.state.critic_ready:
+            self.state.critic_ready = True
+            self.progress.note(f"critic     explains {found:.2f} of its returns' variance in step {self.state.step}")
 
     def adapt(self, samples: list[Sample]) -> dict[str, float]:
         """Let an adaptive KL coefficient follow its target after a step; return it with the mean KL of a sequence."""

@@ -15,6 +15,11 @@ class SamplingParams:
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
     seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from trueline.algorithms.entries import Entry
 from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import Config
-from trueline.config.rl import RLConfig
+from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import RunConfig
-from trueline.config.sampling import SamplingConfig
+from trueline.config.sampling import EvalConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
 from trueline.training.engines import TRAIN_ENGINES
@@ -109,11 +109,21 @@ TRAINING: list[Rule] = [
     ("training.decay_share", lambda run: unless(run.training.schedule == "wsd", "it is for training.schedule=wsd")),
 ]
 
+GREEDY: Rule = (
+    "evaluation.top_p evaluation.top_k evaluation.min_p",
+    lambda run: unless(run.evaluation.temperature > 0, "evaluation.temperature=0 takes the likeliest token"),
+)
+
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
         *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
-        ("critic. algorithm.value_clip algorithm.critic_warmup_steps", no_model("critic")),
+        ("critic. algorithm.value_clip", no_model("critic")),
+        *((f"algorithm.critic_warmup_{key}", no_model("critic")) for key in ("steps", "variance", "limit")),
+        (
+            "algorithm.critic_warmup_limit",
+            lambda run: unless(run.algorithm.critic_warmup_variance is not None, "critic_warmup_variance=null"),
+        ),
         *read_by_some("algorithm.advantage", ADVANTAGES),
         *read_by_some("algorithm.loss", POLICY_LOSSES),
         ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),
@@ -138,6 +148,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
             "algorithm.shaping.truncated_value",
             lambda run: unless(run.algorithm.shaping.truncated != "keep", "algorithm.shaping.truncated=keep"),
         ),
+        GREEDY,
         ("evaluation.", lambda run: unless(bool(run.evaluation.named_sets()), "evaluation.data names no prompts")),
         ("sync.tolerance", lambda run: unless(run.sync.check, "sync.check=false")),
     ],
@@ -155,5 +166,9 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     SamplingConfig: [
         ("reward_model.", no_reward_model),
         ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never("nothing is trained")),
+    ],
+    EvalConfig: [
+        GREEDY,
+        (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never("eval reads that of `evaluation`")),
     ],
 }

@@ -35,9 +35,7 @@ class Layout:
         return sum(one.ranks for one in self.roles if not one.shared)
 
     def gpus_needed(self) -> int:
-        if self.colocated:
-            return max(self.policy_ranks, self.engine_gpus()) + self.own_gpus()
-        return self.policy_ranks + self.engine_gpus() + self.own_gpus()
+        return self.policy_ranks + self.own_gpus() + (0 if self.colocated else self.engine_gpus())
 
 
 def check_devices(layout: Layout, machine: Machine) -> None:
@@ -50,6 +48,11 @@ def check_devices(layout: Layout, machine: Machine) -> None:
                 f"{one.name}.ranks={one.ranks} share the policy's GPUs: set it to at most "
                 f"training.ranks={layout.policy_ranks}, or {one.name}.placement=separate"
             )
+    if layout.colocated and layout.engine_gpus() > layout.policy_ranks:
+        raise ConfigError(
+            f"rollout.engines={layout.engines} x rollout.tensor_parallel={layout.tensor_parallel} share the policy's "
+            f"GPUs: make it at most training.ranks={layout.policy_ranks}, raise that, or set placement=separate"
+        )
     if layout.gpus_needed() <= machine.gpus:
         return
     sign = "shared by" if layout.colocated else "+"

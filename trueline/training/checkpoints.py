@@ -123,10 +123,11 @@ class Checkpoints:
             flush_tree(aside)
             aside.rename(target)
             flush(self.folder)
-            self.rotate()
         except OSError as error:
             self._give_up(aside, error)
             return None
+        with self._bearing("older checkpoints could not be removed"):
+            self.rotate()
         self._look_for_metric(metrics or {})
         return target
 
@@ -134,14 +135,14 @@ class Checkpoints:
         """Add what became known of a step after it was saved, such as its evaluation, and choose the best anew."""
         target = self.folder / f"step_{step:06d}"
         if target.is_dir():
-            with self._bearing(f"what became known of {target.name}"):
+            with self._bearing(f"what became known of {target.name} could not be written"):
                 replace_file(target / METRICS, read_metrics(target) | metrics)
                 self.rotate()
             self._look_for_metric(metrics)
 
     def _renew(self, target: Path, state: dict[str, Any]) -> None:
         """Replace the counters; a kill before the manifest is replaced leaves the old ones, one after it the new."""
-        with self._bearing(f"the counters of {target.name}"):
+        with self._bearing(f"the counters of {target.name} could not be written"):
             if json.loads((target / STATE).read_text()) == state:
                 return
             pending = target / f"{STATE}{UNFINISHED}"
@@ -155,7 +156,7 @@ class Checkpoints:
         try:
             yield
         except OSError as error:
-            self.note(f"warning: {what} could not be written ({error}); the run goes on")
+            self.note(f"warning: {what} ({error}); the run goes on")
 
     def _look_for_metric(self, metrics: dict[str, float]) -> None:
         """Say once that keep_best looks at a metric that the run does not have."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trueline.algorithms.needs import check_needs, needs, policy_waits, reads_reward
+from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
 from trueline.config.algorithm import PRESETS, AlgorithmConfig
 from trueline.config.base import ConfigError
 
@@ -52,6 +52,14 @@ def test_what_a_preset_needs(preset: str) -> None:
 def test_the_policy_waits_for_a_critic_only(preset: str, steps: int) -> None:
     config = AlgorithmConfig.parse({"preset": preset} | ({} if preset == "vapo" else {"critic_warmup_steps": 3}))
     assert policy_waits(config) == steps
+
+
+def test_the_policy_waits_for_the_critics_variance_within_its_bounds() -> None:
+    keys = {"critic_warmup_steps": 2, "critic_warmup_variance": 0.5, "critic_warmup_limit": 5}
+    config = AlgorithmConfig.parse({"preset": "ppo"} | keys)
+    assert [policy_learns(config, step, critic_ready=False) for step in range(7)] == [False] * 5 + [True] * 2
+    assert [policy_learns(config, step, critic_ready=True) for step in range(4)] == [False] * 2 + [True] * 2
+    assert policy_learns(AlgorithmConfig.parse({"preset": "grpo"} | keys), 0, critic_ready=False)
 
 
 @pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "leave_one_out", "own_needs:asking"])

@@ -30,6 +30,7 @@ def test_values_become_means_of_the_last_ones() -> None:
     ("low", "high", "marks"),
     [
         (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.3, 0.7, [0.3, 0.4, 0.5, 0.6, 0.7]),
         (0.52, 0.97, [0.5, 0.6, 0.7, 0.8, 0.9, 1]),
         (-3.0, 3.0, [-3, -2, -1, 0, 1, 2, 3]),
         (1e-5, 2e-5, [1e-5, 1.2e-5, 1.4e-5, 1.6e-5, 1.8e-5, 2e-5]),
@@ -86,9 +87,9 @@ def test_points_lie_on_the_axes_scale() -> None:
 
 
 def test_title_names_and_marks_are_told() -> None:
-    said = texts(svg_curve({"reward": [(1, 0.5), (100, 0.9)], "held out": [(0, 0.52)]}, "GRPO", x_label="epoch"))
+    said = texts(svg_curve({"reward": [(1, 0.5), (99, 0.9)], "held out": [(3, 0.52)]}, "GRPO", x_label="epoch"))
     assert said[:3] == ["GRPO", "reward", "held out"] and said[-1] == "epoch"
-    assert said[3:-1] == ["0.5", "0.6", "0.7", "0.8", "0.9", "0", "20", "40", "60", "80", "100"]
+    assert said[3:-1] == ["0.5", "0.6", "0.7", "0.8", "0.9", "20", "40", "60", "80"]
 
 
 def test_each_series_has_its_colour_and_few_points_have_dots() -> None:

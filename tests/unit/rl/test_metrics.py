@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from trueline.config.rl import RLConfig
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_sample
-from trueline.rl.metrics import describe_step, over_updates
+from trueline.rl.metrics import describe_step, first_step_warnings, over_updates
 from trueline.rollout.rollouts import Dropped
 
 
@@ -70,3 +71,12 @@ def test_the_updates_of_a_step_are_reported_together() -> None:
         "critic/x_max": 1.0,
         "other": 8.0,
     }
+
+
+def test_responses_too_short_for_a_lambda_that_follows_their_length_are_warned_of() -> None:
+    metrics = {"response_length/truncated_share": 0.0, "reward/uniform_groups_share": 0.0, "reward/mean": 0.5}
+    vapo, ppo = (RLConfig.load([], [f"algorithm.preset={name}"]) for name in ("vapo", "ppo"))
+    (said,) = first_step_warnings(metrics | {"response_length/mean": 20.0}, vapo)
+    assert said.startswith("algorithm.length_adaptive=0.05 makes lambda 0 for responses of up to 20 tokens")
+    assert not first_step_warnings(metrics | {"response_length/mean": 21.0}, vapo)
+    assert not first_step_warnings(metrics | {"response_length/mean": 20.0}, ppo)

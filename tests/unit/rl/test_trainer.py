@@ -130,6 +130,18 @@ def split_run(folder: Path, verb: str, *words: str) -> list[list[dict[str, Any]]
     return [rows_of(folder / name)[1:] for name in ("whole", "parts")]
 
 
+def test_the_policy_waits_until_the_critic_explains_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2 alone explains enough; a later limit shows that a resumed run has not forgotten it."""
+    found = iter([0.1, 0.6, 0.1, 0.1])
+    monkeypatch.setattr("trueline.rl.metrics.explained_variance", lambda samples: next(found))
+    words = ["algorithm.critic_warmup_variance=0.5", "critic.learning_rate=1e-3"]
+    assert run_letters(tmp_path, "ppo", *words, "steps=3", "algorithm.critic_warmup_limit=2") == 0
+    again = ["--resume", "--name", "run", f"folder={tmp_path}", "steps=6", "algorithm.critic_warmup_limit=5"]
+    found = iter([0.1] * 3)
+    assert main(["ppo", *again]) == 0
+    assert ["grad_norm" in row for row in rows_of(tmp_path)[1:]] == [False, False, True, True, True, True]
+
+
 def test_a_run_resumes_behind_the_groups_that_dynamic_sampling_dropped(tmp_path: Path) -> None:
     """A third of the prompts earn one reward whatever is answered; those drawn before the stop do not come again."""
     words = [f"reward.function={tmp_path}/whole/reward.py:some_uniform", "algorithm.shaping.overlong_factor=0"]
