@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_sample
-from trueline.rl.metrics import describe_step, over_updates
+from trueline.rl.metrics import describe_step, over_updates, uniform_warning
 from trueline.rollout.rollouts import Dropped
 
 
@@ -70,3 +70,10 @@ def test_the_updates_of_a_step_are_reported_together() -> None:
         "critic/x_max": 1.0,
         "other": 8.0,
     }
+
+
+def test_equal_rewards_are_warned_of_after_ten_and_a_hundred_steps_and_at_the_end() -> None:
+    told = [step for step in range(1, 151) if uniform_warning(step, step, 150, 0.5)]
+    assert told == [10, 100, 150]
+    assert "in 10 steps in a row all completions had the same reward, 0.500" in uniform_warning(10, 60, 150, 0.5)
+    assert not uniform_warning(0, 150, 150, 0.5) and not uniform_warning(1, 1, 1, 0.5)  # the first is told of already
