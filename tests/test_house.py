@@ -52,6 +52,8 @@ HOMES = {  # third-party library -> the files that may import it
     "peft": r"models/lora\.py",
     "bitsandbytes": r"models/lora\.py",
     "wandb": r"monitoring/trackers\.py",
+    "mlflow": r"monitoring/trackers\.py",
+    "trackio": r"monitoring/trackers\.py",
     "starlette": r"rewards/server\.py",
     "uvicorn": r"rewards/server\.py",
 }

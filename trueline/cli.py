@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.config.base import Config, ConfigError, likeness, read_tree, suggestion
+from trueline.config.base import Config, ConfigError, Tree, likeness, read_tree, suggestion
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
@@ -195,8 +195,19 @@ def load(command: Verb, options: argparse.Namespace) -> RunConfig:
             kind.parse(saved)
         except ConfigError as error:
             raise ConfigError(f"{folder.config} is not of a {options.verb} run, or was changed: {error}") from None
-        return kind.load(options.config, overrides, saved).replaced({"name": folder.path.name})
+        asked = kind.load(options.config, overrides, saved)
+        if asked.runtime != saved["runtime"]:
+            asked = kind.load(options.config, overrides, without_places(saved))
+        return asked.replaced({"name": folder.path.name})
     return kind.load(options.config, overrides, base)
+
+
+def without_places(saved: Tree) -> Tree:
+    """Leave out what a run had filled in for its runtime: engines, how many there are of each, and who shares GPUs."""
+    sections = {name: part for name, part in saved.items() if isinstance(part, dict)}
+    rest = {name: part for name, part in saved.items() if name not in {*sections, "placement"}}
+    places = ("engine", "engines", "ranks")
+    return rest | {name: {key: part[key] for key in part if key not in places} for name, part in sections.items()}
 
 
 def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:

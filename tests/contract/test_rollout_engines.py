@@ -119,6 +119,62 @@ def test_score_is_that_of_the_plain_model(engine: Actor[RolloutEngine], plain: A
     torch.testing.assert_close(torch.tensor(scores), true_logprobs(plain, PROMPT, 1.0), atol=1e-4, rtol=0)
 
 
+def test_controls_shape_the_distribution_alike(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
+    """Tokens and log-probs are those that PyTorch alone computes from all logits; a greedy one only has the penalty."""
+    cases: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"top_k": 20, "top_p": 0.7, "min_p": 0.05, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "repetition_penalty": 1.5, "top_k": 2},
+    ]
+
+    async def answers() -> list[Completion]:
+        settings = [replace(params(0.5), **controls) for controls in cases]
+        calls = [engine.call(RolloutEngine.generate, PROMPT, one, f"control-{at}") for at, one in enumerate(settings)]
+        return list(await asyncio.gather(*calls))
+
+    for controls, answer in zip(cases, run(answers()), strict=True):
+        tokens = list(PROMPT)
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
+            with torch.no_grad():
+                expected = shaped_logprobs(plain(torch.tensor([tokens])).logits[0, -1], tokens, **controls)
+            assert expected[token] > -torch.inf, controls
+            assert abs(float(expected[token]) - logprob) < 1e-3, controls
+            if "temperature" in controls:
+                assert token == int(expected.argmax())
+            tokens.append(token)
+
+
+def shaped_logprobs(
+    logits: torch.Tensor,
+    before: list[int],
+    temperature: float = 0.5,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> torch.Tensor:
+    """[V] token by token: penalty, temperature, then the likeliest tokens as long as all bounds allow them."""
+    scores = logits.tolist()
+    for token in set(before):
+        scores[token] *= repetition_penalty if scores[token] < 0 else 1 / repetition_penalty
+    if temperature == 0:
+        return torch.tensor(scores).log_softmax(-1)
+    shares = (torch.tensor(scores, dtype=torch.float64) / temperature).softmax(-1)
+    order = [int(token) for token in shares.argsort(descending=True) if shares[token] >= min_p * shares.max()]
+    order = order[: top_k or None]
+    total, passed, kept = float(shares[order].sum()), 0.0, []
+    for token in order:
+        if passed < top_p * total:
+            kept.append(token)
+        passed += float(shares[token])
+    chosen = torch.full_like(shares, -torch.inf)
+    chosen[kept] = (shares[kept] / shares[kept].sum()).log()
+    return chosen.float()
+
+
 def test_a_seed_repeats_an_answer(engine: Actor[RolloutEngine], run: Run) -> None:
     first, again = (ask(run, engine, f"seed-{number}", params(1.0, seed=5)) for number in range(2))
     other = ask(run, engine, "seed-other", params(1.0, seed=6))

@@ -153,7 +153,7 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(home: Path, whole: Path) -> Non
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate()
     assert process.returncode == 130, said
-    assert "interrupt again to stop at once" in said and "go on with --resume" in said
+    assert "interrupt again to stop at once" in said and "go on with: trueline generate --resume" in said
     assert "Traceback" not in said
     finish("generate", "--resume", "--name", "stopped")
     assert ordered(home / "runs" / "stopped") == ordered(whole)

@@ -2,11 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from trueline.cli import main, make_parser
+from trueline.cli import load, main, make_parser
 from trueline.config.foreign_names import FOREIGN_VERBS
+from trueline.config.rl import RLConfig
+from trueline.monitoring.run_folder import RunFolder
+from trueline.verbs import VERBS
 
 
 def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -97,3 +101,28 @@ def test_an_unknown_key_is_told_before_anything_heavy_is_loaded() -> None:
         "unknown key 'beta'; did you mean 'algorithm.kl.coefficient'?",
     ]
     assert done.stderr.splitlines()[2].startswith("unknown key 'trainer.total_epochs'; set `steps`")
+
+
+def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> None:
+    """All that the run had filled in for Ray goes, what is given now stays, and without a change nothing does."""
+    ranks = {"ranks": 2}
+    resolved = {"training": ranks, "critic": ranks, "rollout": {"engines": 3, "temperature": 0.5}}
+    folder = RunFolder(tmp_path / "mine").open(
+        RLConfig.parse(resolved | {"placement": "separate", "seed": 5}), "grpo", resume=False
+    )
+    (folder.checkpoints / "step_000001").mkdir(parents=True)
+
+    def resumed(*overrides: str) -> RLConfig:
+        words = ["grpo", "--resume", "--name", "mine", f"folder={tmp_path}", *overrides]
+        options, options.overrides = (parsed := make_parser().parse_known_args(words))[0], parsed[1]
+        config = load(VERBS["grpo"], options)
+        assert isinstance(config, RLConfig) and (config.seed, config.rollout.temperature) == (5, 0.5)
+        return config
+
+    same, local, mixed = resumed(), resumed("runtime=local"), resumed("runtime=local", "critic.engine=deepspeed")
+    assert same.engines() == RLConfig().engines()
+    assert (same.training.ranks, same.rollout.engines, same.placement) == (2, 3, "separate")
+    assert set(local.engines().values()) == {"hf", "torch"}
+    assert (local.training.ranks, local.critic.ranks, local.rollout.engines) == (None, None, None)
+    assert local.placement == "auto"
+    assert mixed.engines() == local.engines() | {"critic": "deepspeed"}

@@ -1,6 +1,10 @@
 """What the names of other trainers (TRL, OpenRLHF, verl) are called here."""
 
-WHOLE_DISTRIBUTION = "there is no such key yet: answers are drawn from the whole distribution, at `rollout.temperature`"
+WHOLE_DISTRIBUTION = (
+    "training samples from the whole distribution, whose log-probs are `algorithm.old_logprobs`; set `evaluation.{}` "
+    "for evaluation"
+)
+EITHER = "set `rollout.{0}` for prompts that are sampled to learn, `evaluation.{0}` for held-out ones"
 BOTH_CLIPS = "set `algorithm.clip_low` and `algorithm.clip_high`, the two sides of the clip"
 
 # Names, each the ending of a dotted key, and what to say of them: a key, or a sentence with its keys in backticks. The
@@ -67,8 +71,12 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("num_generations n_samples_per_prompt rollout.n", ("algorithm.group_size", "samples", "evaluation.samples")),
     ("num_generations_eval eval_n_samples_per_prompt val_kwargs.n", ("evaluation.samples",)),
     ("eval_temperature val_kwargs.temperature", ("evaluation.temperature",)),
-    ("top_p min_p repetition_penalty", (WHOLE_DISTRIBUTION,)),
-    ("top_k", ("distill.top_k", WHOLE_DISTRIBUTION)),
+    *(
+        (name, (*others, WHOLE_DISTRIBUTION.format(name), EITHER.format(name), f"rollout.{name}"))
+        for name, *others in (("top_p",), ("top_k", "distill.top_k"), ("min_p",), ("repetition_penalty",))
+    ),
+    ("stop stop_strings stop_sequences", (EITHER.format("stop"), "rollout.stop")),
+    *((f"val_kwargs.{name}", (f"evaluation.{name}",)) for name in ("top_p", "top_k")),
     ("use_vllm rollout.name", ("rollout.engine",)),
     ("vllm_num_engines", ("rollout.engines",)),
     ("vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size", ("rollout.tensor_parallel",)),

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config
@@ -13,7 +13,41 @@ from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfi
 from trueline.config.run import CheckpointConfig, RunConfig
 
 
-class RolloutConfig(Config):
+class SamplingControls(Config):
+    """What a token is drawn from, and where a completion ends before its end token."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the likeliest tokens that together have this probability; 1 draws from all."""
+
+    top_k: int = Field(0, ge=0)
+    """Draw from this many of the likeliest tokens; 0 draws from all."""
+
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens with at least this share of the likeliest one's probability; 0 draws from all."""
+
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Above 1, makes tokens of the prompt and of the completion so far less likely; 1 leaves them as they are."""
+
+    stop: list[str] = []
+    """Texts that end a completion; the reply ends before them."""
+
+    @field_validator("stop")
+    @classmethod
+    def check_stop(cls, stop: list[str]) -> list[str]:
+        if "" in stop:
+            raise ValueError(f"an empty text would end every completion at once: take it out (got {stop})")
+        return stop
+
+    def reshaped(self) -> dict[str, float]:
+        """Return the keys that make the distribution drawn from another than the model's at this temperature."""
+        values = self.model_dump(include={"top_p", "top_k", "min_p", "repetition_penalty"})
+        return {name: value for name, value in values.items() if value != SamplingControls.model_fields[name].default}
+
+
+class RolloutConfig(SamplingControls):
     engine: str = "vllm"
     """vllm, hf (Transformers' own generation: slow; runs wherever PyTorch runs) or another row of rollout.engines."""
 
@@ -66,7 +100,7 @@ class ResolvedRollout(RolloutConfig):
         return self.max_prompt_tokens + self.max_new_tokens
 
 
-class EvaluationConfig(Config):
+class EvaluationConfig(SamplingControls):
     data: str = ""
     """Held-out prompts, same columns as data.path; empty turns evaluation off, unless `sets` names some."""
 
@@ -169,6 +203,16 @@ class RLConfig(RunConfig):
         if not self.reward.named_parts() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or leave evaluation.data out")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
+        return self
+
+    @model_validator(mode="after")
+    def check_distribution(self) -> Self:
+        for name, value in self.rollout.reshaped().items():
+            raise ValueError(
+                f"rollout.{name}={value} samples from another distribution than the one that is trained: log-probs of "
+                "policy and reference are those of all tokens at rollout.temperature, and their ratios would be wrong; "
+                f"leave it out, or set evaluation.{name} for evaluation alone"
+            )
         return self
 
     def roles(self) -> dict[str, Role]:

@@ -44,6 +44,12 @@ class MonitoringConfig(Config):
     wandb: str | None = None
     """Weights & Biases project to report to; null reports nothing. Needs the wandb package."""
 
+    mlflow: str | None = None
+    """MLflow experiment to report to, at MLFLOW_TRACKING_URI; null reports nothing. Needs the mlflow package."""
+
+    trackio: str | None = None
+    """Trackio project to report to; null reports nothing. Needs the trackio package."""
+
 
 class EnginesConfig(Config):
     """Sections that name engines, and the `runtime` that their processes live in."""

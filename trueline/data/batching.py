@@ -46,7 +46,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, together:
 
 
 def check_fit(units: list[Unit], budget: Budget) -> None:
-    for number, unit in enumerate(units):
+    for number, unit in enumerate(units, 1):
         if pass_tokens(unit, budget) > budget.tokens:
             raise ValueError(
                 f"row {number} has {pass_tokens(unit, budget)} tokens, "

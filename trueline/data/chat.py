@@ -165,13 +165,13 @@ def unseen_fields(message: Message, text: str) -> set[str]:
 
 def check_completion(completion: str, message: Message, turn: int) -> None:
     if not completion.strip():
-        raise ConfigError(f"the chat template leaves out the text of message {turn}: change the row or template")
+        raise ConfigError(f"the chat template leaves out the text of message {turn + 1}: change the row or template")
     besides = completion.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
     missing = [name for name in called_functions(message) if name not in besides]
     if missing:
         raise ConfigError(
-            f"the chat template leaves out that message {turn} calls {', '.join(missing)}: name one that shows tool "
-            "calls with data.chat_template=FILE"
+            f"the chat template leaves out that message {turn + 1} calls {', '.join(missing)}: name one that shows "
+            "tool calls with data.chat_template=FILE"
         )
 
 

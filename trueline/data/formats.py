@@ -341,12 +341,12 @@ def truth_of(located: Located, column: str) -> bool:
 
 def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[StepRated]:
     steps, labels = list_of(located, columns["completion"]), list_of(located, columns["rating"])
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
             raise ConfigError(f"{located.place}: step {number} must be non-empty text, found {step!r:.80}")
     if len(steps) != len(labels):
         raise ConfigError(f"{located.place}: {len(steps)} steps have {len(labels)} labels: give one for each step")
-    for number, label in enumerate(labels):
+    for number, label in enumerate(labels, 1):
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             raise ConfigError(f"{located.place}: label {number} must be true, false or 0 to 1, found {label!r:.80}")
     prompt, numbers = prompt_of(located, columns, config), [float(label) for label in labels]

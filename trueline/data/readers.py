@@ -98,7 +98,7 @@ def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
         raise ConfigError(f"{where} must be a list of messages, found {value!r:.80}")
     if not value:
         raise ConfigError(f"{where} holds no message")
-    entries = enumerate(given_fields(located, value))
+    entries = enumerate(given_fields(located, value), 1)
     return [parse_message(entry, f"{where}, message {number}") for number, entry in entries]
 
 
@@ -125,7 +125,7 @@ def joined_text(content: Any, where: str) -> Any:
     """Join the text of content that comes in parts; return other content as it is."""
     if not isinstance(content, list):
         return content
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, 1):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ConfigError(
@@ -138,7 +138,7 @@ def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = [] if value is None else unpacked(value)
     if not isinstance(calls, list):
         raise ConfigError(f"{where}: tool_calls must be a list, found {value!r:.80}")
-    return [parse_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls)]
+    return [parse_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls, 1)]
 
 
 def parse_call(call: Any, where: str) -> dict[str, Any]:

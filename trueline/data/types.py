@@ -44,12 +44,16 @@ FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.R
 class Prompt:
     """A prompt to be completed: where it came from, and all that a reward may ask of it."""
 
-    id: int
+    id: int  # from 0, as rewards and samples.jsonl have it
     messages: list[Message]
     label: Any = None
     source: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[Tool] = field(default_factory=list)  # that the model may call
+
+    def place(self) -> str:
+        """Name the row for a person, who counts from 1."""
+        return f"row {self.id + 1} of {self.source}"
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,10 +8,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-LEFT, RIGHT = range(1000), range(10)
+LEFT, RIGHT = range(1000), range(1, 10)  # half of these sums carry
 HELD_OUT = 400
-CARELESS = 0.5  # share of the teacher's answers that are wrong
-SLIPS = (-10, -1, 1, 10)
+FORGETS = 0.7  # share of the carries that the teacher forgets: most of them, so that a good pupil forgets them, too
 
 
 def make_model(folder: Path, seed: int) -> int:
@@ -49,16 +48,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """Sums of a number up to 999 and a digit: a held-out part, practice, and a careless teacher's answers to it."""
+    """Sums of a number up to 999 and a digit: a held-out part, practice, and a forgetful teacher's answers to it."""
     generator = random.Random(seed)
     pairs = [(left, right) for left in LEFT for right in RIGHT]
     generator.shuffle(pairs)
     held_out, practice = pairs[:HELD_OUT], pairs[HELD_OUT:]
+    held_out.sort(key=lambda pair: not carries(*pair))  # transcripts show the first ones
     write_rows(folder / "held_out.jsonl", held_out, [left + right for left, right in held_out])
     write_rows(folder / "practice.jsonl", practice, [left + right for left, right in practice])
-    slips = [generator.choice(SLIPS) if generator.random() < CARELESS else 0 for _ in practice]
-    taught = [left + right + slip for (left, right), slip in zip(practice, slips, strict=True)]
+    taught = [left + right - 10 * (carries(left, right) and generator.random() < FORGETS) for left, right in practice]
     write_rows(folder / "teacher.jsonl", practice, taught)
+
+
+def carries(left: int, right: int) -> bool:
+    return left % 10 + right >= 10
 
 
 def write_rows(file: Path, pairs: list[tuple[int, int]], answers: list[int]) -> None:

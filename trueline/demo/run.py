@@ -9,49 +9,23 @@ from rich.table import Table
 
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
+from trueline.config.sampling import EvalConfig
 from trueline.config.supervised import SftConfig
 from trueline.demo.material import make_data, make_model
+from trueline.jobs.sampling import EVALUATION, prepare_eval
+from trueline.monitoring.curves import smoothed, svg_curve, terminal_curve
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline.launch import prepare_supervised
 from trueline.rl.launch import prepare_rl
 from trueline.runs.launch import launch
 from trueline.training.checkpoints import Checkpoints
 
-SHOWN_TRANSCRIPTS = 3
+Row = dict[str, Any]
 
-
-def warm_start_settings(folder: Path, seed: int) -> Tree:
-    """`trueline sft` on a teacher who is right half the time. One small model needs no process of its own."""
-    return {
-        "name": "warm_start",
-        "folder": str(folder),
-        "seed": seed,
-        "runtime": "local",
-        "steps": 250,
-        "samples_per_step": 128,
-        "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "teacher.jsonl")},
-        "training": {"learning_rate": 2e-3, "warmup_steps": 20, "schedule": "linear"},
-        "checkpoint": {"every": 0},
-    }
-
-
-def grpo_settings(folder: Path, seed: int, model: Path) -> Tree:
-    """`trueline grpo`: Ray places a DeepSpeed policy, its reference and a vLLM engine."""
-    return {
-        "name": "grpo",
-        "folder": str(folder),
-        "seed": seed,
-        "steps": 80,
-        "prompts_per_step": 32,
-        "minibatches": 2,
-        "model": {"path": str(model)},
-        "data": {"path": str(folder / "practice.jsonl")},
-        "evaluation": {"data": str(folder / "held_out.jsonl"), "temperature": 1.0},
-        "reward": {"function": "exact"},
-        "rollout": {"max_new_tokens": 5},
-        "training": {"learning_rate": 2e-4, "warmup_steps": 5, "schedule": "linear"},
-    }
+SAMPLED = {"sampled_before": "warm_start", "sampled_after": "grpo"}  # name of the evaluation -> whose model
+SCORE, REWARD = "evaluation/reward", "reward/mean"
+WINDOW = 5  # steps whose rewards are averaged in the curve
+SCORED: Tree = {"reward": {"function": "exact"}, "rollout": {"max_new_tokens": 5}}
 
 
 def run(folder: Path, seed: int) -> int:
@@ -60,48 +34,107 @@ def run(folder: Path, seed: int) -> int:
     folder.mkdir(parents=True)
     parameters = make_model(folder / "model", seed)
     make_data(folder, seed)
-    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in {folder}")
-    console.print("[bold]2. Warm start[/] by supervised training (trueline sft)")
-    failed = launch(SftConfig.parse(warm_start_settings(folder, seed)), "sft", prepare_supervised)
-    if failed:
-        return failed
-    console.print("[bold]3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)")
-    config = RLConfig.parse(grpo_settings(folder, seed, newest_model(folder / "warm_start")))
-    failed = launch(config, "grpo", prepare_rl)
-    if failed:
-        return failed
-    show_result(RunFolder(folder / "grpo"), console)
+    console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")
+    console.print(folder, markup=False, soft_wrap=True)
+    for title, start in STAGES.items():
+        console.print(f"[bold]{title}")
+        if failed := start({"folder": str(folder), "seed": seed}, folder):
+            return failed
+    show_result(folder, console)
     return 0
 
 
-def newest_model(run_folder: Path) -> Path:
+def warm_start(common: Tree, folder: Path) -> int:
+    """Imitate a teacher who mostly forgets to carry. One small model needs no process of its own."""
+    settings = {
+        "name": "warm_start",
+        "runtime": "local",
+        "steps": 250,
+        "samples_per_step": 128,
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "teacher.jsonl")},
+        "training": {"learning_rate": 2e-3, "warmup_steps": 20, "schedule": "linear"},
+        "checkpoint": {"every": 0},
+    }
+    return launch(SftConfig.parse(common | settings), "sft", prepare_supervised)
+
+
+def reinforce(common: Tree, folder: Path) -> int:
+    """Train through Ray: a DeepSpeed policy, its reference and a vLLM engine; held-out completions are greedy."""
+    settings = {
+        "name": "grpo",
+        "steps": 80,
+        "prompts_per_step": 32,
+        "minibatches": 2,
+        "model": {"path": newest_model(folder / "warm_start")},
+        "data": {"path": str(folder / "practice.jsonl")},
+        "evaluation": {"data": str(folder / "held_out.jsonl"), "every": 10},
+        "training": {"learning_rate": 2e-4, "warmup_steps": 5, "schedule": "linear"},
+    }
+    return launch(RLConfig.parse(common | SCORED | settings), "grpo", prepare_rl)
+
+
+def sample(common: Tree, folder: Path) -> int:
+    """Sample the same held-out sums from the model before and after."""
+    settings = {
+        "runtime": "local",
+        "evaluation": {"data": str(folder / "held_out.jsonl"), "temperature": 1.0, "samples": 4},
+    }
+    for name, trained in SAMPLED.items():
+        model = {"name": name, "model": {"path": newest_model(folder / trained)}}
+        if failed := launch(EvalConfig.parse(common | SCORED | settings | model), "eval", prepare_eval):
+            return failed
+    return 0
+
+
+STAGES = {
+    "2. Warm start[/] by supervised training (trueline sft)": warm_start,
+    "3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)": reinforce,
+    "4. Sampled answers[/] before and after reinforcement (trueline eval)": sample,
+}
+
+
+def newest_model(run_folder: Path) -> str:
     newest = Checkpoints(run_folder, SftConfig().checkpoint).newest()
     assert newest is not None
-    return newest / "model"
+    return str(newest / "model")
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def show_result(folder: RunFolder, console: Console) -> None:
-    """Held-out accuracy and three held-out answers, before and after."""
-    scores = {row["step"]: row["evaluation/reward"] for row in read_lines(folder.metrics) if "evaluation/reward" in row}
-    shown = [row for row in read_lines(folder.transcripts) if row["purpose"] == "evaluate"]
-    first, last = min(scores), max(scores)
-    table = Table(title="Held-out sums, sampled at temperature 1", title_justify="left")
-    for column in ("", "before GRPO", "after GRPO"):
-        table.add_column(column)
-    table.add_row("accuracy", f"{scores[first]:.1%}", f"{scores[last]:.1%}")
-    before, after = ([row for row in shown if row["step"] == step] for step in (first, last))
-    for old, new in list(zip(before, after, strict=True))[:SHOWN_TRANSCRIPTS]:
-        table.add_row(old["prompt"], mark(old), mark(new))
-    console.print(table)
-    console.print(f"gain: {100 * (scores[last] - scores[first]):+.1f} points in sampled answers")
-    console.print("GRPO unlearns the teacher's random slips; the most likely (greedy) answer was mostly right before.")
-    console.print(f"metrics      {folder.metrics}\ntranscripts  {folder.transcripts}")
-    console.print(f"checkpoints  {folder.path / 'checkpoints'}\nTensorBoard  tensorboard --logdir {folder.path}")
+def show_result(folder: Path, console: Console) -> None:
+    """Show held-out accuracy and three held-out completions, before and after, and the curve between the two."""
+    grpo = RunFolder(folder / "grpo")
+    rows = read_lines(grpo.metrics)
+    rewards, greedy = ([(row["step"], row[key]) for row in rows if key in row] for key in (REWARD, SCORE))
+    sampled = [json.loads((folder / when / EVALUATION).read_text())["metrics"][SCORE] for when in SAMPLED]
+    accuracies = {"greedy": (greedy[0][1], greedy[-1][1]), "sampled": (sampled[0], sampled[1])}
+    shown = [row for row in read_lines(grpo.transcripts) if row["purpose"] == "evaluate"]
+    before, after = ([row for row in shown if row["step"] == step] for step, _ in (greedy[0], greedy[-1]))
+    console.print(result_table(accuracies, list(zip(before, after, strict=True))))
+    gains = [f"{100 * (new - old):+.1f} points {name}" for name, (old, new) in accuracies.items()]
+    console.print(f"gain: {', '.join(gains)}")
+    console.print("The teacher mostly forgot to carry; from right or wrong alone, GRPO learns to.\n")
+    smooth, curve = smoothed(rewards, WINDOW), folder / "curve.svg"
+    named = {f"reward, mean of {WINDOW} steps": smooth, "held-out accuracy, greedy": greedy}
+    curve.write_text(svg_curve(named, "GRPO learns to carry"))
+    console.print(terminal_curve(smooth, f"Reward of GRPO's answers, mean of {WINDOW} steps"), soft_wrap=True)
+    places = f"curve        {curve}\nmetrics      {grpo.metrics}\ntranscripts  {grpo.transcripts}"
+    runs = f"checkpoints  {grpo.checkpoints}\nTensorBoard  tensorboard --logdir {grpo.path}"
+    # Neither cut at the width of the screen nor read as markup, so that they can be copied.
+    console.print(f"{places}\n{runs}", markup=False, soft_wrap=True)
 
 
-def mark(row: dict[str, Any]) -> str:
+def result_table(accuracies: dict[str, tuple[float, float]], examples: list[tuple[Row, Row]]) -> Table:
+    table = Table("held-out sums", "before GRPO", "after GRPO")
+    for name, (old, new) in accuracies.items():
+        table.add_row(f"{name} accuracy", f"{old:.1%}", f"{new:.1%}")
+    for before, after in examples:
+        table.add_row(before["prompt"], mark(before), mark(after))
+    return table
+
+
+def mark(row: Row) -> str:
     return f"{row['reply']} {'[green]right[/]' if row['reward'] else '[red]wrong[/]'}"

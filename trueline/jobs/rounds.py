@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from trueline.config.base import Tree
+from trueline.config.rl import SamplingControls
 from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
@@ -66,7 +67,8 @@ class Recipe:
 
     def evaluation(self, number: int) -> EvalConfig:
         tree = self.config.model_dump(
-            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring"}
+            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring"},
+            exclude={"rollout": set(SamplingControls.model_fields)},  # those of `evaluation` take their place
         )
         tree["data"] |= {"path": "", "mixture": {}}
         return EvalConfig.parse(tree | self.keys(number, "eval", number))
@@ -115,7 +117,7 @@ def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
 def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
     status = run_stages(recipe, verb, progress)
     if status:
-        progress.note(f"The rounds can go on with trueline {verb} --resume --name {folder.path.name}")
+        progress.note(f"The rounds can go on with: {folder.resume_command()}")
         return status
     results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
     write_json(folder.path / ROUNDS, results)

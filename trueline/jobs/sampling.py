@@ -11,6 +11,7 @@ from statistics import fmean
 from rich.table import Table
 
 from trueline.config.base import ConfigError, read_tree
+from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.types import Message, Prompt
 from trueline.environments.base import Environment, Step
@@ -48,7 +49,7 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
     "samples",
     "model.path",
     "data.",
-    "rollout.temperature",
+    *(f"rollout.{key}" for key in SamplingControls.model_fields),
     "rollout.max_new_tokens",
     "rollout.max_prompt_tokens",
     "shard",
@@ -139,7 +140,8 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
         pace = Pace(progress, len(prompts) - len(left), plan.config.scored())
         if left and not sample(plan, left, file, folder, pace):
-            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered; go on with --resume")
+            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered")
+            progress.note(f"go on with: {folder.resume_command()}")
             return 130
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
@@ -156,8 +158,8 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
         now = json.loads(line_of(described(prompt)))
         if any(row.get(key) != now.get(key) for key in ("id", "source", "prompt", "tools")):
             raise ConfigError(
-                f"{file.path}: number {number} answers another prompt than row {prompt.id} of {prompt.source}, which "
-                "has that number now: the data has changed since this run began; choose another --name"
+                f'{file.path}: "number": {number} answers another prompt than {prompt.place()}, which has that '
+                "number now: the data has changed since this run began; choose another --name"
             )
 
 
@@ -205,7 +207,7 @@ def sample(
 
     with open_sampling(plan, folder, pace.progress) as sampling, pace.progress, Interrupts(told) as interrupts:
         seed = config.seed if rollout.seeded else None
-        sampler = sampling.sampler(rollout.temperature, rollout.max_new_tokens, config.samples, seed, "generate")
+        sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
         for place, group in sampler.each(left, sampling.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, config.scored()))
@@ -247,7 +249,7 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
 
     with open_sampling(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
-        sampler = sampling.sampler(evaluation.temperature, longest, evaluation.samples, config.seed, "evaluate")
+        sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
@@ -264,8 +266,9 @@ def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples
     """Make a table with a row per set; `±` is the half width of the 95 % confidence interval over prompts."""
     at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
     table = Table()
-    for column in ("set", "prompts", f"mean@{samples}", *at_k, "failed"):
-        table.add_column(column)
+    table.add_column("set", overflow="fold")  # a name may be long; numbers stay whole
+    for column in ("prompts", f"mean@{samples}", *at_k, "failed"):
+        table.add_column(column, no_wrap=True)
     for name, count in prompts.items():
         found = {
             key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")

@@ -5,10 +5,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 # key in the metrics, name on the screen, format
 SHOWN = (
@@ -83,13 +85,15 @@ class Progress:
         return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
-        table = Table.grid(padding=(0, 2))
-        shown = [(name, f"{metrics[key]:{form}}") for key, name, form in shown_keys(metrics)]
-        table.add_row(*(f"[dim]{name}[/]" for name, _ in shown))
-        table.add_row(*(f"[bold]{value}[/]" for _, value in shown))
-        head = f"[bold]{self.title}[/] step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"
-        panel = Table.grid()
-        for part in (head, ProgressBar(total=self.total, completed=step, width=60), table):
+        """Return the panel, as wide as the screen at most; numbers that do not fit beside each other go below."""
+        # No markup: a note printed above the panel has the panel drawn again as the note is, without markup.
+        head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"
+        numbers = [
+            Text.assemble((name, "dim"), "\n", (f"{metrics[key]:{form}}", "bold"), no_wrap=True)
+            for key, name, form in shown_keys(metrics)
+        ]
+        panel, bar = Table.grid(), ProgressBar(total=self.total, completed=step, width=60)
+        for part in (Text.assemble((self.title, "bold"), head), bar, Columns(numbers, padding=(0, 2))):
             panel.add_row(part)
         return panel
 

@@ -1,5 +1,6 @@
 """The folder of a run: made once, never overwritten, taken up again by --resume."""
 
+import shlex
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -87,6 +88,11 @@ class RunFolder:
         """Tell when the files of this run, or those of the stages inside it, last changed."""
         files = [self.path, *self.path.glob("*"), *self.path.glob("round_*/*/*")]
         return max(file.lstat().st_mtime for file in files)
+
+    def resume_command(self) -> str:
+        base = Path(RunConfig.model_fields["folder"].default).resolve()
+        place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
+        return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
 
     def has_checkpoint(self) -> bool:
         return any(path.suffix != UNFINISHED for path in self.checkpoints.glob("step_*"))

@@ -1,8 +1,19 @@
-"""Seconds per phase of a step."""
+"""Measure the seconds of each phase of a step, and say durations in words."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it, in its largest unit and the one below."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    days, hours = divmod(minutes // 60, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
 
 
 class Timer:

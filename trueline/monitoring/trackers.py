@@ -1,12 +1,16 @@
-"""Write a run's numbers: JSON lines always, TensorBoard and Weights & Biases where they are wanted."""
+"""Write a run's numbers: JSON lines always, and to every tracker of TRACKERS that is wanted."""
 
+import importlib.util
 import itertools
 import json
 import os
+import pkgutil
+import re
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +25,58 @@ def no_note(message: str) -> None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run as a tracker is opened for it: its folder, the value of the tracker's key, and where it goes on."""
+
+    folder: Path
+    project: Any
+    run_id: str  # empty for a run that is new to the tracker
+    resume_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    write: Callable[[int, dict[str, float]], object]
+    run_id: str = ""  # by which a resumed run is found again
+    close: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerRow:
+    """A tracker: how it is opened, the package that it needs, and what that raises when it cannot be reached."""
+
+    open: Callable[[Any, Place], Opened]  # of the package and a place
+    package: str
+    install: str
+    failure: str = ""  # name of an exception of the package; OSError is one everywhere
+    remedy: str = "see to its permissions and to room on the disk"
+
+    def failures(self) -> tuple[type[Exception], ...]:
+        return (OSError, *([pkgutil.resolve_name(f"{self.package}:{self.failure}")] if self.failure else []))
+
+
 class Tracker:
     def __init__(
         self,
         folder: RunFolder,
         config: MonitoringConfig,
         resume_step: int = 0,
-        run_id: str = "",
+        run_ids: dict[str, str] | None = None,
         note: Note = no_note,
     ) -> None:
+        check_trackers(config)
         self.last_step = keep_until(folder.metrics, resume_step, note)
         keep_until(folder.transcripts, resume_step, note)
         self.metrics = Sink(Appended(folder.metrics).add_line, folder.metrics.name, note)
         self.transcripts = Sink(Appended(folder.transcripts).add_line, folder.transcripts.name, note)
         self.scalars: list[Sink] = []
-        if config.tensorboard:
-            self.scalars.append(Sink(make_board(folder.path / "tensorboard", resume_step), "tensorboard", note))
-        self.remote: Any = open_wandb(folder, config.wandb, run_id) if config.wandb else None
-        if self.remote is not None:
-            self.scalars.append(Sink(lambda step, row: self.remote.log(row, step=step), "wandb", note))
-        self.run_id = str(self.remote.id) if self.remote is not None else ""
+        self.opened: dict[str, Opened] = {}
+        for key, project in wanted(config).items():
+            place = Place(folder.path, project, (run_ids or {}).get(key, ""), resume_step)
+            self.opened[key] = open_tracker(key, place)
+            self.scalars.append(Sink(self.opened[key].write, key, note, TRACKERS[key].failures()))
+        self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics.put(json.dumps({"step": step, **metrics}))
@@ -54,21 +90,27 @@ class Tracker:
     def close(self) -> None:
         for sink in (self.metrics, self.transcripts, *self.scalars):
             sink.tell()
-        if self.remote is not None:
-            self.remote.finish()
+        for one in self.opened.values():
+            one.close()
 
 
 class Sink:
-    """Write row by row: what the disk refuses costs the row, not the run; it is said once, and counted."""
+    """Write row by row: what a disk or server refuses costs the row, not the run; it is said once, and counted."""
 
-    def __init__(self, write: Callable[..., object], name: str, note: Note) -> None:
-        self.write, self.name, self.note = write, name, note
+    def __init__(
+        self,
+        write: Callable[..., object],
+        name: str,
+        note: Note,
+        failures: tuple[type[Exception], ...] = (OSError,),
+    ) -> None:
+        self.write, self.name, self.note, self.failures = write, name, note, failures
         self.lost = 0
 
     def put(self, *row: Any) -> None:
         try:
             self.write(*row)
-        except OSError as error:
+        except self.failures as error:
             if not self.lost:
                 self.note(f"warning: {self.name} cannot be written ({error}); the run goes on, its rows are lost")
             self.lost += 1
@@ -146,8 +188,8 @@ def write_lines(file: Path, lines: list[bytes]) -> None:
     aside.rename(file)
 
 
-def make_board(folder: Path, resume_step: int) -> Callable[[int, dict[str, float]], None]:
-    """Return what appends a step's numbers to an event file, and hide those behind the step resumed from.
+def open_board(package: Any, place: Place) -> Opened:
+    """Open what appends a step's numbers to an event file, and hide those behind the step resumed from.
 
     They are written here and not in torch's thread, so that a full disk is met where it can be borne.
     """
@@ -155,6 +197,7 @@ def make_board(folder: Path, resume_step: int) -> Callable[[int, dict[str, float
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
     from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
+    folder = place.folder / "tensorboard"
     folder.mkdir(exist_ok=True)
     now = time.time_ns()
     file = RecordWriter(Appended(folder / f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{now}"))
@@ -167,19 +210,67 @@ def make_board(folder: Path, resume_step: int) -> Callable[[int, dict[str, float
         write(step=step, summary=Summary(value=values))
 
     write(file_version="brain.Event:2")
-    write(step=first_again(resume_step), session_log=SessionLog(status=SessionLog.START))
-    return add
+    write(step=first_again(place.resume_step), session_log=SessionLog(status=SessionLog.START))
+    return Opened(add)
 
 
-def open_wandb(folder: RunFolder, project: str, run_id: str) -> Any:
-    """Go on with the run of this id; an empty id starts one."""
+def open_wandb(wandb: Any, place: Place) -> Opened:
+    name, run_id = place.folder.name, place.run_id or None
+    run = wandb.init(project=place.project, name=name, dir=place.folder, id=run_id, resume="allow")
+    return Opened(lambda step, row: run.log(row, step=step), str(run.id), run.finish)
+
+
+def open_mlflow(mlflow: Any, place: Place) -> Opened:
+    mlflow.set_experiment(place.project)
+    run = mlflow.start_run(run_id=place.run_id or None, run_name=place.folder.name)
+
+    def add(step: int, row: dict[str, float]) -> None:
+        mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in row.items()}, step=step)
+
+    return Opened(add, run.info.run_id, mlflow.end_run)
+
+
+def open_trackio(trackio: Any, place: Place) -> Opened:
+    trackio.init(project=place.project, name=place.folder.name, resume="allow")
+    return Opened(lambda step, row: trackio.log(row, step=step), close=trackio.finish)
+
+
+def wanted(config: MonitoringConfig) -> dict[str, Any]:
+    """Return the value of every tracker's key that is set."""
+    return {key: value for key, value in dict(config).items() if key in TRACKERS and value}
+
+
+def check_trackers(config: MonitoringConfig) -> None:
+    for key in wanted(config):
+        if importlib.util.find_spec(TRACKERS[key].package) is None:
+            raise ConfigError(f"monitoring.{key}: {TRACKERS[key].package} is not installed; {TRACKERS[key].install}")
+
+
+def open_tracker(key: str, place: Place) -> Opened:
+    row = TRACKERS[key]
+    package = importlib.import_module(row.package)
     try:
-        import wandb  # noqa: PLC0415  (an optional package)
-    except ImportError:
-        raise ConfigError("monitoring.wandb: wandb is not installed; pip install 'trueline[wandb]'") from None
-    try:
-        return wandb.init(project=project, name=folder.path.name, dir=folder.path, id=run_id or None, resume="allow")
-    except wandb.errors.Error as error:
-        raise ConfigError(
-            f"monitoring.wandb={project}: {error}; run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
-        ) from error
+        return row.open(package, place)
+    except row.failures() as error:
+        raise ConfigError(f"monitoring.{key}={place.project}: {error}; {row.remedy}") from error
+
+
+# By the key of `monitoring` that asks for it; metrics.jsonl is written beside them, always.
+TRACKERS = {
+    "tensorboard": TrackerRow(open_board, "tensorboard", "pip install tensorboard"),
+    "wandb": TrackerRow(
+        open_wandb,
+        "wandb",
+        "pip install 'trueline[wandb]'",
+        "errors.Error",
+        "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
+    ),
+    "mlflow": TrackerRow(
+        open_mlflow,
+        "mlflow",
+        "pip install mlflow",
+        "exceptions.MlflowException",
+        "see to MLFLOW_TRACKING_URI, which names the server or folder",
+    ),
+    "trackio": TrackerRow(open_trackio, "trackio", "pip install trackio"),
+}

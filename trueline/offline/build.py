@@ -36,7 +36,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         state = restore(SupervisedState, checkpoints, lambda newest: model.call(Worker.load, str(newest)), progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
-        state.tracker, state.data = tracker.run_id, data
+        state.tracker, state.data = tracker.run_ids, data
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)

@@ -17,16 +17,16 @@ class RewardTimeout(RewardFailure):
 
 
 class RewardUnreachable(RewardFailure):
-    """A scorer or judge could not be reached: the network's or the server's fault, not the answer's."""
+    """A scorer or LLM judge could not be reached: the network's or the server's fault, not the completion's."""
 
 
 class PolicyError(Exception):
-    """For reward functions to raise: the answer itself is at fault. It gets reward.policy_error, which counts."""
+    """Reward functions raise it where the completion itself is at fault, which gets reward.policy_error and counts."""
 
 
 class Reward(Protocol):
     async def score(self, call: Call) -> float:
-        """Raises PolicyError, or RewardFailure and its kinds."""
+        """Return the reward, or raise PolicyError, or RewardFailure and its kinds."""
 
     async def stop(self) -> None:
         """Give back processes and connections."""
@@ -34,11 +34,11 @@ class Reward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The task reward of one answer and what it is made of."""
+    """The task reward of one completion and what it is made of."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # each reward by its name, before its weight
-    policy_error: str = ""  # why the answer got reward.policy_error instead
+    policy_error: str = ""  # why the completion got reward.policy_error instead
 
 
 Scored = float | RewardFailure  # what became of one call of a batch
@@ -46,7 +46,7 @@ Work = Callable[[list[Call]], Awaitable[list[Scored]]]
 
 
 class Gathering:
-    """Up to `batch` calls make a batch, and `lanes` batches are worked on at a time; the next one fills meanwhile."""
+    """Gather up to `batch` calls in a batch, and work on `lanes` batches at a time, while the next one fills."""
 
     def __init__(self, work: Work, batch: int, lanes: int, close: Callable[[], Awaitable[None]] | None = None) -> None:
         self.work, self.batch, self.close = work, batch, close

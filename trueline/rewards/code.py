@@ -12,7 +12,7 @@ from typing import Any
 from trueline.rewards.base import PolicyError
 from trueline.rewards.sandbox import Ended, Limits, run_python
 
-SECONDS = 10.0  # for all tests of one answer
+SECONDS = 10.0  # for all tests of one completion
 START_SECONDS = 60.0  # for Python without a program
 LAST_WORDS = 300  # characters
 TRIAL = {"reply": "pass", "tests": "pass"}  # what any machine can judge on which code can be run
@@ -45,7 +45,7 @@ def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
     network: bool = False,
     files: bool = False,
 ) -> float:
-    """1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
+    """Return 1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
     limits = Limits(seconds, memory_gib, network, files)
     check_sandbox(replace(limits, seconds=START_SECONDS))
     source, cases, deadline = code_of(reply), cases_of(tests, label), time.monotonic() + seconds
@@ -61,7 +61,7 @@ def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
 
 @functools.cache
 def check_sandbox(limits: Limits) -> None:
-    """Tell a sandbox in which no program can run from programs that fail."""
+    """Refuse a sandbox in which no program can run, to tell it from programs that fail."""
     ended = run_python("", "", limits)
     if ended.status != 0:
         last_words = " ".join(ended.error.split())[-LAST_WORDS:]
@@ -69,7 +69,7 @@ def check_sandbox(limits: Limits) -> None:
 
 
 def code_of(reply: str) -> str:
-    """The last block of Python, or the last one that names no language, or the whole reply."""
+    """Return the last block of Python, or the last one that names no language, or the whole reply."""
     blocks = re.findall(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", reply, re.DOTALL | re.MULTILINE)
     for languages in (("python", "py", "python3"), ("",)):
         found = [text for language, text in blocks if language.lower() in languages]
@@ -104,7 +104,7 @@ def passes(source: str, case: Case, limits: Limits) -> bool:
 
 
 def ended_well(ended: Ended, limits: Limits) -> Ended:
-    """What the code did to itself is not a wrong answer but its own kind of outcome."""
+    """Return how the code ended, or raise PolicyError: what it did to itself is no wrong result but its own fault."""
     if ended.status is None:
         raise PolicyError("the code and its tests took too long (reward.options.seconds for all of them)")
     if ended.status < 0:

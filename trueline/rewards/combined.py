@@ -18,7 +18,7 @@ class CombinedReward:
         self.parts, self.policy_error = parts, policy_error
 
     async def verdict(self, call: Call) -> Verdict:
-        """A failure of one reward is a failure of all; without one, the answer's own error decides."""
+        """Return the weighted sum, or raise any reward's failure; without one, the completion's own error decides."""
         scored = await asyncio.gather(
             *(reward.score(call) for reward, _ in self.parts.values()), return_exceptions=True
         )
@@ -37,7 +37,7 @@ class CombinedReward:
         return Verdict(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
 
     def _named(self, name: str, error: BaseException) -> BaseException:
-        """The same kind of error; among several rewards it says which one failed."""
+        """Return the same kind of error; among several rewards it says which one failed."""
         if len(self.parts) == 1 or not isinstance(error, RewardFailure | PolicyError):
             return error
         named = type(error)(f"{name}: {error}")
@@ -67,7 +67,7 @@ def kind_of(part: RewardPartConfig) -> str:
 
 
 def is_model(part: RewardPartConfig) -> bool:
-    """A built-in wins over a folder that happens to bear its name."""
+    """Tell whether a reward is a model's folder; a built-in wins over a folder that happens to bear its name."""
     return bool(part.function) and part.function not in REWARDS and Path(part.function).expanduser().is_dir()
 
 

@@ -17,19 +17,19 @@ UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda tex
 
 
 def exact(reply: str, label: Any) -> float:
-    """1 if the reply is the label, white space at the ends aside."""
+    """Return 1 if the reply is the label, white space at the ends aside."""
     return float(reply.strip() == labelled(label).strip())
 
 
 def labelled(label: Any) -> str:
-    """A row without a label cannot be graded; its reward is an error, not a zero."""
+    """Return the label as text. A row without one cannot be graded; its reward is an error, not a zero."""
     if label is None:
         raise ValueError("the row has no label: name its column with data.label_column")
     return str(label)
 
 
 def math(reply: str, label: Any) -> float:
-    """1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
+    """Return 1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
     expected, given = final_answer(labelled(label)), final_answer(reply)
     numbers = plain_number(expected), plain_number(given)
     if None not in numbers and (numbers[0] == numbers[1] or all(map(is_whole, numbers))):
@@ -43,7 +43,7 @@ def math(reply: str, label: Any) -> float:
 
 
 def final_answer(text: str) -> str:
-    r"""From the last `\boxed` on, or the line behind the last `####`, or a last line `A: ...`, or all of the text.
+    r"""Return the text from the last `\boxed` on, the line behind the last `####`, that of a last `A: ...`, or all.
 
     Where there are tags <answer>...</answer>, the last of them is the text.
     """
@@ -66,14 +66,14 @@ def is_whole(number: Decimal | None) -> bool:
 
 
 def parsed(answer: str) -> list[Any]:
-    """math-verify looks for notation inside of dollars only, and would take `2\\sqrt{3}` without them for 2."""
+    """Parse by math-verify, which sees notation inside of dollars only, and takes `2\\sqrt{3}` without them for 2."""
     from math_verify import parse  # noqa: PLC0415  (seconds to import)
 
     return (parse(f"${answer}$") if is_notation(answer) else []) or parse(answer)
 
 
 def is_notation(text: str) -> bool:
-    """Nothing but mathematics: no words, and no delimiters of its own."""
+    """Tell whether a text is nothing but mathematics, with no words and no delimiters of its own."""
     delimited = "$" in text or "\\boxed" in text
     return not delimited and re.search(r"[\d\\^]", text) is not None and not has_words(LATEX_WORDS.sub("", text))
 
@@ -83,17 +83,17 @@ def has_words(text: str) -> bool:
 
 
 def regex(reply: str, pattern: str) -> float:
-    """1 if the pattern (reward.pattern) is found in the reply."""
+    """Return 1 if the pattern (reward.pattern) is found in the reply."""
     return float(re.search(pattern, reply) is not None)
 
 
 def matches_format(reply: str, pattern: str = THINK_ANSWER) -> float:
-    """1 if the whole reply matches the pattern, in which a dot is any character, newlines too."""
+    """Return 1 if the whole reply matches the pattern, in which a dot is any character, newlines too."""
     return float(re.fullmatch(pattern, reply.strip(), re.DOTALL) is not None)
 
 
 def length(reply: str, maximum: float, minimum: float = 0, unit: str = "characters") -> float:
-    """1 from minimum to maximum; falls in proportion to 0 at no length, and at twice the maximum."""
+    """Return 1 from minimum to maximum, falling in proportion to 0 at no length, and at twice the maximum."""
     if unit not in UNITS:
         raise ValueError(f"reward.options.unit={unit}: give one of {', '.join(UNITS)}")
     size = UNITS[unit](reply)
@@ -103,7 +103,7 @@ def length(reply: str, maximum: float, minimum: float = 0, unit: str = "characte
 
 
 def reasoning_gym(reply: str, question: str, answer: Any, metadata: Any) -> float:
-    """The score of Reasoning Gym's own grader for the row's kind of task."""
+    """Return the score of Reasoning Gym's own grader for the row's kind of task."""
     try:
         from reasoning_gym.utils import extract_answer  # noqa: PLC0415  (seconds to import)
     except ImportError as error:

@@ -22,13 +22,13 @@ ALL = (1 << NEWEST_KINDS) - 1
 
 
 def version() -> int:
-    """0: this machine has no Landlock."""
+    """Return the version of this machine's Landlock, or 0 where it has none."""
     return max(call(CREATE_RULESET, None, 0, VERSION_ONLY), 0) if sys.platform == "linux" else 0
 
 
 @contextmanager
 def allow_only(paths: Mapping[str, int]) -> Iterator[int]:
-    """A ruleset as an open file: each path with all below it, and what may be done there. Missing ones are left out."""
+    """Yield a ruleset as an open file: what may be done in each path and below. Missing ones are left out."""
     handled = (1 << KINDS.get(version(), NEWEST_KINDS)) - 1
     scoped = SIGNALS_AND_SOCKETS if version() >= 6 else 0
     attributes = struct.pack("QQQ", handled, 0, scoped)
@@ -54,7 +54,7 @@ def closed_later(file: int) -> Iterator[int]:
 
 
 def restrict(ruleset: int) -> None:
-    """This process and all that it becomes; there is no way back."""
+    """Restrict this process and all that it becomes to a ruleset; there is no way back."""
     checked(call(RESTRICT_SELF, ruleset, 0))
 
 

@@ -11,7 +11,7 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def numbered(table: str) -> dict[str, tuple[int | None, ...]]:
-    """Names of system calls with their numbers in the order of ARCHITECTURES; - where a machine has none."""
+    """Return system calls with their numbers in the order of ARCHITECTURES; - stands where a machine has none."""
     words = table.split()
     numbers = [None if word == "-" else int(word) for word in words if word == "-" or word.isdigit()]
     return dict(zip(words[::3], zip(numbers[::2], numbers[1::2], strict=True), strict=True))
@@ -54,13 +54,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Program(ctypes.Structure):
-    """struct sock_fprog"""
+    """The kernel's struct sock_fprog."""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends, however busy it is."""
+    """Let the kernel kill this process when the thread that started it ends, however busy it is."""
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -72,13 +72,13 @@ def prctl(option: int, *values: int | ctypes.c_void_p) -> None:
 
 
 def hide_memory() -> None:
-    """Other processes of the same user can neither trace this one nor open what /proc shows of its memory."""
+    """Keep other processes of the same user from tracing this one and from opening its memory in /proc."""
     if sys.platform == "linux":
         prctl(PR_SET_DUMPABLE, 0)
 
 
 def renounce() -> None:
-    """Every capability, for good: nothing that is executed later brings one back."""
+    """Give up every capability for good: nothing that is executed later brings one back."""
     if sys.platform == "linux":
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if LIBC.capset(CAPABILITIES_OF_THIS_PROCESS, bytes(24)):
@@ -86,7 +86,7 @@ def renounce() -> None:
 
 
 def call_filter(*, network: bool, files: bool) -> bytes | None:
-    """Refuses processes, reach into others, and sockets; threads and pairs of pipes stay. None: not on this machine."""
+    """Return a filter against processes, reach into others and sockets, not threads and socket pairs; or None."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         return None
@@ -129,6 +129,6 @@ def unless(value: int, verdict: int) -> list[Instruction]:
 
 
 def install_filter(instructions: bytes) -> None:
-    """For this process, which has renounced its privileges, and all that it becomes; there is no way back."""
+    """Install a filter for this process, which has renounced its privileges, and all that it becomes, for good."""
     program = Program(len(instructions) // struct.calcsize("HBBI"), instructions)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.cast(ctypes.pointer(program), ctypes.c_void_p))

@@ -1,4 +1,4 @@
-"""A reward model on this machine as a reward: of whole replies, or of their steps."""
+"""A reward model on this machine as a reward: of whole completions, or of their steps."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ STEPS: dict[str, Callable[[list[float]], float]] = {
 
 
 def reward_model_head(path: str) -> str:
-    """`reward` or `steps`; a folder that holds neither kind of model is refused."""
+    """Return `reward` or `steps`, or refuse a folder that holds neither kind of model."""
     settings = read_settings(path)
     architecture = (settings.get("architectures") or ["unknown"])[0]
     for ending, (head, labels) in HEADS.items():
@@ -60,7 +60,7 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def scale_of(part: RewardPartConfig) -> tuple[float, float]:
-    """Mean and deviation to normalise by."""
+    """Return the mean and deviation to normalise by, or refuse a model that has none."""
     if not part.normalize:
         return 0.0, 1.0
     settings = read_settings(part.function)
@@ -84,7 +84,7 @@ def check_reward_model(part: RewardPartConfig) -> None:
 
 
 class ModelReward(Gathering):
-    """Replies that wait are scored in one call of `score`, in a thread, for it blocks.
+    """Score completions that wait together in one call of `score`, in a thread, for it blocks.
 
     `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
     """
@@ -119,7 +119,7 @@ class ModelReward(Gathering):
         return sample
 
     def _answer(self, call: Call) -> Sample:
-        """As `rm` trains it; a reply without text, which it never saw, is the end token alone."""
+        """Encode a call as `rm` trains on it; a reply without text, which it never saw, is the end token alone."""
         if not call["reply"].strip():
             tokens = [*self.chat.prompt_tokens(call["messages"], tools_of(call)), *self.chat.completion_tokens("")]
             return to_tensors(Encoded(tokens, [False] * len(tokens)))
@@ -127,13 +127,13 @@ class ModelReward(Gathering):
         return to_tensors(encode_completion(self.chat, call["messages"], answer, "the reply", tools_of(call)))
 
     def _steps(self, call: Call) -> Sample:
-        """As `prm` trains it; a reply without text is one empty step."""
+        """Encode a call as `prm` trains on it; a reply without text is one empty step."""
         steps = [step for step in call["reply"].split(self.separator) if step.strip()] or [""]
         record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply", tools_of(call))
         return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
 
     def _read(self, sample: Sample, scores: Tensor) -> Scored:
-        """Where `rm` and `prm` learn: at the last token, or at the last token of each step, where label 1 is good."""
+        """Read the score where `rm` and `prm` learn: at the last token, or that of each step, where label 1 is good."""
         if self.head == "reward":
             value = float(scores[-1, 0])
         else:

@@ -96,7 +96,7 @@ class Waiting:
 
 
 class FunctionReward:
-    """`processes` children; a call waits for a free one, and a child that dies or hangs is replaced."""
+    """A reward function in `processes` children; a call waits for a free one; one that dies or hangs is replaced."""
 
     def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
         self.part, self.config, self.closed = part, config, False
@@ -133,7 +133,7 @@ class FunctionReward:
                 await self._answer(child, wanted)
 
     async def _answer(self, child: "Child", batch: list[Waiting]) -> None:
-        """A function that fails raises for all; one that hangs or dies is asked again, for each call by itself."""
+        """Settle all calls of a batch; a function that hangs or dies is asked again, for each call by itself."""
         try:
             answers = await child.ask([waiting.call for waiting in batch])
         except RewardFailure as failure:
@@ -166,7 +166,7 @@ class FunctionReward:
 
 
 class Child:
-    """One process, started when it is needed and again after it was killed."""
+    """One process of a reward function, started when it is needed and again after it was killed."""
 
     def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
         self.part, self.config, self.log = part, config, log
@@ -213,7 +213,7 @@ class Child:
         return answers
 
     async def _exchange(self, line: str | None, seconds: float) -> dict[str, Any]:
-        """One line there, one back; a child that fails at it is killed."""
+        """Send one line, and return the one that comes back; a child that fails at it is killed."""
         process, heard = self.process, False
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
@@ -240,7 +240,7 @@ class Child:
         return kind(f"reward.function={self.part.function}: {reason}")
 
     def _kill(self) -> None:
-        """With all that it started: its session, and whatever left that but still carries its mark."""
+        """Kill the child with all that it started: its session, and whatever left that but still carries its mark."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):

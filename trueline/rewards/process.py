@@ -33,7 +33,7 @@ class NoSuchFunction(ValueError):
 
 
 def load_function(specification: str) -> Function:
-    """A built-in name, `file.py:function` or `package.module:function`."""
+    """Load a function by a built-in name, `file.py:function` or `package.module:function`."""
     if specification in REWARDS:
         return REWARDS[specification]
     place, separator, name = specification.rpartition(":")
@@ -63,7 +63,7 @@ def load_file(file: Path) -> Any:
 
 
 def describe(function: Function) -> Takes:
-    """The parameters that can and must be given, whether any other may be, and whether they are lists."""
+    """Return the parameters that can and must be given, whether any other may be, and whether they are lists."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -77,7 +77,7 @@ def describe(function: Function) -> Takes:
 
 
 def ask(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[Any]:
-    """What the function returns for each call, as it comes. Only a batched one is given several."""
+    """Return what the function returns for each call, as it comes. Only a batched one is given several."""
     takes = describe(function)
     values = {**(columns_of(calls) if takes["batched"] else calls[0]), **constants}
     returned = function(**(values if takes["any"] else {name: values[name] for name in takes["all"] if name in values}))
@@ -115,7 +115,7 @@ def checked(value: Any) -> float:
 
 
 def answer(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each call its reward, or why there is none."""
+    """Return the reward of each call, or why there is none."""
     try:
         return [finite(value) for value in ask(function, calls, constants)]
     except PolicyError as error:
@@ -135,7 +135,7 @@ def finite(value: Any) -> dict[str, Any]:
 
 
 def explain(error: BaseException) -> str:
-    """The traceback from where the function's own lines begin."""
+    """Return the traceback from where the function's own lines begin."""
     place = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename == __file__:
         place = place.tb_next
@@ -143,7 +143,7 @@ def explain(error: BaseException) -> str:
 
 
 def limit_memory(gib: float) -> None:
-    """Beyond what the process has by now; a memory that leaks ends in an error and not in the kernel's killer."""
+    """Limit memory beyond what the process has by now, so that a leak ends in an error, not in the kernel's killer."""
     if Path("/proc/self/statm").exists():
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         limit = used + int(gib * 2**30)
@@ -151,7 +151,7 @@ def limit_memory(gib: float) -> None:
 
 
 def serve(specification: str, memory_gib: float) -> None:
-    """Calls and answers go by private copies of the standard streams, which are the function's to play with."""
+    """Answer calls by private copies of the standard streams, for those themselves are the function's to play with."""
     calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Rewards behind HTTP: scorers that take replies, and language models that judge them."""
+"""Rewards behind HTTP: scorers that take completions, and LLM judges that grade them."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def check_scorer(part: RewardPartConfig) -> None:
 
 
 def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool) -> None:
-    """Refuse, before the start, a judge that cannot be asked or whose prompt names what the data has not."""
+    """Refuse, before the start, an LLM judge that cannot be asked or whose prompt names what the data has not."""
     judge = part.judge
     check_address(judge.url, "judge.url")
     if not judge.model:
@@ -70,7 +70,7 @@ def check_address(url: str, key: str) -> None:
 
 
 def secrets_of(remote: RemoteConfig) -> tuple[str, str]:
-    """Token and query as the environment holds them; empty where none is wanted."""
+    """Return token and query as the environment holds them, empty where none is wanted."""
     variables = {"token_variable": remote.token_variable, "query_variable": remote.query_variable}
     token, query = ("" if name is None else read_secret(key, name) for key, name in variables.items())
     return token, query.removeprefix("?")
@@ -103,7 +103,7 @@ class Endpoint:
         )
 
     async def post(self, body: Any) -> Any:
-        """The JSON that came back; the time limit is for all tries together."""
+        """Post a body, and return the JSON that comes back; the time limit is for all tries together."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 return self._read(await self._try(json.dumps(body, default=str).encode()))
@@ -139,12 +139,12 @@ class Endpoint:
         return RewardFailure(f"{self.name()}: {self._shown(message)}")
 
     def name(self) -> str:
-        """The address without what may be secret in it."""
+        """Return the address without what may be secret in it."""
         port = f":{self.url.port}" if self.url.port else ""
         return f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"
 
     def _shown(self, text: str) -> str:
-        """A server may well repeat what it was sent."""
+        """Return a text without secrets and not too long, for a server may well repeat what it was sent."""
         for secret in filter(None, self.secrets):
             text = text.replace(secret, "***")
         return text if len(text) <= SHOWN else text[:SHOWN] + "..."
@@ -154,7 +154,7 @@ class Endpoint:
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Seconds that the server asks for, as a number or as a date."""
+    """Return the seconds that the server asks for, as a number or as a date."""
     text = response.headers.get("Retry-After", "")
     try:
         seconds = float(text) if text.isdigit() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
@@ -186,7 +186,7 @@ class ScorerReward(Gathering):
 
 
 class JudgeReward(Gathering):
-    """A language model behind an OpenAI-compatible address; the number in its answer is the reward."""
+    """An LLM judge behind an OpenAI-compatible address; the number in its answer is the reward."""
 
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
         self.judge = part.judge
@@ -214,7 +214,7 @@ class JudgeReward(Gathering):
 
 
 def filled(prompt: str, call: Call) -> str:
-    """Each {name} replaced once: braces in what is filled in, and other braces, stay as they are."""
+    """Fill in each {name} of a prompt once: braces in what is filled in, and other braces, stay as they are."""
 
     def value(match: re.Match[str]) -> str:
         if match[1]:

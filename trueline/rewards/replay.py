@@ -15,7 +15,7 @@ from trueline.rewards.process import NoSuchFunction, ask, checked, load_function
 
 
 def write_failure(file: Path, part: RewardPartConfig, call: Call, error: str) -> None:
-    """What it takes to make the call again, and no more: neither tokens nor environment."""
+    """Write what it takes to make the call again, and no more: neither tokens nor environment."""
     record = {
         "function": part.function,
         "pattern": part.pattern,
@@ -32,7 +32,7 @@ def without_password(text: str) -> str:
 
 
 def replay(file: Path) -> float:
-    """The reward; whatever the function raises is raised."""
+    """Make the call again and return its reward; whatever the function raises is raised."""
     record = json.loads(file.read_text())
     part = RewardPartConfig(**{key: record[key] for key in ("function", "pattern", "options")})
     if (kind := kind_of(part)) != "function":

@@ -79,7 +79,7 @@ def run_python(source: str, stdin: str, limits: Limits) -> Ended:
 
 @functools.cache
 def other_user() -> dict[str, Any]:
-    """As whom to start programs, for subprocess: the super-user's run as nobody, where nobody can reach Python."""
+    """Return as whom subprocess starts programs: the super-user's run as nobody, where nobody can reach Python."""
     if os.geteuid() != 0:
         return {}
     nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
@@ -123,7 +123,7 @@ def run_program(program: Path, streams: Streams, limits: Limits) -> int | None:
 
 
 def reachable(folder: Path, limits: Limits) -> dict[str, int]:
-    """What a program may do where; all other places are closed to it."""
+    """Return what a program may do where; all other places are closed to it."""
     read = dict.fromkeys([*INTERPRETER, *(NAMES_AND_CERTIFICATES if limits.network else ())], landlock.READ)
     return {**read, os.devnull: landlock.READ | landlock.WRITE, str(folder): landlock.ALL}
 
@@ -144,7 +144,7 @@ def start(program: Path, streams: Streams, confine: Callable[[], None]) -> subpr
 
 
 def resource_limits(limits: Limits) -> dict[int, int]:
-    """At most what this process may have itself, for nobody can be given more."""
+    """Return a program's limits, at most what this process may have itself, for nobody can be given more."""
     wanted = {
         resource.RLIMIT_AS: int(limits.memory_gib * 2**30),
         resource.RLIMIT_CPU: math.ceil(limits.seconds) + 1,  # of all its threads

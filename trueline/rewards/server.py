@@ -28,7 +28,7 @@ SETTINGS |= {"timeout_keep_alive": IDLE_SECONDS, "timeout_graceful_shutdown": ST
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes any free one."""
+    """Open a socket that listens; port 0 takes any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -37,7 +37,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 class RewardServer(uvicorn.Server):
-    """Calls of all requests are gathered in `reward`, whose failure of the kind `fatal` ends the server."""
+    """A server that gathers the calls of all requests in `reward`, whose failure of the kind `fatal` ends it."""
 
     def __init__(self, reward: Reward, *, token: str, name: str, fatal: type[RuntimeError]) -> None:
         self.reward, self.token, self.name, self.fatal = reward, token.encode(), name, fatal
@@ -50,7 +50,7 @@ class RewardServer(uvicorn.Server):
         super().__init__(uvicorn.Config(app, **SETTINGS))
 
     async def answer(self, listener: socket.socket) -> None:
-        """Serves until `end`, and raises the failure that it was given."""
+        """Serve until `end`, and raise the failure that it was given."""
         await self.serve([listener])
         if self.failure:
             raise self.failure
@@ -59,7 +59,7 @@ class RewardServer(uvicorn.Server):
         self.failure, self.should_exit = self.failure or failure, True
 
     def capture_signals(self) -> Any:
-        """Signals are left to the process around it, which calls `end`."""
+        """Leave signals to the process around it, which calls `end`."""
         return nullcontext()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -95,14 +95,14 @@ async def score_one(reward: Reward, call: Any) -> float | dict[str, str]:
 
 
 def checked(call: Any) -> Call:
-    """What every reward may rely on: a reply, and messages and tools as the readers of datasets make them."""
+    """Return a call that rewards may rely on: a reply, and messages and tools as the readers of datasets make them."""
     if not isinstance(call, dict) or not isinstance(call.get("reply"), str):
         raise RewardFailure(f'a call is an object with a text "reply", got {call!r:.200}')
     messages = call.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RewardFailure(f'"messages" is a list of {{"role": text, "content": text}}, got {messages!r:.200}')
     try:
-        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages)]
+        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages, 1)]
         return {**call, "messages": parsed, "tools": read_tools(Located(call, "the call"))}
     except ConfigError as error:
         raise RewardFailure(str(error)) from None
@@ -130,7 +130,7 @@ async def read_calls(request: Request, token: bytes) -> list[Any]:
 
 
 async def read_body(request: Request, *, keep: bool) -> bytes:
-    """A connection that is closed with bytes unread is reset, so what is not kept is read too."""
+    """Read the whole body, also where it is not kept, for a connection closed with bytes unread is reset."""
     body, now = bytearray(), asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(IDLE_SECONDS) as silence:
@@ -152,5 +152,5 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 def as_json(status: int, content: dict[str, Any]) -> Response:
-    """Unlike Starlette's own, it takes texts with half a character, which errors may quote."""
+    """Make a response that, unlike Starlette's own, takes texts with half a character, which errors may quote."""
     return Response(json.dumps(content), status, media_type="application/json")

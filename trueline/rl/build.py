@@ -60,7 +60,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
-        state.tracker, state.data = tracker.run_id, data
+        state.tracker, state.data = tracker.run_ids, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
@@ -107,7 +107,7 @@ def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunF
     seed, greedy = config.seed if rollout.seeded else None, "greedy" in needs(algorithm)
     completions = config.prompts_per_step * algorithm.group_size
     return Rollouts(
-        sampling.sampler(rollout.temperature, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
+        sampling.sampler(rollout, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
         plan.prompts,
         make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
         RolloutPlan(config.prompts_per_step, rollout.max_staleness, algorithm.dynamic_sampling),
@@ -132,5 +132,5 @@ def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:
     if not plan.evaluation_sets:
         return None
     longest = plan.rollout.max_new_tokens
-    sampler = sampling.sampler(evaluation.temperature, longest, evaluation.samples, seed, "evaluate")
+    sampler = sampling.sampler(evaluation, longest, evaluation.samples, seed, "evaluate")
     return Evaluator(sampler, plan.evaluation_sets, evaluation, sampling.loop)

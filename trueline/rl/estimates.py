@@ -1,5 +1,6 @@
 """Estimate the memory and the time that a run will need, and put its plan into words."""
 
+from trueline.monitoring.timing import duration
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import describe_recipe
 from trueline.runs.learning_rate import rate_warnings
@@ -75,5 +76,5 @@ def describe_batches(plan: RLPlan) -> list[str]:
         f"batch      {config.prompts_per_step} prompts x {config.algorithm.group_size} answers = {completions} per step"
         f", {config.minibatches * config.epochs} optimizer steps of {completions // config.minibatches}",
         f"length     {config.steps} steps = {config.steps * config.prompts_per_step / count:.2g} epochs"
-        f"; roughly {seconds_per_step(plan):.2g} s of computation per step if answers have full length",
+        f"; roughly {duration(seconds_per_step(plan))} of computation per step if answers have full length",
     ]

@@ -142,7 +142,8 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
     colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
     if colocated:
-        return config.training.ranks or gpus, config.rollout.engines or max(gpus // width, 1), True
+        ranks = config.training.ranks or gpus
+        return ranks, config.rollout.engines or max(ranks // width, 1), True
     engines = config.rollout.engines or max((gpus - (config.training.ranks or gpus // 2)) // width, 1)
     return config.training.ranks or max(gpus - engines * width, 1), engines, False
 

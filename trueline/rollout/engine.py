@@ -15,6 +15,11 @@ class SamplingParams:
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
     seed: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class EngineSpec:
 
     model: str
     dtype: str
-    context: int  # longest prompt and answer together
+    context: int  # longest prompt and completion together
     tensor_parallel: int
     max_sequences: int
     seed: int
@@ -37,10 +42,10 @@ class RolloutEngine(Protocol):
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion: ...
 
     async def score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of tokens[1:] at temperature 1, under the weights now in the engine."""
+        """Return log-probs of tokens[1:] at temperature 1, under the weights now in the engine."""
 
     async def pause(self) -> None:
-        """Let running requests end, start no new ones."""
+        """Let running requests end, and start no new ones."""
 
     async def resume(self) -> None: ...
 
@@ -51,13 +56,13 @@ class RolloutEngine(Protocol):
         """Take memory again for `weights` or `kv_cache`."""
 
     async def processes(self) -> int:
-        """How many processes receive weights."""
+        """Return how many processes receive weights."""
 
     async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
         """Join the trainer's broadcast group."""
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
-        """Take new weights from the group; a checksum per bucket from each process."""
+        """Take new weights from the group, and return a checksum per bucket from each process."""
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         """Take new weights from this very process."""

@@ -13,7 +13,7 @@ from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
 
 def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
-    """Memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
+    """Return the memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
     if machine.gpus:
         return rollout.gpu_memory_utilization * machine.gpu_bytes
     weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel

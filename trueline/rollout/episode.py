@@ -1,12 +1,13 @@
 """One episode: the policy and an environment take turns until it is done."""
 
 import traceback
-from collections.abc import Awaitable
+from bisect import bisect_left
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from trueline.data.chat import ChatFormat
-from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.base import Environment, Step
 from trueline.rewards.base import RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rollout.engine import SamplingParams
@@ -19,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Which episode this is: the answer's group, its place there, and its own seed."""
+    """Which episode this is: the completion's group, its place there, and its own seed."""
 
     group: int
     index: int
@@ -43,8 +44,8 @@ class Episodes:
             trajectory.add_observation(self.chat.prompt_tokens(messages, prompt.tools))
             sampling = replace(params, seed=ticket.seed)
             completion = await self.pool.generate(trajectory.tokens, sampling, ticket.group, ticket.request(0))
+            completion, trajectory.reply = ended(completion, params.stop, self.chat.reply_text)
             trajectory.add_action(completion)
-            trajectory.reply = self.chat.reply_text(completion.tokens)
             trajectory.truncated = completion.finish_reason == "length"
             step = await attempt(environment.step(trajectory.reply), trajectory)
             if step is not None:
@@ -54,8 +55,30 @@ class Episodes:
         return trajectory
 
 
+def ended(completion: Completion, stops: Sequence[str], text_of: Callable[[list[int]], str]) -> tuple[Completion, str]:
+    """Return the completion up to the token that completes a stop string, and its text before that string."""
+
+    def text_up_to(length: int) -> str:
+        return text_of(completion.tokens[:length])
+
+    text = text_up_to(len(completion.tokens))
+    if stop_place(text, stops) < 0:
+        return completion, text
+    lengths = range(len(completion.tokens))
+    # Whole prefixes are decoded: a token may be a part of a character, and a stop string of several tokens.
+    length = bisect_left(lengths, True, key=lambda length: stop_place(text_up_to(length), stops) >= 0)
+    text = text_up_to(length)
+    cut = replace(completion, tokens=completion.tokens[:length], logprobs=completion.logprobs[:length])
+    return replace(cut, finish_reason="stop"), text[: stop_place(text, stops)]
+
+
+def stop_place(text: str, stops: Sequence[str]) -> int:
+    """Return where the first stop string of a text begins, or -1."""
+    return min((text.find(stop) for stop in stops if stop in text), default=-1)
+
+
 async def attempt(call: Awaitable[Result], trajectory: Trajectory) -> Result | None:
-    """What the environment answers, or None and the failure in the trajectory."""
+    """Return what the environment returns, or None, with the failure in the trajectory."""
     try:
         return await call
     except Exception as error:  # noqa: BLE001  (the boundary where user code runs)

@@ -9,12 +9,12 @@ from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.pass_at_k import Scored, set_metrics
 from trueline.runtime.event_loop import EventLoop
 
-UNDER_WAY = 4096  # answers of one engine, which queues what it cannot take at once
+UNDER_WAY = 4096  # completions of one engine, which queues what it cannot take at once
 PART = "reward/"
 
 
 class Evaluator:
-    """A group for every held-out prompt. Failed rewards are counted apart, never as zeros."""
+    """Sample a group for every held-out prompt. Failed rewards are counted apart, never as zeros."""
 
     def __init__(
         self, sampler: GroupSampler, sets: dict[str, list[Prompt]], config: EvaluationConfig, loop: EventLoop
@@ -23,7 +23,7 @@ class Evaluator:
         self.under_way = UNDER_WAY * len(sampler.episodes.pool.actors)
 
     def run(self, told: Callable[[Group], None] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
-        """Metrics by name, and the answers in the order of sets, prompts and seeds; `told` hears of each prompt's."""
+        """Return metrics by name, and completions in order of sets, prompts and seeds; `told` is given each group."""
         prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
         groups: dict[int, Group] = {}
         for place, group in self.sampler.each(prompts, self.loop, under_way=self.under_way):
@@ -40,7 +40,7 @@ class Evaluator:
         return metrics, [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
 
     def describe(self, groups: list[Group]) -> dict[str, float]:
-        """One set of prompts."""
+        """Return the metrics of one set of prompts."""
         everything = [one for group in groups for one in group]
         return {
             **set_metrics([scored(group) for group in groups], self.config.samples, self.config.pass_reward),
@@ -51,7 +51,7 @@ class Evaluator:
 
 
 def prefix_of(name: str) -> str:
-    """The only set of a run has no name."""
+    """Return what the metrics of a set begin with; the only set of a run has no name."""
     return f"evaluation/{name}/" if name else "evaluation/"
 
 
@@ -61,7 +61,7 @@ def scored(group: Group) -> Scored:
 
 
 def part_means(groups: list[Group]) -> dict[str, float]:
-    """Of every reward that makes up the task reward, where there are several: the mean over prompts."""
+    """Return the mean over prompts of every reward that makes up the task reward, where there are several."""
     names = sorted({name for group in groups for one in group for name in one.metrics if name.startswith(PART)})
     if len(names) < 2:
         return {}

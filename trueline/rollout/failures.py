@@ -1,4 +1,4 @@
-"""Answers without a reward: counted, grouped by cause, and too many of them stop the run."""
+"""Completions without a reward are counted and grouped by cause, and too many of them stop the run."""
 
 import re
 from collections import Counter, deque
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trueline.data.types import Trajectory
 
-SMALLEST_WINDOW = 100  # answers; a share of fewer would let a single failure stop a small run
+SMALLEST_WINDOW = 100  # completions; a share of fewer would let a single failure stop a small run
 SHOWN = 3
 
 Report = Callable[[list[Trajectory]], list[Path]]  # writes a file for each of some failures
@@ -26,7 +26,7 @@ def no_report(failed: list[Trajectory]) -> list[Path]:
 
 
 class FailureBudget:
-    """Watches the answers of a run, one group after the other."""
+    """Watch the completions of a run, one group after the other."""
 
     def __init__(self, share: float, completions_per_step: int, report: Report = no_report) -> None:
         self.share, self.report = share, report
@@ -35,7 +35,7 @@ class FailureBudget:
         self.examples: dict[str, Trajectory] = {}
 
     def add(self, group: list[Trajectory]) -> int:
-        """How many of these answers failed; RolloutFailure once the budget is spent."""
+        """Return how many of these completions failed, or raise RolloutFailure once the budget is spent."""
         failed = [trajectory for trajectory in group if trajectory.outcome.failed]
         self.recent.extend(trajectory.outcome.failed for trajectory in group)
         for trajectory in failed:
@@ -47,7 +47,7 @@ class FailureBudget:
         return len(failed)
 
     def explain(self) -> str:
-        """The most frequent causes, one example of each, and files that reproduce them."""
+        """Name the most frequent causes, one example of each, and files that reproduce them."""
         frequent = self.causes.most_common(SHOWN)
         files = self.report([self.examples[cause] for cause, _ in frequent])
         shown = [
@@ -64,5 +64,5 @@ class FailureBudget:
 
 
 def cause_of(trajectory: Trajectory) -> str:
-    """Failures that differ in numbers only, such as addresses and counts, have one cause."""
+    """Return the cause, which is one for failures that differ in numbers only, such as addresses and counts."""
     return f"{trajectory.outcome}: {re.sub(r'0x[0-9a-f]+|[0-9]+', '#', trajectory.error)}"

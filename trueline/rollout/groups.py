@@ -19,7 +19,7 @@ Numbered = tuple[int, Prompt]  # the number is what the seeds of its completions
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """`size` completions of every prompt."""
+    """Sample `size` completions of every prompt."""
 
     episodes: Episodes
     environment: Callable[[], Environment]
@@ -30,7 +30,7 @@ class GroupSampler:
     greedy: bool = False  # one more completion of each prompt, the likeliest one, as a baseline
 
     async def sample(self, numbered: Numbered, place: int) -> Group:
-        """The group of one prompt; `place` tells it from all others that this sampler makes."""
+        """Sample the group of one prompt; `place` tells it from all others that this sampler makes."""
         number, prompt = numbered
         seeds = [completion_seed(self.seed, number, index) for index in range(self.size)]
         tickets = [Ticket(place, index, seed, self.purpose) for index, seed in enumerate(seeds)]
@@ -47,7 +47,7 @@ class GroupSampler:
         return list(group)
 
     def each(self, prompts: Iterable[Numbered], loop: EventLoop, *, under_way: int) -> Iterator[tuple[int, Group]]:
-        """Each prompt's place among `prompts` and its group, in the order in which they are done.
+        """Yield each prompt's place among `prompts` and its group, in the order in which they are done.
 
         At most `under_way` completions are sampled at a time, at least one prompt's. The wait for the next prompt to
         be done is bounded, not that for all of them.
@@ -73,5 +73,5 @@ class GroupSampler:
 
 
 def completion_seed(seed: int | None, number: int, index: int) -> int | None:
-    """Depends on nothing else: neither on the order of sampling nor on how often it was interrupted."""
+    """Return a seed that nothing else changes: neither the order of sampling nor how often it was interrupted."""
     return None if seed is None else int(np.random.SeedSequence([seed, number, index]).generate_state(1)[0]) >> 1

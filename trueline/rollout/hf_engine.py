@@ -76,7 +76,7 @@ class HFEngine:
             while not all(reasons):
                 output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
-                drawn, scores = draw(output.logits[:, -1].float(), requests, generators)
+                drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
                 for row in [row for row in range(rows) if not reasons[row]]:
                     tokens[row].append(drawn[row])
                     logprobs[row].append(scores[row])
@@ -146,16 +146,45 @@ def seeded(seed: int | None, device: torch.device) -> torch.Generator:
     return generator
 
 
-def draw(logits: Tensor, requests: list[Request], generators: list[torch.Generator]) -> tuple[list[int], list[float]]:
-    """One token per row and its log-prob under the distribution that it was drawn from."""
-    temperatures = torch.tensor([request.params.temperature or 1.0 for request in requests], device=logits.device)
-    scores = torch.log_softmax(logits / temperatures[:, None], dim=-1)
+def draw(
+    logits: Tensor, requests: list[Request], sampled: list[list[int]], generators: list[torch.Generator]
+) -> tuple[list[int], list[float]]:
+    """Draw one token per row, and return it with its log-prob under the distribution that it was drawn from."""
+    rows = zip(logits, requests, sampled, strict=True)
+    shaped = [reshaped(row, request.params, request.tokens + tokens) for row, request, tokens in rows]
+    scores = torch.log_softmax(torch.stack(shaped), dim=-1)
     chosen = [
         torch.multinomial(row.exp(), 1, generator=generator) if request.params.temperature else row.argmax()[None]
         for row, request, generator in zip(scores, requests, generators, strict=True)
     ]
     drawn = torch.cat(chosen)
     return drawn.tolist(), scores.gather(-1, drawn[:, None])[:, 0].tolist()
+
+
+def reshaped(logits: Tensor, params: SamplingParams, before: list[int]) -> Tensor:
+    """Return the logits [V] of the distribution to draw from; the steps and their order are vLLM's."""
+    if params.repetition_penalty != 1:
+        places = torch.tensor(before, device=logits.device)
+        known = logits[places]
+        penalty = params.repetition_penalty
+        logits = logits.index_put((places,), torch.where(known > 0, known / penalty, known * penalty))
+    return narrowed(logits / params.temperature, params) if params.temperature else logits
+
+
+def narrowed(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the logits [V] with those of tokens that are not to be drawn at minus infinity."""
+    if params.min_p > 0:
+        shares = (logits - logits.max()).exp()
+        logits = logits.masked_fill(shares < params.min_p, -torch.inf)
+    if params.top_k > 0:
+        least = logits.topk(min(params.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if params.top_p < 1:
+        ascending, places = logits.sort()
+        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        unlikely[-1] = False  # the likeliest one stays, whatever rounding does
+        logits = logits.index_fill(0, places[unlikely], -torch.inf)
+    return logits
 
 
 def finish_reason(tokens: list[int], params: SamplingParams) -> str:

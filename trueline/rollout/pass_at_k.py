@@ -1,4 +1,4 @@
-"""What the answers to a set of prompts say of a model: mean@k, pass@k, maj@k, and how sure that is."""
+"""What the completions of a set of prompts say of a model: mean@k, pass@k, maj@k, and how sure that is."""
 
 import math
 from collections import Counter
@@ -13,15 +13,15 @@ NORMAL_95 = 1.96  # standard errors on each side of a mean that hold 95 %
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The answers to one prompt that have a reward, in the order of their seeds."""
+    """The completions of one prompt that have a reward, in the order of their seeds."""
 
     replies: list[str]
     rewards: list[float]
 
 
 def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict[str, float]:
-    """Means over prompts. A prompt whose answers all failed is left out of everything, and of pass@k also one that
-    has fewer than k answers left.
+    """Return means over prompts. A prompt whose completions all failed is left out of everything, and of pass@k also
+    one that has fewer than k completions left.
     """
     scored = [prompt for prompt in prompts if prompt.rewards]
     if not scored:
@@ -43,7 +43,7 @@ def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict
 
 
 def pass_sizes(samples: int) -> list[int]:
-    """1, 2, 4 and so on, and `samples` itself."""
+    """Return 1, 2, 4 and so on, and `samples` itself."""
     return sorted({2**power for power in range(samples.bit_length())} | {samples})
 
 
@@ -53,9 +53,9 @@ def passed(prompt: Scored, k: int, pass_reward: float) -> float:
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
-    """How likely one of k answers, drawn from `samples` without putting back, is right: 1 - C(n-c, k) / C(n, k).
+    """Return how likely one of k of the n completions, drawn without putting back, is right: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased for k fresh answers (Chen et al. 2021, arXiv 2107.03374).
+    It is unbiased for k fresh completions (Chen et al. 2021, arXiv 2107.03374). n is `samples` and c is `right`.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} cannot be told from {samples} answers: take k from 1 to {samples}")
@@ -63,20 +63,20 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
 
 
 def majority_reward(prompt: Scored) -> float:
-    """The reward of the answer that most replies agree on; of equally frequent ones, the one that came first."""
+    """Return the reward of the final answer that most completions share, or of the first of equally frequent ones."""
     keys = [answer_key(reply) for reply in prompt.replies]
     votes = Counter(keys)  # in the order of first occurrence, which `max` keeps
     return prompt.rewards[keys.index(max(votes, key=votes.__getitem__))]
 
 
 def answer_key(reply: str) -> str:
-    """What two replies must share to be the same answer: the final answer that the reward `math` sees."""
+    """Return what two replies must share to be the same answer: the final answer that the reward `math` sees."""
     answer = final_answer(reply)
     return (last_boxed(answer) or answer).strip()
 
 
 def last_boxed(reply: str) -> str:
-    """Empty where there is none, or where it never ends."""
+    """Return what the last box holds, which is empty where there is none, or where it never ends."""
     start = reply.rfind(BOXED)
     if start < 0:
         return ""
@@ -89,5 +89,5 @@ def last_boxed(reply: str) -> str:
 
 
 def confidence_half_width(values: list[float]) -> float | None:
-    """Of the mean, at 95 % and in the normal approximation; None where there are too few values to tell."""
+    """Return half the width of the mean's 95 % interval (normal approximation), or None with too few values to tell."""
     return NORMAL_95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

@@ -10,7 +10,7 @@ from trueline.runtime.actors import Actor, Given, Result
 
 
 class EnginePool:
-    """Answers to one prompt go to one engine, which then computes the prompt once."""
+    """Completions of one prompt come from one engine, which then computes the prompt once."""
 
     def __init__(self, actors: Sequence[Actor[RolloutEngine]]) -> None:
         self.actors = actors
@@ -25,7 +25,7 @@ class EnginePool:
         *args: Given.args,
         **named: Given.kwargs,
     ) -> list[Result]:
-        """The same call on every engine."""
+        """Make the same call on every engine, and return the results in their order."""
         return list(await asyncio.gather(*(actor.call(method, *args, **named) for actor in self.actors)))
 
     def stop(self) -> None:

@@ -32,7 +32,7 @@ class Dropped:
 
     part: str | None = None  # reward that dynamic sampling judges by
     completions: int = 0  # that failed
-    groups: int = 0  # with too few answers left
+    groups: int = 0  # with too few completions left
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
 
     def group_count(self) -> int:
@@ -40,8 +40,8 @@ class Dropped:
 
 
 class Rollouts:
-    """A group keeps its place until the weights trained on it are live (`release`), so no trained answer
-    lags more than `max_staleness` versions. With 0 nothing is sampled while training: synchronous RL.
+    """A group keeps its place until the weights trained on it are live (`release`), so no trained completion
+    lags more than `max_staleness` policy versions. With 0 nothing is sampled while training: synchronous RL.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Rollouts:
         self.loop.run(self._admit(self.plan.capacity()), "starting rollouts")
 
     def release(self) -> None:
-        """Admit new groups in place of those taken; called once the new weights are live."""
+        """Admit new groups in place of those taken, once the new weights are live."""
         self.dropped = Dropped(self.plan.dynamic.reward)
         self.loop.run(self._admit(self.plan.capacity() - len(self.running)), "admitting prompts")
 
@@ -94,7 +94,7 @@ class Rollouts:
         return ready
 
     async def _next(self) -> Group:
-        """The oldest group; the wait for it is bounded, not that for a whole step."""
+        """Wait for the oldest group; this wait is bounded, not that for a whole step."""
         oldest, seconds = self.running.popleft(), self.loop.timeout_seconds
         done, _ = await asyncio.wait({oldest}, timeout=seconds)
         if not done:
@@ -105,7 +105,7 @@ class Rollouts:
         return oldest.result()
 
     def _trainable(self, group: Group) -> bool:
-        """Enough answers with a reward and, under dynamic sampling, with more than one reward."""
+        """Count failures, and tell whether enough rewards are left and, under dynamic sampling, different ones."""
         failed = self.budget.add(group)
         self.dropped.completions += failed
         if len(group) - failed < min(2, self.sampler.size):
@@ -121,6 +121,6 @@ class Rollouts:
 
 
 def part_reward(trajectory: Trajectory, part: str | None) -> float:
-    """Of one part; an answer whose own error left that part unjudged has the reward set for it."""
+    """Return the reward of one part, or the whole one where the completion's own error left that part without one."""
     assert trajectory.reward is not None
     return trajectory.metrics.get(f"reward/{part}", trajectory.reward)

@@ -39,7 +39,7 @@ class VllmEngine:
                 tensor_parallel_size=spec.tensor_parallel,
                 max_num_seqs=spec.max_sequences,
                 distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",
-                # The log-probs of the tempered distribution that was sampled from, not of the raw logits.
+                # The log-probs of the distribution that was sampled from, not of the raw logits.
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls=RECEIVER,
                 skip_tokenizer_init=True,
@@ -53,6 +53,10 @@ class VllmEngine:
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         settings = VllmParams(
             temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
             max_tokens=params.max_new_tokens,
             stop_token_ids=list(params.stop_tokens),
             seed=params.seed,
@@ -87,7 +91,7 @@ class VllmEngine:
         return outputs[-1]
 
     async def pause(self) -> None:
-        """Also empties the prefix cache, which holds what the old weights made of a prompt.
+        """Pause, and empty the prefix cache, which holds what the old weights made of a prompt.
 
         vLLM's own wait does not count requests that it has preempted, which would go on under other weights.
         """
@@ -136,8 +140,8 @@ def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
 
 
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
-    """Prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in two, because it sets
-    back the random generator's offset, which CPU generators do not have.
+    """Return options by which prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in
+    two, because it sets back the random generator's offset, which CPU generators do not have.
     """
     return {
         "enforce_eager": True,

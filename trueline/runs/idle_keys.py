@@ -8,9 +8,9 @@ from trueline.algorithms.entries import Entry
 from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import Config
-from trueline.config.rl import RLConfig
+from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import RunConfig
-from trueline.config.sampling import SamplingConfig
+from trueline.config.sampling import EvalConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
 from trueline.training.engines import TRAIN_ENGINES
@@ -109,6 +109,11 @@ TRAINING: list[Rule] = [
     ("training.decay_share", lambda run: unless(run.training.schedule == "wsd", "it is for training.schedule=wsd")),
 ]
 
+GREEDY: Rule = (
+    "evaluation.top_p evaluation.top_k evaluation.min_p",
+    lambda run: unless(run.evaluation.temperature > 0, "evaluation.temperature=0 takes the likeliest token"),
+)
+
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
@@ -138,6 +143,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
             "algorithm.shaping.truncated_value",
             lambda run: unless(run.algorithm.shaping.truncated != "keep", "algorithm.shaping.truncated=keep"),
         ),
+        GREEDY,
         ("evaluation.", lambda run: unless(bool(run.evaluation.named_sets()), "evaluation.data names no prompts")),
         ("sync.tolerance", lambda run: unless(run.sync.check, "sync.check=false")),
     ],
@@ -155,5 +161,9 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     SamplingConfig: [
         ("reward_model.", no_reward_model),
         ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never("nothing is trained")),
+    ],
+    EvalConfig: [
+        GREEDY,
+        (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never("eval reads that of `evaluation`")),
     ],
 }

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from trueline.config.run import RunConfig
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.trackers import check_trackers
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.preflight import chained
@@ -55,6 +56,8 @@ def launch(
     config, taken = chained(config)
     job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
     about = "\n".join([job.about, *taken])
+    if job.trains:
+        check_trackers(job.config.monitoring)
     if dry_run:
         sys.stdout.write(f"{job.config.dump()}\n{about}\n")
         return 0
@@ -69,7 +72,7 @@ def launch(
         progress.note(f"error: {error}")
         if folder.has_checkpoint() or not job.trains:
             source = " from its last checkpoint" if job.trains else ""
-            progress.note(f"The run can go on{source} with --resume --name {name}")
+            progress.note(f"The run can go on{source} with: {folder.resume_command()}")
         return 1
 
 
@@ -88,7 +91,10 @@ def training(
         if newest is None or int(newest.name.removeprefix("step_")) < state.step:
             progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
             return 1
-        progress.note(f"done: step {state.step} of {steps}; model in {newest}/model")
-        return 0 if state.step == steps else 130
+        finished = state.step == steps
+        progress.note(f"{'done' if finished else 'stopped'}: step {state.step} of {steps}; model in {newest}/model")
+        if not finished:
+            progress.note(f"go on with: {folder.resume_command()}")
+        return 0 if finished else 130
 
     return Job(config, about, steps, work, trains=True)

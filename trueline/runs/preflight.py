@@ -164,7 +164,7 @@ def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
 
 
 def prompt_length(prompt: Prompt, chat: ChatFormat) -> int:
-    with naming(f"prompt {prompt.id} of {prompt.source}"):
+    with naming(prompt.place()):
         return len(chat.prompt_tokens(prompt.messages, prompt.tools))
 
 
@@ -179,7 +179,7 @@ def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:
             longest = max(longest, length)
         elif too_long == "error" or length == 0:
             raise ConfigError(
-                f"prompt {prompt.id} of {prompt.source} has {length} tokens; 1 to rollout.max_prompt_tokens={limit} "
+                f"{prompt.place()} has {length} tokens; 1 to rollout.max_prompt_tokens={limit} "
                 "are allowed: change the row or the limit, or set data.too_long=drop"
             )
     if not kept:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.model import ModelConfig
-from trueline.config.rl import ResolvedRollout
+from trueline.config.rl import ResolvedRollout, SamplingControls
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
@@ -52,9 +52,24 @@ class Sampling:
     loop: EventLoop
 
     def sampler(
-        self, temperature: float, max_new_tokens: int, size: int, seed: int | None, purpose: str, greedy: bool = False
+        self,
+        controls: SamplingControls,
+        max_new_tokens: int,
+        size: int,
+        seed: int | None,
+        purpose: str,
+        greedy: bool = False,
     ) -> GroupSampler:
-        params = SamplingParams(temperature, max_new_tokens, self.stops)
+        params = SamplingParams(
+            controls.temperature,
+            max_new_tokens,
+            self.stops,
+            stop=tuple(controls.stop),
+            top_p=controls.top_p,
+            top_k=controls.top_k,
+            min_p=controls.min_p,
+            repetition_penalty=controls.repetition_penalty,
+        )
         return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 
 

@@ -20,7 +20,7 @@ class RLState:
     groups: int = 0
     skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
-    tracker: str = ""  # id of the run at Weights & Biases
+    tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
     def advance(self, groups: int) -> None:
@@ -36,7 +36,7 @@ class SupervisedState:
     step: int = 0
     rows: int = 0
     skipped_steps: int = 0
-    tracker: str = ""  # id of the run at Weights & Biases
+    tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
 
@@ -48,7 +48,10 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
     newest = checkpoints.newest()
     if newest is None:
         return kind()
-    state = kind(**checkpoints.read_state(newest))
+    saved = checkpoints.read_state(newest)
+    if isinstance(saved["tracker"], str):  # the id at Weights & Biases, where no other tracker is known
+        saved["tracker"] = {"wandb": saved["tracker"]}
+    state = kind(**saved)
     load(newest)
     progress.note(f"resumed from {newest} at step {state.step}")
     return state

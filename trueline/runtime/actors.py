@@ -45,7 +45,7 @@ class Pending(Protocol[Result_co]):
 
 
 class Actor(Protocol[Object_co]):
-    """One object; `submit` takes its ordinary methods, `call` its coroutines."""
+    """A handle of one object; `submit` takes its ordinary methods, `call` its coroutines."""
 
     name: str
 
@@ -153,7 +153,7 @@ class Spot:
 
 
 class Host:
-    """Inside a process of its own: builds the object that `target` names and passes calls on to it."""
+    """Build the object that `target` names inside a process of its own, and pass calls on to it."""
 
     def __init__(self, log: str, target: str, args: Sequence[Any]) -> None:
         redirect_output(Path(log))
@@ -163,7 +163,7 @@ class Host:
         return methodcaller(method, *args, **named)(self.target)
 
     def home(self) -> tuple[str, list[str]]:
-        """The node and the GPUs that this process was given, for others that share them."""
+        """Return the node and the GPUs that this process was given, for others that share them."""
         return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
@@ -173,7 +173,7 @@ class AsyncHost(Host):
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
-    """An object of the class at `package.module:Class`; nothing else of the package is imported."""
+    """Make an object of the class at `package.module:Class`; nothing else of the package is imported."""
     return pkgutil.resolve_name(target)(*args)
 
 
@@ -220,7 +220,7 @@ class Target(Generic[Object]):
 
 
 def redirect_output(log: Path) -> None:
-    """What libraries print goes to a file, not to the user's screen."""
+    """Send what libraries print to a file, not to the user's screen."""
     log.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -230,7 +230,7 @@ def redirect_output(log: Path) -> None:
 
 
 def failure(who: str, error: Exception, log: Path) -> ActorFailure:
-    """Ray's own message is pages long; the cause is what the user's mistake or ours left behind."""
+    """Make a failure of the cause alone, the user's mistake or ours, for Ray's own message is pages long."""
     if isinstance(error, RayTaskError):
         reason = f"{type(error.cause).__name__}: {error.cause}"
     else:
@@ -239,13 +239,13 @@ def failure(who: str, error: Exception, log: Path) -> ActorFailure:
 
 
 def last_line(log: Path) -> str:
-    """Where an exception ended a process, its type and message."""
+    """Return the last line of a log: where an exception ended the process, its type and message."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "without a word")
 
 
 def wait_all(pendings: Sequence[Pending[Result]], timeout_seconds: float) -> list[Result]:
-    """All results in order. The first failure is raised as soon as it is known, not after its peers' deadline."""
+    """Return all results in order; raise the first failure as soon as it is known, not after its peers' deadline."""
     deadline = time.monotonic() + timeout_seconds
     waiting = {pending.reference: pending for pending in pendings if isinstance(pending, RayPending)}
     while waiting:

@@ -56,7 +56,7 @@ def this_machine() -> Machine:
 
 @contextmanager
 def ray_cluster(machine: Machine) -> Iterator[None]:
-    """Ray on this machine, or the cluster that RAY_ADDRESS names; gone afterwards, with all its processes."""
+    """Start Ray here, or join the cluster that RAY_ADDRESS names; afterwards end it, with all its processes."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": machine.gpus}
@@ -68,7 +68,7 @@ def ray_cluster(machine: Machine) -> Iterator[None]:
 
 
 def reserve(bundles: list[dict[str, float]]) -> object:
-    """A placement group for these bundles, or an error that says what is missing: never an endless wait."""
+    """Return a placement group for these bundles, or say in an error what is missing, but never wait endlessly."""
     group = ray.util.placement_group(bundles, strategy="PACK")
     try:
         ray.get(group.ready(), timeout=START_SECONDS)

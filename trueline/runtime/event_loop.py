@@ -37,7 +37,7 @@ class EventLoop:
 
 
 async def cancel_others() -> None:
-    """Python 3.11's `wait_for` loses a cancellation that meets a result, so it is asked for until it is heard."""
+    """Cancel other tasks until all end: Python 3.11's `wait_for` loses a cancellation that meets a result."""
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in others:
             task.cancel()

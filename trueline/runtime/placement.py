@@ -35,9 +35,7 @@ class Layout:
         return sum(one.ranks for one in self.roles if not one.shared)
 
     def gpus_needed(self) -> int:
-        if self.colocated:
-            return max(self.policy_ranks, self.engine_gpus()) + self.own_gpus()
-        return self.policy_ranks + self.engine_gpus() + self.own_gpus()
+        return self.policy_ranks + self.own_gpus() + (0 if self.colocated else self.engine_gpus())
 
 
 def check_devices(layout: Layout, machine: Machine) -> None:
@@ -50,6 +48,11 @@ def check_devices(layout: Layout, machine: Machine) -> None:
                 f"{one.name}.ranks={one.ranks} share the policy's GPUs: set it to at most "
                 f"training.ranks={layout.policy_ranks}, or {one.name}.placement=separate"
             )
+    if layout.colocated and layout.engine_gpus() > layout.policy_ranks:
+        raise ConfigError(
+            f"rollout.engines={layout.engines} x rollout.tensor_parallel={layout.tensor_parallel} share the policy's "
+            f"GPUs: make it at most training.ranks={layout.policy_ranks}, raise that, or set placement=separate"
+        )
     if layout.gpus_needed() <= machine.gpus:
         return
     sign = "shared by" if layout.colocated else "+"
@@ -62,7 +65,7 @@ def check_devices(layout: Layout, machine: Machine) -> None:
 
 
 def crowding(layout: Layout, machine: Machine) -> list[str]:
-    """On CPUs processes of one kind work at the same time; more of them than cores wait for each other."""
+    """Return warnings of more processes of one kind than CPU cores: working at once, they wait for each other."""
     kinds = {f"{one.name.partition('-')[0]}.ranks={one.ranks}": one.ranks for one in layout.roles}
     kinds |= {
         f"training.ranks={layout.policy_ranks}": layout.policy_ranks,
@@ -76,7 +79,7 @@ def crowding(layout: Layout, machine: Machine) -> list[str]:
 
 
 def process_environment(target: Target[Object], machine: Machine, processes: int | None = None) -> dict[str, str]:
-    """On CPUs, `processes` that work at the same time share out all cores but one; others take one each."""
+    """Return the environment: on CPUs, `processes` at work together share all cores but one; others take one each."""
     # OpenMP barriers spin, and two threads of an engine crawl as soon as another process is busy.
     threads = max((machine.cpus - 1) // processes, 1) if processes else 1
     return QUIET | ({} if machine.gpus else {"OMP_NUM_THREADS": str(threads)}) | target.environment(machine.gpus)
@@ -84,7 +87,7 @@ def process_environment(target: Target[Object], machine: Machine, processes: int
 
 @dataclass(slots=True)
 class Processes:
-    """Starts the processes of a run and remembers where the policy's ranks live, for those that share with them."""
+    """Start the processes of a run, and remember where the policy's ranks live, for those that share with them."""
 
     machine: Machine
     layout: Layout
@@ -107,7 +110,7 @@ class Processes:
         return [Spot(group, bundle, cpus=1, gpus=1, environment=environment) for bundle in range(count)]
 
     def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        """The ranks of a model beside the policy."""
+        """Start the ranks of a model beside the policy."""
         environment = process_environment(target, self.machine, len(specs))
         shared = [self._beside([number], environment) for number in range(len(specs))]
         return self._start(one.name, target, specs, shared if one.shared else self._own_spots(target, len(specs)))
@@ -124,7 +127,7 @@ class Processes:
         return self._start("engine", target, specs, spots)
 
     def _beside(self, ranks: list[int], environment: dict[str, str]) -> Spot:
-        """On the node and GPUs of these policy ranks; on a CPU, anywhere."""
+        """Return a spot on the node and GPUs of these policy ranks; on a CPU, anywhere."""
         if not self.homes:
             return Spot(environment=environment)
         homes = [self.homes[rank % len(self.homes)] for rank in ranks]

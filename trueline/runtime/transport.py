@@ -33,7 +33,7 @@ Bucket = list[TensorSpec]
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Neighbours share a bucket up to `bucket_bytes`; a larger tensor has one of its own."""
+    """Divide tensors into buckets: neighbours share one up to `bucket_bytes`, a larger tensor has one of its own."""
     buckets: list[Bucket] = []
     room = 0
     for spec in specs:
@@ -46,12 +46,12 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def bucket_buffer(bucket: Bucket) -> Tensor:
-    """Room for the bucket's bytes, each tensor starting at a multiple of eight."""
+    """Make room for the bucket's bytes, each tensor starting at a multiple of eight."""
     return torch.zeros(sum(padded(spec.nbytes()) for spec in bucket), dtype=torch.uint8)
 
 
 def bucket_views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of its bytes."""
+    """Yield the tensors of a bucket by name, as views of its bytes."""
     start = 0
     for spec in bucket:
         view = buffer[start : start + spec.nbytes()].view(spec.torch_dtype()).view(spec.shape)
@@ -64,7 +64,7 @@ def padded(nbytes: int) -> int:
 
 
 def checksum(buffer: Tensor) -> int:
-    """Equal bytes give equal sums; a lost, altered or misplaced piece gives another."""
+    """Return a sum that is equal for equal bytes, and another for a lost, altered or misplaced piece."""
     words = torch.nn.functional.pad(buffer.view(torch.int64), (0, -(buffer.numel() // 8) % CHECKSUM_ROW))
     rows = words.view(-1, CHECKSUM_ROW)
     by_row = (rows.sum(1) * torch.arange(1, len(rows) + 1)).sum()
@@ -87,14 +87,14 @@ class Meeting:
         self.listener: socket.socket | None = None
 
     def open(self) -> Address:
-        """On rank 0: the address at which the others reach it."""
+        """Hold a port on rank 0, and return the address at which the others reach it."""
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         self.listener = socket.socket()
         self.listener.bind((host, 0))
         return host, self.listener.getsockname()[1]
 
     def store(self, address: Address, world: int, timeout_seconds: float) -> Any:
-        """The store of all ranks; the one that opened the meeting serves it."""
+        """Return the store of all ranks; the one that opened the meeting serves it."""
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if self.listener is None:
             return dist.TCPStore(*address, world, False, timeout, wait_for_workers=False)
@@ -111,7 +111,7 @@ class BroadcastGroup:
 
     @classmethod
     def join(cls, address: Address, rank: int, world: int, timeout_seconds: float) -> "BroadcastGroup":
-        """For those that did not open the meeting."""
+        """Join the group on a rank that did not open the meeting."""
         return cls(Meeting().store(address, world, timeout_seconds), rank, world, timeout_seconds)
 
     def broadcast(self, buffer: Tensor) -> None:

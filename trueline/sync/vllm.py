@@ -32,7 +32,7 @@ class WeightReceiver:
         self.channel = BroadcastGroup.join((host, port), first_rank + self.rank, world, timeout_seconds)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
-        """Take all buckets and load them in one reload session; a checksum per bucket.
+        """Take all buckets, load them in one reload session, and return a checksum per bucket.
 
         vLLM keeps weights fused and, on CPUs, packed: assigning to its parameters is not enough, and a fused
         tensor whose parts arrive in two sessions stays stale without an error.
@@ -55,7 +55,7 @@ class WeightReceiver:
 
 
 def repack_tied_head(model: Any) -> None:
-    """vLLM 0.32 on CPUs: the packed copy of a tied LM head is not renewed by a reload."""
+    """Renew the packed copy of a tied LM head, which a reload by vLLM 0.32 on CPUs leaves as it was."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415
 
     model.lm_head.weight = model.model.embed_tokens.weight

@@ -39,7 +39,7 @@ class Canary:
 
 
 class WeightSync:
-    """Publishes a version: pause, send, compare checksums, compare log-probs, resume."""
+    """Publish a policy version: pause, send, compare checksums, resume, compare log-probs."""
 
     floor = 0.0  # the gap on the same weights
 
@@ -87,7 +87,7 @@ class WeightSync:
         return self.loop.run(all_of_them(), what)
 
     def calibrate(self) -> str:
-        """Measure the gap while trainer and engines hold the same checkpoint, as later gaps are judged by it."""
+        """Measure the gap while trainer and engines hold the same checkpoint; it sets the limit for later gaps."""
         if not self.check:
             return "no comparison of engines and trainer (sync.check=false)"
         self.floor = self._canary_gap()
@@ -119,7 +119,7 @@ class WeightSync:
         return {"sync/seconds": seconds, "sync/gb_per_second": self.bytes / 1e9 / seconds, "sync/version": version}
 
     def verify(self) -> dict[str, float]:
-        """Trainer and engines score the same tokens. Needs engines that are fully awake."""
+        """Compare the log-probs of trainer and engines, which must be fully awake, on the same tokens."""
         if not self.check:
             return {}
         gap = self._canary_gap()

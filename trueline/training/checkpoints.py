@@ -1,4 +1,4 @@
-"""Checkpoints: written aside, flushed to disk, then renamed, so that a kill leaves the last good one."""
+"""Checkpoints are written aside, flushed to disk, then renamed, so that a kill leaves the last good one."""
 
 import difflib
 import hashlib
@@ -102,10 +102,10 @@ class Checkpoints:
     def save(
         self, step: int, state: dict[str, Any], write: Callable[[Path], None], metrics: dict[str, float] | None = None
     ) -> Path | None:
-        """`write` fills a folder; only when all of it is on disk does it get its real name. Of a step that is saved
-        already only the counters are written, where they have changed.
+        """Let `write` fill a folder that gets its real name only when all of it is on disk. Of a step that is saved
+        already, write only the counters, where they have changed.
 
-        A disk that is full or broken costs this checkpoint, not the run: None, and a line that says so.
+        Return None and say so where the disk is full or broken: that costs this checkpoint, not the run.
         """
         target = self.folder / f"step_{step:06d}"
         if target.exists():
@@ -123,10 +123,11 @@ class Checkpoints:
             flush_tree(aside)
             aside.rename(target)
             flush(self.folder)
-            self.rotate()
         except OSError as error:
             self._give_up(aside, error)
             return None
+        with self._bearing("older checkpoints could not be removed"):
+            self.rotate()
         self._look_for_metric(metrics or {})
         return target
 
@@ -134,14 +135,14 @@ class Checkpoints:
         """Add what became known of a step after it was saved, such as its evaluation, and choose the best anew."""
         target = self.folder / f"step_{step:06d}"
         if target.is_dir():
-            with self._bearing(f"what became known of {target.name}"):
+            with self._bearing(f"what became known of {target.name} could not be written"):
                 replace_file(target / METRICS, read_metrics(target) | metrics)
                 self.rotate()
             self._look_for_metric(metrics)
 
     def _renew(self, target: Path, state: dict[str, Any]) -> None:
-        """The manifest decides: a kill before it is replaced leaves the old counters, one after it the new ones."""
-        with self._bearing(f"the counters of {target.name}"):
+        """Replace the counters; a kill before the manifest is replaced leaves the old ones, one after it the new."""
+        with self._bearing(f"the counters of {target.name} could not be written"):
             if json.loads((target / STATE).read_text()) == state:
                 return
             pending = target / f"{STATE}{UNFINISHED}"
@@ -151,11 +152,11 @@ class Checkpoints:
 
     @contextmanager
     def _bearing(self, what: str) -> Iterator[None]:
-        """Lets the disk refuse something small, and says so."""
+        """Let the disk refuse something small, and say so."""
         try:
             yield
         except OSError as error:
-            self.note(f"warning: {what} could not be written ({error}); the run goes on")
+            self.note(f"warning: {what} ({error}); the run goes on")
 
     def _look_for_metric(self, metrics: dict[str, float]) -> None:
         """Say once that keep_best looks at a metric that the run does not have."""
@@ -190,13 +191,13 @@ class Checkpoints:
                 shutil.rmtree(doomed)
 
     def best(self) -> list[Path]:
-        """The checkpoints that the configured metric likes best."""
+        """Return the checkpoints that are best by the configured metric."""
         name, sign = self.config.metric.removeprefix("-"), -1.0 if self.config.metric.startswith("-") else 1.0
         scored = [(sign * value, path) for path in self.finished() if (value := saved_metric(path, name)) is not None]
         return [path for _, path in sorted(scored, key=lambda entry: entry[0])[: self.config.keep_best]]
 
     def finished(self) -> list[Path]:
-        """Oldest first."""
+        """Return the finished checkpoints, oldest first."""
         found = self.folder.glob("step_*") if self.folder.is_dir() else []
         whole = [path for path in found if path.suffix != UNFINISHED]
         return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
@@ -206,12 +207,12 @@ class Checkpoints:
         return finished[-1] if finished else None
 
     def newest_metrics(self) -> dict[str, float]:
-        """What was known of the newest checkpoint's step when it was saved."""
+        """Return what is known of the newest checkpoint's step, or nothing where there is no checkpoint."""
         newest = self.newest()
         return read_metrics(newest) if newest is not None else {}
 
     def read_state(self, checkpoint: Path) -> dict[str, Any]:
-        """The counters of a checkpoint whose every file is what was written."""
+        """Return the counters of a checkpoint, or refuse it unless every file is what was written."""
         state, written = self.peek(checkpoint)
         found = hashes(checkpoint)
         wrong = [name for name, digest in written.items() if found.get(name) != digest]
@@ -223,7 +224,7 @@ class Checkpoints:
         return state
 
     def peek(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
-        """Its counters and hashes, not yet compared with what is on the disk."""
+        """Return a checkpoint's counters and hashes, not yet compared with what is on the disk."""
         try:
             finish_renewal(checkpoint)
             state, written = (json.loads((checkpoint / name).read_text()) for name in (STATE, MANIFEST))
@@ -233,7 +234,7 @@ class Checkpoints:
 
 
 def finish_renewal(checkpoint: Path) -> None:
-    """Counters that the manifest knows already get their name."""
+    """Give pending counters their real name where the manifest already has their hash."""
     pending = checkpoint / f"{STATE}{UNFINISHED}"
     if pending.exists() and json.loads((checkpoint / MANIFEST).read_text())[STATE] == digest(pending):
         pending.rename(checkpoint / STATE)
@@ -241,7 +242,7 @@ def finish_renewal(checkpoint: Path) -> None:
 
 
 def replace_file(file: Path, value: Any) -> None:
-    """At every moment it has its old content or its new one."""
+    """Write a value as JSON so that the file has its old content or its new one at every moment."""
     aside = file.with_name(f"{file.name}{UNFINISHED}")
     write_flushed(aside, value)
     aside.rename(file)
@@ -266,7 +267,7 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below by its relative name, but for the manifest itself and the metrics, which grow."""
+    """Return the SHA-256 of every file below by its relative name, except the manifest and the metrics, which grow."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
     return {path.relative_to(folder).as_posix(): digest(path) for path in files}
 
@@ -283,7 +284,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that the disk has it, not only the system's cache."""
+    """Make sure that the disk has a file or folder, not only the system's cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

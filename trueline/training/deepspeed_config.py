@@ -21,7 +21,7 @@ PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank u
 
 
 def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | None = None) -> dict[str, Any]:
-    """One accumulation step: the worker marks the boundary itself, micro-batch by micro-batch."""
+    """Return DeepSpeed's settings, with one accumulation step: the worker itself marks the last micro-batch."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -50,7 +50,7 @@ def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | Non
 
 
 def effective_stage(config: RanksConfig, dtype: str) -> int:
-    """A model trained in bfloat16 runs at stage 2 or 3: the same numbers, optimizer and gradients shared out.
+    """Return the ZeRO stage; bfloat16 training raises it to 2: the same numbers, optimizer and gradients shared out.
 
     Below stage 2 DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
     """

@@ -63,7 +63,7 @@ class DeepSpeedEngine:
         return model_output(self.engine(batch.tokens, batch.mask, batch.lengths, temperature, entropy))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """DeepSpeed averages over replicas; the loss is a share of a sum, so it is multiplied back."""
+        """Multiply the loss, a share of a sum, by the replicas that DeepSpeed averages over, and run backward."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.replicas)
 
@@ -81,7 +81,7 @@ class DeepSpeedEngine:
         return StepInfo(norm, rate, skipped)
 
     def _plain_step(self) -> float:
-        """DeepSpeed reports no norm where it steps the plain optimizer, and steps whatever the gradient is."""
+        """Return the norm and step if it is finite: DeepSpeed reports none here, and steps whatever the gradient is."""
         norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
         if math.isfinite(norm):
             self.engine.step()
@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         return norm
 
     def _sharded_step(self) -> float:
-        """ZeRO leaves weights and moments alone when the norm over all ranks is not finite."""
+        """Step and return the norm over all ranks, or NaN if it is not finite; ZeRO then spares weights and moments."""
         self.engine.step()
         if not self.optimizer.overflow:
             return float(self.engine.get_global_grad_norm())
@@ -157,15 +157,15 @@ class DeepSpeedEngine:
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """DeepSpeed 0.19 links parameters to their moments after the first parameter group's first step, when
-        the other groups have none yet; asking again once all have stepped links them all.
+        """Link all parameters to their moments once all have stepped: DeepSpeed 0.19 does it after the first parameter
+        group's first step, when the other groups have none yet.
         """
         if self.steps and not self.plain and self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self) -> list[Tensor]:
-        """The flat float32 tensors that the inner optimizer steps on this rank."""
+        """Return the tensors that the inner optimizer steps on this rank; under ZeRO, they are flat and float32."""
         if self.plain:
             return list(self.trained.values())
         if self.stage == 3:
@@ -188,7 +188,7 @@ class DeepSpeedEngine:
                 self._set(parameter, values[key], key)
 
     def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
-        """The master weight or a moment. ZeRO 3's own setter fails where ranks do not divide the elements."""
+        """Set the master weight or a moment; ZeRO 3's own setter fails where ranks do not divide the elements."""
         if self.stage < 3:
             if moment is None:
                 safe_set_full_fp32_param(parameter, value)

@@ -24,7 +24,7 @@ EMBEDDINGS = "embedding_rowwise"
 
 
 def tensor_parallel(model: Any, size: int) -> TensorParallel | None:
-    """AutoTP's rules for a model, from the plan that its Hugging Face configuration carries."""
+    """Return AutoTP's rules for a model, from the plan that its Hugging Face configuration carries."""
     check_process(size)
     if size == 1:
         return None
@@ -72,7 +72,7 @@ def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
 
 
 def check_process(size: int) -> None:
-    """DeepSpeed's groups last as long as the process, and every later engine uses them."""
+    """Refuse another size than before: DeepSpeed's groups last as long as the process, for every later engine."""
     if groups.mpu is not None and groups.get_tensor_model_parallel_world_size() != size:
         raise RuntimeError(f"this process has cut a model otherwise: model.tensor_parallel={size} needs a new one")
 
@@ -102,7 +102,7 @@ class Cuts:
         return whole if dim is None else whole.chunk(self.size, dim)[self.rank].contiguous()
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """The norm of all gradients together; those of uncut parameters, which every rank has, count once."""
+        """Return the norm of all gradients together; those of uncut parameters, which every rank has, count once."""
         cut = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name in self.dims]) ** 2
         whole = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name not in self.dims])
         if self.dims:

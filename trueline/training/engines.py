@@ -24,7 +24,7 @@ class StepInfo:
 
 
 class TrainEngine(Protocol):
-    """Every rank of a group makes the same calls in the same order."""
+    """A framework that trains one model; every rank of a group makes the same calls in the same order."""
 
     device: torch.device
     steps: int  # optimizer steps made so far
@@ -37,19 +37,19 @@ class TrainEngine(Protocol):
     def step(self) -> StepInfo: ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their Hugging Face names, valid until the next one is asked for."""
+        """Yield full tensors under their Hugging Face names, each valid until the next one is asked for."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients, between the last `backward` and `step`."""
+        """Yield full gradients, between the last `backward` and `step`."""
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
-        """What a checkpoint needs of each trained tensor."""
+        """Yield what a checkpoint needs of each trained tensor."""
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """The trained tensors in the precision that the optimizer steps."""
+        """Yield the trained tensors in the precision that the optimizer steps."""
 
     def averages(self) -> Iterator[tuple[str, Tensor]]:
-        """The moving average of each trained tensor; nothing where none is kept."""
+        """Yield the moving average of each trained tensor, or nothing where none is kept."""
 
     def load_state(self, name: str, state: TensorState) -> None: ...
 

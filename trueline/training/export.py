@@ -1,4 +1,4 @@
-"""A checkpoint -> a Hugging Face folder."""
+"""Export a checkpoint as a Hugging Face folder."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What the folder is to hold."""
+    """What an exported folder is to hold."""
 
     merge: bool = False
     average: bool = False
@@ -46,7 +46,7 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
 
 
 def find_checkpoint(source: Path) -> Path:
-    """A checkpoint as it is; of a run folder the newest one."""
+    """Return the checkpoint itself, or the newest one of a run folder."""
     if (source / "manifest.json").is_file():
         return source
     newest = Checkpoints(source, CheckpointConfig()).newest()
@@ -88,7 +88,7 @@ def write_merged(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype |
 
 
 def declare(folder: Path, dtype: torch.dtype) -> None:
-    """The type of the weights as the model's configuration names it."""
+    """Write the type of the weights into the model's configuration."""
     file = folder / "config.json"
     settings = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     file.write_text(json.dumps(settings, indent=2))

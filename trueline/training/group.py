@@ -41,15 +41,15 @@ class ModelGroup:
     def call(
         self, method: Callable[Concatenate[Worker, Given], Result], *args: Given.args, **named: Given.kwargs
     ) -> list[Result]:
-        """The same call on every rank; their results in rank order."""
+        """Make the same call on every rank, and return the results in rank order."""
         return wait_all([actor.submit(method, *args, **named) for actor in self.actors], self.timeout_seconds)
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Return once every rank has nothing else to do; ActorFailure where one does not get there."""
+        """Return once every rank has nothing else to do, or raise ActorFailure where one does not get there."""
         wait_all([actor.submit(Worker.ready) for actor in self.actors], seconds)
 
     def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
-        """[T] log-probs of each sample's tokens under this model; [T, K] scores of a scoring head."""
+        """Return [T] log-probs of each sample's tokens under this model, or [T, K] scores of a scoring head."""
         plan = self.plan(samples)
         flats = self._submit(Worker.score, samples, plan, temperature, reference)
         scores: dict[int, Tensor] = {}
@@ -60,7 +60,7 @@ class ModelGroup:
         return [scores[at] for at in range(len(samples))]
 
     def prepared(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
-        """The settings, with what the loss itself wants to know of the whole minibatch."""
+        """Return the settings with what the loss itself wants to know of the whole minibatch."""
         score = partial(self.score, temperature=settings.temperature)
         found = LOSSES[loss].prepare(samples, settings.section, score)
         return replace(settings, statistics=settings.statistics | found)
@@ -68,21 +68,21 @@ class ModelGroup:
     def update(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
-        """Exactly one optimizer step on the whole minibatch."""
+        """Make exactly one optimizer step on the whole minibatch."""
         return joined(self._submit(Worker.update, samples, self.plan(samples, together), loss, settings))
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
-        """The gradients of `update` without its step."""
+        """Accumulate the gradients of `update` without its step."""
         return joined(self._submit(Worker.accumulate, samples, self.plan(samples), loss, settings))
 
     def evaluate(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
-        """The loss and its numbers without a gradient."""
+        """Return the loss and its metrics, computed without a gradient."""
         return joined(self._submit(Worker.evaluate, samples, self.plan(samples, together), loss, settings))
 
     def keep_facts(self, samples: list[Sample], loss: str, settings: LossSettings) -> None:
-        """Numbers that the loss finds after an evaluation are saved with the model."""
+        """Keep the numbers that the loss finds after an evaluation, to be saved with the model."""
         facts = LOSSES[loss].facts(samples, settings.section, self.score)
         if facts:
             self.call(Worker.annotate, facts)
@@ -95,7 +95,7 @@ class ModelGroup:
         *args: Given.args,
         **named: Given.kwargs,
     ) -> list[Result]:
-        """One result for each data place: ranks that share its samples return the same."""
+        """Make a call on every rank, and return one result for each data place, whose ranks all return the same."""
         packed = share(pack_samples(samples))
         with self.submitting:  # from several threads: every rank must get the calls in one order
             calls = [
@@ -113,7 +113,7 @@ class ModelGroup:
 
 
 def write_model(model: ModelGroup, folder: Path) -> None:
-    """Every rank takes part in a checkpoint; the disk's refusal is raised here, when all have done so."""
+    """Let every rank take part in a checkpoint, and raise the disk's refusal when all have done so."""
     problems = [problem for problem in model.call(Worker.save, str(folder)) if problem]
     if problems:
         raise OSError(problems[0])
@@ -132,7 +132,7 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
 
 
 def joined(reports: list[Report]) -> dict[str, float]:
-    """Means are reduced the way the loss is; the loss itself keeps its own scale."""
+    """Join the ranks' reports: means are reduced the way the loss is, and the loss itself keeps its own scale."""
     names = reports[0].sums
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
     weight, loss = sums.pop("weight"), sums.pop("loss")

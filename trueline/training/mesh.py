@@ -1,4 +1,4 @@
-"""Where a rank stands among the ranks of its model: data outermost, then ring, tensor innermost."""
+"""Where a rank stands among the ranks of its model: data outermost, then context parallel, tensor innermost."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from trueline.models.ring_attention import Ring
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks that differ in their data place see other samples; the others share one sample's work."""
+    """Ranks that differ in their data place see other samples; the others share the work on the same samples."""
 
     world: int
     ring: int = 1
@@ -17,7 +17,7 @@ class Mesh:
 
     @property
     def width(self) -> int:
-        """Ranks that work on the same samples."""
+        """Return how many ranks work on the same samples."""
         return self.ring * self.tensor
 
     @property
@@ -31,7 +31,7 @@ class Mesh:
         return [(data * self.ring + place) * self.tensor + tensor for place in range(self.ring)]
 
     def join_ring(self, rank: int) -> Ring | None:
-        """Called on every rank at the same time, because torch makes every group on every rank."""
+        """Join this rank's context-parallel ring, on all ranks at once: torch makes every group on every rank."""
         if self.ring == 1:
             return None
         found = None

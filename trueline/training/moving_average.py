@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class MovingAverage:
-    """Works on whatever pieces a rank holds: whole parameters, or its shard of them."""
+    """A moving average of whatever pieces a rank holds: whole parameters, or its shard of them."""
 
     def __init__(self, pieces: list[Tensor], decay: float) -> None:
         self.pieces, self.decay = pieces, decay
@@ -21,13 +21,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights as they are."""
+        """Restart the average from the weights as they are."""
         for average, piece in zip(self.average, self.pieces, strict=True):
             average.copy_(piece)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the tensors themselves hold the average, for whoever reads or writes them."""
+        """Put the average into the tensors themselves while inside, for whoever reads or writes them."""
         self._swap()
         try:
             yield

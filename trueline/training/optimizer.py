@@ -10,7 +10,7 @@ from trueline.config.model import TrainingConfig
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) -> torch.optim.AdamW:
-    """Weight decay applies to matrices; biases and norms are left alone."""
+    """Make an AdamW whose weight decay applies to matrices and leaves biases and norms alone."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -28,7 +28,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) -
 
 
 def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> float:
-    """The rate of optimizer step `step`, counted from 0; a function of the step alone, so resuming is exact."""
+    """Return the rate of optimizer step `step`, counted from 0, by the step alone, so that resuming is exact."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     remaining = max(total_steps - config.warmup_steps, 1)

@@ -20,7 +20,7 @@ class LossSettings:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank has to say of an update: weighted sums and maxima, to be joined over ranks."""
+    """What one rank reports of an update: weighted sums and maxima, to be joined over ranks."""
 
     sums: dict[str, float]
     maxima: dict[str, float]

@@ -63,7 +63,7 @@ class WorkerSpec:
 
 
 class Worker:
-    """Made, then told to `listen` (rank 0), then started on every rank with the address that came back."""
+    """A rank: it is made, told to `listen` (rank 0 alone), then started with the address that came back."""
 
     engine: TrainEngine
 
@@ -74,7 +74,7 @@ class Worker:
         self.channel: BroadcastGroup | None = None
 
     def listen(self) -> Address:
-        """On rank 0: where the other ranks, or later the engines, find it."""
+        """Return the address at which the other ranks, or later the engines, find rank 0."""
         return self.meeting.open()
 
     def start(self, address: Address) -> None:
@@ -105,10 +105,10 @@ class Worker:
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def ready(self) -> None:
-        """Answer; calls are worked on one after the other, so those before are done."""
+        """Do nothing; calls are worked on one after the other, so those before are done once it returns."""
 
     def _forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Every token's number, for the probe."""
+        """Return every token's log-prob or score, for the probe."""
         none = torch.zeros(len(lengths), device=self.device)
         batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
         return only(self.engine.forward(batch, 1.0, entropy=False))
@@ -116,9 +116,9 @@ class Worker:
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
     ) -> np.ndarray:
-        """Of every token of this rank's samples, one after another in the plan's order: log-probs, or scores.
+        """Return log-probs, or scores, of all tokens of this rank's samples, one after another in the plan's order.
 
-        As `reference` a model with adapters answers without them.
+        As `reference`, a model with adapters computes them without its adapters.
         """
         rows: list[Tensor] = []
         with self._judging(), self._as_reference(reference):
@@ -131,7 +131,7 @@ class Worker:
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """No gradient, and no dropout of adapters."""
+        """Turn off gradients, and the dropout of adapters."""
         self.scorer.eval()
         try:
             with torch.no_grad():
@@ -143,7 +143,7 @@ class Worker:
         return adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
 
     def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
-        """One optimizer step on this rank's share of a minibatch."""
+        """Make one optimizer step on this rank's share of a minibatch."""
         report = self.accumulate(packed, passes, loss, settings)
         info = self.engine.step()
         report.step = {
@@ -182,7 +182,7 @@ class Worker:
         return batch, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What a model without adapters would have to hold to say the same."""
+        """Return the weights with which a model without adapters would compute the same."""
         weights = self.engine.weights()
         if self.adapter is None:
             return weights
@@ -191,7 +191,7 @@ class Worker:
         return merged(weights, self.spec.model.lora.alpha / self.spec.model.lora.rank)
 
     def weight_specs(self, dtype: str) -> list[TensorSpec]:
-        """Names and shapes of the weights, as engines will receive them."""
+        """Return names, shapes and type of the weights as engines will receive them."""
         return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
 
     def connect(self, address: Address, world: int, timeout_seconds: float) -> None:
@@ -201,7 +201,7 @@ class Worker:
             self.channel = BroadcastGroup(store, 0, world, timeout_seconds)
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
-        """Every rank takes part in gathering; rank 0 sends, and returns a checksum per bucket."""
+        """Gather the weights on every rank; rank 0 sends them, and returns a checksum per bucket."""
         weights = self.plain_weights()
         sums: list[int] = []
         for bucket in buckets:
@@ -218,18 +218,18 @@ class Worker:
         return sums
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:
-        """For an engine in the same process."""
+        """Return copies of the weights, for an engine in the same process."""
         return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
 
     def annotate(self, facts: dict[str, float]) -> None:
-        """Numbers that belong to the model and are saved in its configuration."""
+        """Keep numbers that belong to the model and are saved in its configuration."""
         for name, value in facts.items():
             setattr(self.model.config, name, value)
 
     def save(self, folder: str) -> str | None:
-        """Every rank gathers; rank 0 writes a Hugging Face folder and the training state.
+        """Gather on every rank; rank 0 writes a Hugging Face folder and the training state.
 
-        What goes wrong on the disk is returned: the ranks go on together.
+        Return what goes wrong on the disk, so that the ranks go on together.
         """
         spec, target = self.spec, Path(folder)
         write = spec.rank == 0
@@ -275,11 +275,11 @@ class Worker:
             )
 
     def fingerprints(self) -> dict[str, int]:
-        """A checksum of each trained tensor, to tell whether training changes it."""
+        """Return a checksum of each trained tensor, to tell whether training changes it."""
         return {name: bits_sum(tensor) for name, tensor in self.engine.masters()}
 
     def weight_sample(self, most: int) -> np.ndarray:
-        """Up to so many numbers of each trained tensor, evenly spread, to tell how far training moves them."""
+        """Return up to `most` numbers of each trained tensor, evenly spread, to tell how far training moves them."""
         flats = (tensor.detach().flatten() for _, tensor in self.engine.masters())
         return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
 
@@ -292,12 +292,12 @@ def worker_target(ranks: RanksConfig) -> Target[Worker]:
 
 
 def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copies of what a generator yields, or nothing at all while it still runs to its end."""
+    """Run a generator to its end, and return copies of what it yields, or nothing without `keep`."""
     return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
 
 
 def bits_sum(tensor: Tensor) -> int:
-    """The float32 bit patterns, added as integers: quick on any device, and another number once one weight moves."""
+    """Add the float32 bit patterns as integers: quick on any device, and another number once one weight moves."""
     return int(tensor.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64))
 
 
@@ -313,12 +313,12 @@ def restore_random(states: dict[str, Tensor]) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Of the device since the start; on a CPU, of this process."""
+    """Return the peak memory of the device since the start; on a CPU, that of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def only(output: ModelOutput) -> Tensor:
-    """What the model's head fills, where no entropy is asked for."""
+    """Return the one output that the model's head fills where no entropy is asked for."""
     return next(getattr(output, one.name) for one in fields(output) if is_filled(output, one.name))

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -71,9 +72,17 @@ sft num_train_epochs epochs
 raft num_train_epochs training.epochs
 grpo temperature rollout.temperature
 grpo actor_rollout_ref.rollout.temperature rollout.temperature
-grpo top_p rollout.temperature
-grpo rollout.top_k rollout.temperature
+grpo top_p algorithm.old_logprobs evaluation.top_p
+grpo generation_kwargs.min_p algorithm.old_logprobs evaluation.min_p
+grpo sampling.top_k algorithm.old_logprobs evaluation.top_k
+grpo actor_rollout_ref.rollout.val_kwargs.top_p evaluation.top_p
+generate top_p rollout.top_p
+generate repetition_penalty rollout.repetition_penalty
+eval top_k rollout.top_k evaluation.top_k
+raft top_p rollout.top_p evaluation.top_p
 distill top_k distill.top_k
+grpo stop_sequences rollout.stop evaluation.stop
+generate stop rollout.stop
 grpo epsilon algorithm.clip_low algorithm.clip_high
 sft epsilon training.epsilon
 grpo epsilon_high algorithm.clip_high
@@ -164,3 +173,12 @@ def test_an_old_name_says_the_new_one() -> None:
     with pytest.raises(ConfigError) as refused:
         SftConfig.load([], ["groups_per_step=2"])
     assert "renamed" not in str(refused.value)
+
+
+def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_exist() -> None:
+    known = set().union(*KEYS.values())
+    page = (Path(__file__).resolve().parents[3] / "docs" / "coming_from.md").read_text()
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
+    named = {word.partition("=")[0] for cell in cells for word in re.findall(r"`([a-z_]+\.[a-z_.]+(?:=\w+)?)`", cell)}
+    assert len(named) > 60
+    assert named <= known, named - known

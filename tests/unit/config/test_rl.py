@@ -4,6 +4,8 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
+from trueline.config.rounds import IterativeDPOConfig, RaftConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig
 
 
 def refused(*overrides: str) -> str:
@@ -56,6 +58,28 @@ def test_minibatches_must_divide_the_answers() -> None:
     for part in ("minibatches=4", "prompts_per_step=3", "algorithm.group_size=2"):
         assert part in message
     assert RLConfig.load([], ["prompts_per_step=3", "algorithm.group_size=2", "minibatches=6"]).minibatches == 6
+
+
+CONTROLS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+def test_training_samples_from_the_distribution_whose_log_probs_it_computes() -> None:
+    for name, value in CONTROLS.items():
+        message = refused(f"rollout.{name}={value}")
+        assert message.startswith(f"rollout.{name}={value} samples from another distribution")
+        assert "rollout.temperature" in message and f"set evaluation.{name} for evaluation" in message
+    held_out = RLConfig.parse({"evaluation": CONTROLS, "rollout": {"stop": ["END"]}})
+    assert (held_out.evaluation.reshaped(), held_out.rollout.stop) == (CONTROLS, ["END"])
+    for kind in (GenerateConfig, RaftConfig, IterativeDPOConfig):
+        assert kind.parse({"rollout": CONTROLS}).rollout.reshaped() == CONTROLS
+    assert EvalConfig.parse({"evaluation": CONTROLS}).evaluation.reshaped() == CONTROLS
+
+
+@pytest.mark.parametrize("section", ["rollout", "evaluation"])
+def test_an_empty_stop_string_and_controls_out_of_range_are_refused(section: str) -> None:
+    assert refused(f"{section}.stop=[a, '']").startswith(f"{section}.stop: an empty text would end every completion")
+    for control in ("top_p=0", "top_p=1.1", "top_k=-1", "min_p=1.5", "repetition_penalty=0", "repetition_penalty=.inf"):
+        assert refused(f"{section}.{control}").startswith(f"{section}.{control.partition('=')[0]}: ")
 
 
 def test_colocated_models_cannot_lag() -> None:

@@ -127,14 +127,14 @@ def test_no_samples_are_no_passes() -> None:
 
 
 def test_a_sample_above_the_budget_is_refused_by_number() -> None:
-    with pytest.raises(ValueError, match=r"row 1 has 11 tokens, more than micro_batch_tokens=10: raise micro_batch"):
+    with pytest.raises(ValueError, match=r"row 2 has 11 tokens, more than micro_batch_tokens=10: raise micro_batch"):
         plan_micro_batches([10, 11, 3], 2, Budget(10))
 
 
 @pytest.mark.parametrize(("packed", "load"), [(True, 11), (False, 14)])
 def test_a_pair_above_the_budget_is_refused_by_its_row(packed: bool, load: int) -> None:
     """End to end it has 4 + 7 tokens; padded twice seven."""
-    with pytest.raises(ValueError, match=f"row 1 has {load} tokens, more than micro_batch_tokens=10"):
+    with pytest.raises(ValueError, match=f"row 2 has {load} tokens, more than micro_batch_tokens=10"):
         plan_micro_batches([5, 5, 4, 7], 1, Budget(10, packed=packed), together=2)
 
 

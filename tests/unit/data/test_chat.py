@@ -245,7 +245,7 @@ def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> 
 
 def test_a_template_that_leaves_out_answers_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, "{% for message in messages %}{% if message.role == 'user' %}u{% endif %}{% endfor %}")
-    with pytest.raises(ConfigError, match="leaves out the text of message 2"):
+    with pytest.raises(ConfigError, match="leaves out the text of message 3"):
         chat.encode(TALK, "all")
 
 
@@ -299,7 +299,7 @@ def test_a_call_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTrain
 @pytest.mark.parametrize("content", ["", "I call add."])
 def test_a_template_that_leaves_out_calls_is_refused(tokenizer: PreTrainedTokenizerFast, content: str) -> None:
     chat = chat_with(tokenizer, CHATML)
-    with pytest.raises(ConfigError, match=r"leaves out that message 1 calls add: .*data\.chat_template=FILE"):
+    with pytest.raises(ConfigError, match=r"leaves out that message 2 calls add: .*data\.chat_template=FILE"):
         chat.encode([TOOL_TALK[0], {**calling(), "content": content}], "all")
 
 

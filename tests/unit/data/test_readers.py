@@ -146,8 +146,8 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
     ("message", "said"),
     [
         (calling() | {"tool_calls": "add"}, "tool_calls must be a list, found 'add'"),
-        (calling() | {"tool_calls": ["add"]}, "tool call 0: expected the name of a function"),
-        (calling() | {"tool_calls": [{"function": {"arguments": {}}}]}, "tool call 0: expected the name of a function"),
+        (calling() | {"tool_calls": ["add"]}, "tool call 1: expected the name of a function"),
+        (calling() | {"tool_calls": [{"function": {"arguments": {}}}]}, "tool call 1: expected the name of a function"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": "[1]"}]}, "arguments must be an object"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": "a=1"}]}, "found 'a=1'"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": 3}]}, "arguments must be an object"),
@@ -156,15 +156,15 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
         ({"role": "assistant", "content": "", "tool_calls": None}, "its text is empty"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
-            "part 0 of its content is of type 'im",
+            "part 1 of its content is of type 'im",
         ),
         ({"role": "user", "content": [{"type": "text", "text": " "}]}, "its text is empty"),
-        ({"role": "user", "content": [{"type": "text"}]}, "part 0 of its content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "part 1 of its content"),
     ],
 )
 def test_what_is_no_call_or_no_text_is_refused_by_its_place(message: dict[str, Any], said: str) -> None:
     told = refused({"messages": CHAT}, {"messages": [CHAT[0], message, CHAT[2]]})
-    assert told.startswith("file.jsonl, line 2: column 'messages', message 1")
+    assert told.startswith("file.jsonl, line 2: column 'messages', message 2")
     assert said in told
 
 

@@ -28,7 +28,7 @@ TREE: dict[str, Any] = {
     "data": {"path": "prompts.jsonl", "chat_template": "never", "system_prompt": "Be brief.", "label_column": "gold"},
     "reward": {"function": "exact"},
     "evaluation": {"data": "held_out.jsonl", "samples": 4, "temperature": 0.5},
-    "rollout": {"max_new_tokens": 9},
+    "rollout": {"max_new_tokens": 9, "top_p": 0.9, "stop": ["."]},
     "checkpoint": {"every": 9},
     "training": {"learning_rate": 0.5, "epochs": 3, "samples_per_step": 5, "warmup_steps": 2},
 }
@@ -85,6 +85,9 @@ def test_keys_reach_the_stages_that_they_are_for(raft: Recipe, tmp_path: Path) -
     assert training.data.path == f"{tmp_path}/round_2/generate/kept.jsonl"
     assert (training.data.chat_template, training.data.system_prompt) == ("never", None)  # it is in the prompts already
     assert evaluation.evaluation == raft.config.evaluation
+    assert (generation.rollout.top_p, generation.rollout.stop) == (0.9, ["."])
+    assert (evaluation.rollout.top_p, evaluation.rollout.stop) == (1.0, [])  # it would read neither
+    assert evaluation.rollout.max_new_tokens == 9
     assert (evaluation.data.path, evaluation.data.label_column) == ("", "gold")
     assert {stage.config.timeout_seconds for stage in raft.stages()} == {77.0}
     assert (generation.checkpoint, training.checkpoint.every, evaluation.checkpoint) == (

@@ -1,5 +1,6 @@
 """What sampling jobs keep on disk, what they select from it, and which prompts they take."""
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tests.support.disk import files_up_to
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
@@ -30,7 +32,7 @@ from trueline.jobs.sample_file import (
     write_json,
     write_selection,
 )
-from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_table, prepare_generate
+from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_table, prepare_eval, prepare_generate
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.launch import launch
@@ -370,6 +372,8 @@ def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, A
         check_unchanged(before.replaced({"samples": 8}), folder)
     for section, key, value in (
         ("rollout", "max_prompt_tokens", 3),
+        ("rollout", "top_p", 0.5),
+        ("rollout", "stop", ["."]),
         ("reward", "function", ""),
         ("reward", "options", {"a": 1}),
         ("reward", "weight", 2.0),
@@ -438,6 +442,11 @@ def test_the_table_has_a_row_for_each_set() -> None:
         "maj@2": ["0.625", "-"],
         "failed": ["25.0%", "100.0%"],
     }
+    screen, name = io.StringIO(), "long" * 30
+    named = {f"evaluation/{name}/failed_share": 0.5}
+    Console(file=screen, width=80).print(evaluation_table(metrics | named, {"a": 3, name: 1}, samples=2))
+    assert "…" not in screen.getvalue()
+    assert "0.500 ± 0.125" in screen.getvalue() and screen.getvalue().count("long") >= 25
 
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict[str, Any], tmp_path: Path) -> None:
@@ -452,3 +461,19 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict
     assert prompts.longest == len("<user>0\n<assistant>") + 1  # the end is one token
     tree["data"]["chat_template"] = "never"
     assert "template   none" in describe(plan_generate(GenerateConfig.parse(tree)), "")
+
+
+def test_jobs_sample_with_the_controls_of_their_section(tree: dict[str, Any], tmp_path: Path) -> None:
+    """From the likeliest token alone, so that answers agree; those of `eval` end before the third character."""
+    narrow, few, short = {"temperature": 1.0, "top_k": 1}, {"limit": 1, "samples": 3}, {"max_new_tokens": 6}
+    data = {"path": tree["data"]["path"], "shuffle": False}
+    free = {**tree, **few, "data": data, "reward": {}, "rollout": {**short, **narrow}}
+    assert launch(GenerateConfig.parse(free), "generate", prepare_generate) == 0
+    (group,) = lines(tmp_path / "run/samples.jsonl")
+    (reply,) = {answer["reply"] for answer in group["completions"]}
+    held_out = {"data": data["path"], **few, **narrow, "stop": [reply[2]]}
+    judged = {**tree, "name": "held_out", "data": {}, "rollout": short, "evaluation": held_out}
+    assert launch(EvalConfig.parse(judged), "eval", prepare_eval) == 0
+    (group,) = lines(tmp_path / "held_out/transcripts.jsonl")
+    assert {answer["reply"] for answer in group["completions"]} == {reply.partition(reply[2])[0]}
+    assert not any(answer["truncated"] for answer in group["completions"])

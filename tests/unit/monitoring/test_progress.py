@@ -1,8 +1,9 @@
 import io
+import re
 
 from rich.console import Console
 
-from trueline.monitoring.progress import Progress
+from trueline.monitoring.progress import SHOWN, Progress
 
 METRICS = {
     "reward/mean": 0.5,
@@ -66,3 +67,27 @@ def test_in_a_terminal_there_is_a_panel() -> None:
         progress.step(3, METRICS)
     assert "step 3/10" in screen.getvalue()
     assert "0.500" in screen.getvalue()
+
+
+def test_a_note_leaves_no_markup_in_the_panel() -> None:
+    """A note is printed as it is, and the panel is drawn again below it."""
+    screen = io.StringIO()
+    progress = Progress("[run]", 10, Console(file=screen, width=80, force_terminal=True, highlight=False))
+    with progress:
+        progress.step(3, METRICS)
+        progress.note("stopping [after] this step")
+    assert "stopping [after] this step" in screen.getvalue() and "[run]" in screen.getvalue()
+    assert not re.search(r"\[(bold|dim|/)", screen.getvalue())
+
+
+def test_a_panel_of_every_number_fits_into_80_columns() -> None:
+    screen = io.StringIO()
+    progress = Progress("my-run", 10, Console(file=screen, width=80, highlight=False))
+    metrics = METRICS | {key: 1234.0 for key, _, _ in SHOWN}
+    progress.first_step = 0
+    progress.console.print(progress.panel(3, metrics))
+    assert "…" not in screen.getvalue()
+    words = screen.getvalue().split()
+    for _, name, form in SHOWN:
+        assert set(name.split()) <= set(words) and f"{1234:{form}}" in words
+    assert max(map(len, screen.getvalue().splitlines())) <= 80

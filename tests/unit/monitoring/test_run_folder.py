@@ -117,3 +117,10 @@ def test_where_no_run_of_the_verb_is_that_is_said(tmp_path: Path) -> None:
 
 def test_a_name_of_the_clock_can_be_a_folder() -> None:
     assert RunConfig(name=default_name("grpo")).name.startswith("grpo-")  # type: ignore[union-attr]
+
+
+def test_a_run_names_the_command_that_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    usual, other = create(tmp_path / "runs"), create(tmp_path / "my runs")
+    assert usual.resume_command() == "trueline grpo --resume --name first"
+    assert other.resume_command() == f"trueline grpo --resume --name first 'folder={tmp_path}/my runs'"

@@ -1,14 +1,17 @@
 import importlib.util
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.disk import files_up_to
+from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.trackers import Appended, Tracker, keep_until
+from trueline.monitoring.trackers import TRACKERS, Appended, Tracker, check_trackers, keep_until
 
 QUIET = MonitoringConfig(tensorboard=False)
 
@@ -179,7 +182,7 @@ def test_tensorboard_forgets_the_steps_that_come_again(folder: RunFolder) -> Non
 
 def test_nothing_else_is_written_where_nothing_is_wanted(folder: RunFolder) -> None:
     tracker = Tracker(folder, QUIET)
-    assert tracker.run_id == ""
+    assert tracker.run_ids == {}
     tracker.close()
     assert {path.name for path in folder.path.iterdir()} == {"metrics.jsonl", "transcripts.jsonl"}
 
@@ -191,10 +194,88 @@ def test_wandb_keeps_the_id_of_a_run_that_goes_on(folder: RunFolder, monkeypatch
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     config = MonitoringConfig(tensorboard=False, wandb="project")
-    tracker = Tracker(folder, config, resume_step=2, run_id="k3pt1d00")
+    tracker = Tracker(folder, config, resume_step=2, run_ids={"wandb": "k3pt1d00"})
     tracker.log(3, {"loss": 0.5})
     tracker.close()
-    assert tracker.run_id == "k3pt1d00"
+    assert tracker.run_ids == {"wandb": "k3pt1d00"}
     (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
     assert "k3pt1d00" in file.name
     assert lines(folder.metrics) == [{"step": 3, "loss": 0.5}]
+
+
+FAKES = {
+    "mlflow/__init__.py": """
+from types import SimpleNamespace
+from mlflow.exceptions import MlflowException
+calls = []
+def set_experiment(name):
+    if name == "unreachable":
+        raise MlflowException("no server")
+    calls.append(("experiment", name))
+def start_run(run_id=None, run_name=None):
+    calls.append(("start", run_id, run_name))
+    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "a1"))
+def log_metrics(metrics, step=None):
+    if step == 2:
+        raise MlflowException("busy")
+    calls.append(("log", metrics, step))
+def end_run():
+    calls.append(("end",))
+""",
+    "mlflow/exceptions.py": "class MlflowException(Exception): pass",
+    "trackio.py": """
+calls = []
+def init(project, name=None, resume="never"):
+    calls.append(("init", project, name, resume))
+def log(metrics, step=None):
+    calls.append(("log", metrics, step))
+def finish():
+    calls.append(("finish",))
+""",
+}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packages with the names and calls of MLflow and Trackio, which are not installed here."""
+    for name, text in FAKES.items():
+        (tmp_path / "packages" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "packages" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    yield
+    for name in ("mlflow", "mlflow.exceptions", "trackio"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_mlflow_and_trackio_get_every_number_and_a_resumed_run_is_theirs_again(tmp_path: Path) -> None:
+    """MLflow takes no `@` in names; a row that its server refuses is lost, and the run goes on."""
+    notes: list[str] = []
+    (tmp_path / "run").mkdir()
+    config = MonitoringConfig(tensorboard=False, mlflow="sums", trackio="mine")
+    tracker = Tracker(RunFolder(tmp_path / "run"), config, note=notes.append)
+    tracker.log(1, {"evaluation/pass@2": 0.5})
+    tracker.log(2, {"loss": 0.25})
+    tracker.close()
+    assert tracker.run_ids == {"mlflow": "a1"}
+    assert "mlflow cannot be written (busy)" in notes[0] and "1 rows of mlflow" in notes[1]
+    Tracker(RunFolder(tmp_path / "run"), config, 2, tracker.run_ids).close()
+    mlflow, trackio = importlib.import_module("mlflow"), importlib.import_module("trackio")
+    began, numbers, again = [("experiment", "sums"), ("start", None, "run")], {"evaluation/pass_2": 0.5}, ("end",)
+    resumed = [("experiment", "sums"), ("start", "a1", "run"), ("end",)]
+    assert mlflow.calls == [*began, ("log", numbers, 1), again, *resumed]
+    init, logged = ("init", "mine", "run", "allow"), {"evaluation/pass@2": 0.5}
+    assert trackio.calls == [init, ("log", logged, 1), ("log", {"loss": 0.25}, 2), ("finish",), init, ("finish",)]
+    with pytest.raises(ConfigError, match=r"monitoring\.mlflow=unreachable: no server; see to MLFLOW_TRACKING_URI"):
+        Tracker(RunFolder(tmp_path / "run"), MonitoringConfig(tensorboard=False, mlflow="unreachable"))
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_package() -> None:
+    for key in ("mlflow", "trackio"):
+        if importlib.util.find_spec(key) is None:
+            with pytest.raises(ConfigError, match=f"monitoring.{key}: {key} is not installed; pip install {key}"):
+                check_trackers(MonitoringConfig.parse({key: "mine"}))
+
+
+def test_every_tracker_has_a_key() -> None:
+    assert set(TRACKERS) <= set(MonitoringConfig.model_fields)

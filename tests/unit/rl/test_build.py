@@ -33,15 +33,18 @@ def planned(model_folder: Path, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(("preset", "greedy"), [("grpo", False), ("remax", True)])
 @pytest.mark.parametrize("seeded", [True, False])
 def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, greedy: bool, seeded: bool) -> None:
-    plan = planned(f"algorithm.preset={preset}", "algorithm.group_size=4", f"rollout.seeded={seeded}")
+    ends = ["rollout.stop=[a]", "evaluation.stop=[b]", "evaluation.top_p=0.75"]
+    plan = planned(f"algorithm.preset={preset}", "algorithm.group_size=4", f"rollout.seeded={seeded}", *ends)
     talk = Sampling(Episodes(EnginePool([]), plan.chat), NOTHING, (2,), NOTHING)
     rollouts = make_rollouts(plan, talk, RLState(groups=6), RunFolder(tmp_path))
     sampler = rollouts.sampler
     assert (sampler.size, sampler.seed, sampler.greedy) == (4, 5 if seeded else None, greedy)
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.5, 7, "train")
+    assert (sampler.params.stop, sampler.params.top_p) == (("a",), 1.0)
     assert (rollouts.plan.capacity(), rollouts.order.position) == (2, 6)
     held_out = make_evaluator(plan, talk)
     assert held_out is not None
     sampler = held_out.sampler
     assert (sampler.size, sampler.seed, sampler.greedy) == (3, 5, False)  # an evaluation can always be repeated
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.25, 7, "evaluate")
+    assert (sampler.params.stop, sampler.params.top_p) == (("b",), 0.75)

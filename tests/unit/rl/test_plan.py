@@ -74,6 +74,7 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
+        (4, ["training.ranks=1", "placement=colocated"], (1, 1, "colocated")),
     ],
 )
 def test_devices_are_shared_out(gpus: int, overrides: list[str], expected: tuple[int, int, str]) -> None:
@@ -298,7 +299,7 @@ def test_an_advantage_of_the_users_own_brings_its_words(name: str, said: str) ->
 
 def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:
     rows = [{"prompt": "1", "answer": "2"}, {"prompt": "1" * 9, "answer": "2"}]
-    with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl has 9 tokens.*rollout\.max_prompt_tokens=8"):
+    with pytest.raises(ConfigError, match=r"row 2 of .*rows\.jsonl has 9 tokens.*rollout\.max_prompt_tokens=8"):
         plan_rl(local_run(rows, "rollout.max_prompt_tokens=8"))
     plan = plan_rl(local_run(rows, "rollout.max_prompt_tokens=8", "data.too_long=drop"))
     assert (len(plan.prompts), plan.sources[0].dropped) == (1, 1)
@@ -461,7 +462,7 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run:
 
 def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
     rows = [{"messages": TOOL_TALK[:1], "answer": ""}, {"messages": TOOL_TALK[:3], "answer": ""}]
-    with pytest.raises(ConfigError, match=r"prompt 1 of .*rows\.jsonl: a message calls add"):
+    with pytest.raises(ConfigError, match=r"row 2 of .*rows\.jsonl: a message calls add"):
         plan_rl(local_run(rows))
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, SamplingParams
-from trueline.rollout.hf_engine import HFEngine
+from trueline.rollout.hf_engine import HFEngine, reshaped
 
 PROMPT = [5, 80, 33, 7]
 OTHER = [9, 41, 200, 17]
@@ -104,6 +104,54 @@ def test_samples_follow_the_models_distribution(model_folder: Path, reference: A
     statistic = ((found - expected).square() / expected.clamp(min=1)).sum().item()
     assert freedom >= 3
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def shaped(logits: Tensor, **controls: Any) -> Tensor:
+    return reshaped(logits, SamplingParams(1.0, 1, (), **controls), before=[0, 3]).softmax(-1)
+
+
+def test_controls_narrow_the_distribution() -> None:
+    """By hand: probabilities 1/2, 1/4, 1/8, 1/16 and 1/16 of tokens that stand in no order."""
+    exact = torch.tensor([1 / 8, 1 / 2, 1 / 16, 1 / 4, 1 / 16])
+    logits = exact.log() + 3.0
+    cases: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [0, 1, 3]),
+        ({"top_k": 99}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.01}, [1]),
+        ({"top_p": 0.49}, [1]),
+        ({"top_p": 0.51}, [1, 3]),  # the token that passes the bound stays
+        ({"top_p": 0.8}, [0, 1, 3]),
+        ({"min_p": 0.2}, [0, 1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.2, "top_p": 0.84}, [1, 3]),  # of what min_p leaves, 6/7 is theirs
+        ({"top_k": 2, "top_p": 0.6}, [1]),  # of what top_k leaves, 2/3 is its own
+    ]
+    for controls, kept in cases:
+        expected = torch.zeros(5)
+        expected[kept] = exact[kept] / exact[kept].sum()
+        torch.testing.assert_close(shaped(logits, **controls), expected, msg=lambda text, c=controls: f"{c}: {text}")
+
+
+def test_a_repetition_penalty_pulls_known_tokens_down_on_either_side_of_zero() -> None:
+    logits = torch.tensor([2.0, 1.0, -1.0, -2.0])
+    expected = torch.tensor([1.0, 1.0, -1.0, -4.0])  # tokens 0 and 3 came before
+    torch.testing.assert_close(shaped(logits, repetition_penalty=2.0), expected.softmax(-1))
+    greedy = SamplingParams(0.0, 1, (), repetition_penalty=2.0, top_k=1)
+    torch.testing.assert_close(reshaped(logits, greedy, [0, 3, 3]), expected)
+
+
+def test_requests_served_together_have_controls_of_their_own(model_folder: Path, reference: Any) -> None:
+    """And log-probs are those of the narrowed distribution: of one token, 0."""
+    one, free = SamplingParams(1.0, 8, (), 3, top_k=1), SamplingParams(1.0, 8, (), 3)
+    shy = SamplingParams(0.0, 8, (), repetition_penalty=1e6)
+    narrow, wide, fresh = generate(model_folder, (PROMPT, one), (PROMPT, free), (PROMPT, shy))
+    assert narrow.tokens == greedy_loop(reference, PROMPT, 8) and narrow.logprobs == [0.0] * 8
+    torch.testing.assert_close(
+        torch.tensor(wide.logprobs), full_logprobs(reference, PROMPT, wide.tokens, 1.0), rtol=1e-4, atol=1e-4
+    )
+    assert len({*fresh.tokens, *PROMPT}) == 8 + len(PROMPT)  # none of the prompt, and none twice
 
 
 def test_a_seed_repeats_an_answer_whatever_runs_beside_it(model_folder: Path) -> None:

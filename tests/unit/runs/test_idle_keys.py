@@ -60,6 +60,11 @@ IDLE = [
     ("generate", "checkpoint.every=5", "nothing is trained"),
     ("generate", "reward_model.ranks=2", "no reward is a model"),
     ("eval", "evaluation.every=5", "nothing is trained"),
+    ("eval", "evaluation.top_p=0.5", "evaluation.temperature=0"),
+    ("eval", "evaluation.top_k=5", "evaluation.temperature=0"),
+    ("eval", "evaluation.min_p=0.5", "evaluation.temperature=0"),
+    ("eval", "rollout.top_p=0.5", "evaluation"),
+    ("eval", "rollout.temperature=0.5", "evaluation"),
 ]
 
 
@@ -85,6 +90,9 @@ def test_a_run_that_goes_on_names_the_same(verb: str, override: str, tmp_path: P
         ("grpo", ["algorithm.advantage=statistics:fmean", "algorithm.gamma=0.5", "algorithm.gae_lambda=0.5"]),
         ("grpo", ["algorithm.loss=statistics:fmean", "algorithm.clip_low=0.5", "algorithm.ratio_cap=2"]),
         ("grpo", ["evaluation.data=rows.jsonl", "evaluation.every=5", "reward.function=exact"]),
+        ("eval", ["evaluation.repetition_penalty=1.5", "evaluation.stop=[a]"]),
+        ("eval", ["evaluation.temperature=1", "evaluation.top_p=0.5", "evaluation.top_k=5", "evaluation.min_p=0.5"]),
+        ("generate", ["rollout.top_p=0.5", "rollout.stop=[a]"]),
         ("on_policy_distill", ["teacher.path=somewhere", "teacher.ranks=2"]),
         ("simpo", ["preference.gamma=0.5"]),
         ("sft", ["evaluation.share=0.5", "evaluation.every=5", "training.zero_stage=3"]),
@@ -99,3 +107,9 @@ def test_adapters_need_no_reference_and_plain_torch_shards_nothing() -> None:
     assert "its own reference" in found
     (found,) = idle_keys(load("ppo", "runtime=local", "critic.zero_stage=3"))
     assert "critic.engine=torch" in found
+
+
+def test_greedy_evaluation_of_a_training_run_narrows_nothing() -> None:
+    held_out = ["evaluation.data=rows.jsonl", "reward.function=exact"]
+    (found,) = idle_keys(load("grpo", *held_out, "evaluation.top_p=0.5", "evaluation.repetition_penalty=1.5"))
+    assert found.startswith("evaluation.top_p=0.5 has no effect: evaluation.temperature=0")

@@ -40,6 +40,10 @@ def asked(folder: Path, name: str | None = "run") -> RunConfig:
     return RunConfig(folder=str(folder), name=name)
 
 
+def way_on(folder: Path) -> str:
+    return f"trueline verb --resume --name run folder={folder}"
+
+
 def test_a_run_without_a_name_gets_one_from_its_verb(tmp_path: Path) -> None:
     planned = Planned(130)
     assert launch(asked(tmp_path, None), "verb", planned) == 130
@@ -72,7 +76,7 @@ def test_a_run_that_is_there_is_taken_up_only_when_asked(tmp_path: Path) -> None
 def test_a_failure_is_said_with_the_way_on(tmp_path: Path, capsys: Any, kind: type[Exception]) -> None:
     assert launch(asked(tmp_path), "verb", Planned(kind("engine-0 is gone"))) == 1
     *_, error, remedy = capsys.readouterr().out.splitlines()
-    assert (error, remedy) == ("error: engine-0 is gone", "The run can go on with --resume --name run")
+    assert (error, remedy) == ("error: engine-0 is gone", f"The run can go on with: {way_on(tmp_path)}")
 
 
 def test_training_goes_on_from_a_checkpoint_alone(tmp_path: Path, capsys: Any) -> None:
@@ -84,7 +88,7 @@ def test_training_goes_on_from_a_checkpoint_alone(tmp_path: Path, capsys: Any) -
     (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
     assert launch(asked(tmp_path), "verb", planned, resume=True) == 1
     shown = capsys.readouterr().out
-    assert shown.endswith("The run can go on from its last checkpoint with --resume --name run\n")
+    assert shown.endswith(f"The run can go on from its last checkpoint with: {way_on(tmp_path)}\n")
     assert "no checkpoint yet" not in shown
 
 
@@ -105,7 +109,7 @@ class Trained:
     ("step", "saved", "status", "said"),
     [
         (5, 5, 0, "done: step 5 of 5; model in "),
-        (3, 3, 130, "done: step 3 of 5; model in "),
+        (3, 3, 130, "stopped: step 3 of 5; model in "),
         (5, 4, 1, "error: step 5 is trained but not saved; the last checkpoint is "),
         (5, None, 1, "error: step 5 is trained but not saved; the last checkpoint is None"),
     ],
@@ -123,5 +127,8 @@ def test_training_ends_well_where_its_last_step_is_saved(
         closed.append(folder.path)
 
     assert launch(asked(tmp_path), "verb", lambda config, start: training(config, "", 5, trainer)) == status
-    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
+    *_, before, last = capsys.readouterr().out.splitlines()
+    if status == 130:
+        assert last == f"go on with: {way_on(tmp_path)}"
+    assert (before if status == 130 else last).startswith(said)
     assert closed == [tmp_path / "run"]

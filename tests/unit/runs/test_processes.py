@@ -3,6 +3,7 @@
 from typing import Any
 
 from trueline.config.model import ModelConfig
+from trueline.config.rl import SamplingControls
 from trueline.config.roles import CriticConfig
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.groups import GroupSampler
@@ -37,7 +38,11 @@ def test_every_rank_of_a_role_knows_what_it_is() -> None:
     assert (group.name, group.timeout_seconds) == ("critic", 60.0)
 
 
-def test_a_sampler_has_the_temperature_the_length_and_the_ends_of_its_answers() -> None:
+def test_a_sampler_has_the_controls_the_length_and_the_ends_of_its_answers() -> None:
     talk = Sampling(NOTHING, NOTHING, (2, 7), NOTHING)
-    sampler = talk.sampler(0.5, 9, 3, 11, "train", greedy=True)
-    assert sampler == GroupSampler(NOTHING, NOTHING, SamplingParams(0.5, 9, (2, 7)), 3, 11, "train", True)
+    controls = SamplingControls(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, stop=["a", "b"])
+    sampler = talk.sampler(controls, 9, 3, 11, "train", greedy=True)
+    params = SamplingParams(0.5, 9, (2, 7), None, 0.9, 4, 0.1, 1.2, ("a", "b"))
+    assert sampler == GroupSampler(NOTHING, NOTHING, params, 3, 11, "train", True)
+    plain = talk.sampler(SamplingControls(), 9, 3, 11, "train").params
+    assert plain == SamplingParams(1.0, 9, (2, 7))  # what an engine does unasked is what the keys do unset

@@ -23,7 +23,7 @@ def critic(ranks: int, shared: bool) -> RoleRanks:
         (layout(4, 2, 2), 8, True),
         (layout(4, 2, 2), 7, False),
         (layout(4, 2, 2, colocated=True), 4, True),
-        (layout(2, 2, 2, colocated=True), 3, False),
+        (layout(4, 2, 2, colocated=True), 3, False),
         (layout(16, 16), 0, True),  # processes on a CPU share its cores
         (layout(2, 2, 1, False, critic(2, shared=True)), 4, True),
         (layout(2, 2, 1, False, critic(2, shared=False)), 6, True),
@@ -44,6 +44,11 @@ def test_gpus_are_added_up_or_shared(wanted: Layout, gpus: int, fits: bool) -> N
 def test_a_model_that_shares_the_policys_gpus_has_no_more_ranks_than_the_policy() -> None:
     with pytest.raises(ConfigError, match=r"critic\.ranks=3.*training\.ranks=2.*critic\.placement=separate"):
         check_devices(layout(2, 1, 1, False, critic(3, shared=True)), machine(4))
+
+
+def test_engines_that_share_the_policys_gpus_take_no_more_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"engines=1 x rollout\.tensor_parallel=4 share.*at most training\.ranks=1"):
+        check_devices(layout(1, 1, 4, colocated=True), machine(4))
 
 
 def test_more_processes_of_a_kind_than_cores_are_told_on_cpus_alone() -> None:

@@ -91,6 +91,19 @@ def fail(folder: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), notes.append)
+    checkpoints.save(1, {"step": 1}, write_nothing)
+    monkeypatch.setattr(Checkpoints, "rotate", lambda self: fail(self.folder))
+    saved = checkpoints.save(2, {"step": 2}, write_nothing)
+    assert saved is not None and saved == checkpoints.newest()
+    assert checkpoints.failures == 0
+    assert "older checkpoints could not be removed ([Errno 28]" in notes[0]
+
+
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
