@@ -119,7 +119,11 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*GRPO, "--data", "columns.jsonl"], 2, r"columns.jsonl, line 1 has none of .*frage.*data.prompt_column="),
     ([*GRPO, "--data", "blank.jsonl"], 2, r"blank.jsonl, line 2: column 'prompt' must be non-empty text"),
     ([*GRPO, "--data", "split"], 2, r"data.path=split: test.jsonl looks held out .*evaluation.data=split/test.jsonl"),
-    ([*GRPO, "--data", "long.jsonl", "--reward", "mine.py:constant"], 2, r"prompts? .*long.jsonl ha.* tokens.*limit"),
+    (
+        [*GRPO, "--data", "long.jsonl", "--reward", "mine.py:constant"],
+        2,
+        r"row 1 of long.jsonl has 300 tokens; .*the limit",
+    ),
     ([*GRPO, "data.prompt_column=quest"], 2, r"data.prompt_column=quest: .*prompts.jsonl, line 1 has no such column"),
     ([*GRPO, "--eval-data", "held.jsonl"], 2, r"evaluation.data=held.jsonl: there is no such file"),
     ([*GRPO, "rollout.max_prompt_tokens=200", "rollout.max_new_tokens=100"], 2, r"exceed the model's context of 256"),
