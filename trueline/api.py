@@ -232,6 +232,7 @@ def unknown_verb(word: str, verbs: Collection[str]) -> str:
     nearest = max(verbs, key=lambda verb: likeness(small, verb))
     near = (
         [nearest] * (likeness(small, nearest) >= 0.85)
+        or [verb for verb in FOREIGN_VERBS.get(small, ()) if verb in verbs]
         or [part for part in parts if part in verbs]
         or [verb for verb in foreign if verb in verbs]
         or [nearest] * (likeness(small, nearest) >= 0.65)

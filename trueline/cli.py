@@ -11,12 +11,14 @@ from typing import Any
 from trueline.api import load, quiet_libraries, say, start, trains, unknown_verb
 from trueline.config.base import Config, ConfigError, suggestion
 from trueline.config.run import RunConfig
+from trueline.config.sampling import GenerateConfig
 from trueline.config.serving import ServingConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.verbs import TASK_VERBS, VERBS, Verb
+from trueline.verbs import DATA, REWARD, TASK_VERBS, VERBS, Verb
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
+TRIAL_FLAGS = REWARD | DATA
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     config.add_argument("of", nargs="?", default="grpo", type=one_of(every), metavar="VERB", help="verb of the keys")
     config.set_defaults(run=show_config)
     add_data_verbs(verbs)
+    add_reward_verbs(verbs)
     add_export(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
@@ -100,6 +103,16 @@ def add_data_verbs(verbs: Any) -> None:
     preview.add_argument("--rows", type=int, default=3)
     add_config_options(preview, VERBS["sft"].flags)
     preview.set_defaults(run=preview_data, resume=False, restart=False)
+
+
+def add_reward_verbs(verbs: Any) -> None:
+    reward = verbs.add_parser("reward", help="look at what a reward says")
+    kinds = reward.add_subparsers(required=True, metavar="WHAT")
+    trial = kinds.add_parser("try", help="ask a reward about rows of the data: what it is given and what it says")
+    trial.add_argument("--reply", help="reply to ask about; default: each row's label or completion")
+    trial.add_argument("--rows", type=int, default=3)
+    add_config_options(trial, TRIAL_FLAGS)
+    trial.set_defaults(run=try_reward)
 
 
 def add_export(verbs: Any) -> None:
@@ -161,6 +174,14 @@ def preview_data(options: argparse.Namespace) -> int:
 
     assert isinstance(config, SupervisedConfig)
     return show_preview(config, options.rows)
+
+
+def try_reward(options: argparse.Namespace) -> int:
+    config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
+    quiet_libraries()
+    from trueline.jobs.try_reward import show_trial  # noqa: PLC0415
+
+    return show_trial(config, options.reply, options.rows)
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""What a user types, on the real stack: a run of their own, a stop and a resume, and mistakes that end early."""
+"""What a user types, on the real stack: a run of their own, a stop and a resume, one run after another."""
 
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -159,45 +160,26 @@ def test_the_resolved_tree_is_valid_input(home: Path, here: Screen) -> None:
     assert not (home / "runs" / yaml.safe_load(tree)["name"]).exists()
 
 
-MISTAKES = {
-    "misspelt key": (
-        ["rollout.max_new_token=8"],
-        r"unknown key 'rollout.max_new_token'; did you mean 'rollout.max_new_tokens'",
-    ),
-    "missing file": (["data.path=nowhere.jsonl"], r"data.path=nowhere.jsonl: there is no such file"),
-    "empty dataset": (["data.path=empty.jsonl"], r"data.path=empty.jsonl: the dataset is empty"),
-    "missing column": (
-        ["data.prompt_column=quest"],
-        r"data.prompt_column=quest: .*prompts.jsonl, line 1 has no such column",
-    ),
-    "no such reward": (["reward.function=my_reward.py:digit"], r"my_reward.py has no function 'digit'"),
-    "wrong signature": (["reward.function=wrong.py:f"], r"no value for its parameter 'solution'"),
-    "does not import": (["reward.function=broken.py:f"], r"ModuleNotFoundError: No module named 'nonsense'"),
-    "no tokenizer": (["model.path=bare"], r"model.path=bare: no tokenizer"),
-    "too many ranks": (["training.ranks=400"], r"needs about .* GiB of memory .*training.ranks"),
-    "existing name": (["name=taken"], r"taken exists: add --resume"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_early_and_says_the_way_out(home: Path, mistake: str, here: Screen) -> None:
-    words, message = MISTAKES[mistake]
-    prepare_mistakes(home)
-    assert main([*GRPO, *words]) == 2
-    said = here.readouterr().err
-    assert re.search(message, said, re.DOTALL), said
-    assert "Traceback" not in said or mistake == "does not import"
-
-
-def prepare_mistakes(home: Path) -> None:
-    (home / "empty.jsonl").write_text("")
-    (home / "wrong.py").write_text("def f(reply, solution):\n    return 0.0\n")
-    (home / "broken.py").write_text("import nonsense\n")
-    (home / "runs" / "taken").mkdir(parents=True, exist_ok=True)
-    bare = home / "bare"
-    bare.mkdir(exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).write_bytes((home / "my model" / name).read_bytes())
+def test_a_run_is_the_model_or_the_reward_of_the_next(home: Path, here: Screen) -> None:
+    (home / "both.jsonl").write_text('{"prompt": "Say 5", "completion": "5", "chosen": "5", "rejected": "6"}\n' * 4)
+    local = ["runtime=local", "steps=1", "checkpoint.every=0", "monitoring.tensorboard=false"]
+    offline = ["--data", "both.jsonl", "samples_per_step=2", *local]
+    assert main(["sft", "--model", "my model", "--name", "first", *offline]) == 0
+    assert main(["rm", "--model", "runs/first", "--name", "judge", *offline]) == 0
+    last = ["grpo", "--model", "runs/judge/../first", "--reward", "runs/judge", "--name", "last", *SMALL, *local]
+    assert main([*last, "--data", "prompts.jsonl"]) == 0
+    said = here.readouterr().out
+    assert "model.path=runs/first: step_000001, the newest checkpoint" in " ".join(said.split())
+    tree = yaml.safe_load((home / "runs" / "last" / "config.yaml").read_text())
+    models = {name: home / "runs" / name / "checkpoints/step_000001/model" for name in ("first", "judge")}
+    assert (tree["model"]["path"], tree["reward"]["function"]) == (str(models["first"]), str(models["judge"]))
+    assert main(["data", "preview", "--model", "runs/first", "--data", "both.jsonl", "data.format=completion"]) == 0
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = f"port={taken.getsockname()[1]}"
+        assert main(["serve-reward", "--model", "runs/judge", "runtime=local", port]) == 2  # told after its model
+        assert port in here.readouterr().err
 
 
 def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:

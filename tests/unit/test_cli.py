@@ -35,6 +35,7 @@ def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("train_ppo_ray", "'ppo'"),
         ("train_rm", "'rm'"),
         ("reward_model", "'rm'"),
+        ("RewardTrainer", "'rm'"),
         ("train", "'sft' or 'dpo' or 'grpo'"),
         ("finetune", "'sft'"),
         ("evaluate", "'eval'"),

@@ -2,10 +2,15 @@
 
 import csv
 import json
+import os
+import re
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
@@ -13,6 +18,8 @@ import pyarrow.parquet as parquet
 from trueline.config.base import ConfigError
 
 Row = dict[str, Any]
+HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,10 @@ def open_source(path: str, key: str) -> list[Located]:
     elif local.is_file():
         rows = list(read_file(local, key))
     elif looks_local(path):
-        raise ConfigError(f"{key}={path}: there is no such file or folder (looked in {Path.cwd()})")
+        raise ConfigError(
+            f"{key}={path}: there is no such file or folder (looked in {Path.cwd()}); a dataset of the hub is named "
+            "owner/name or owner/name:split"
+        )
     else:
         rows = list(read_hub(path, key))
     if not rows:
@@ -44,13 +54,42 @@ def open_source(path: str, key: str) -> list[Located]:
 
 def looks_local(path: str) -> bool:
     name, _, _ = path.partition(":")
-    return Path(name).suffix in READERS or path.startswith((".", "/", "~")) or name.count("/") > 1
+    return Path(name).suffix in READERS or not hub_name(name)
+
+
+def hub_name(path: str) -> bool:
+    """Tell `owner/name` from a path: it has one slash, and no folder here bears the owner's name."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).parent.is_dir()
+
+
+def try_hub() -> None:
+    """Try once to reach the hub; where it cannot be, its libraries look into their caches only and do not try again."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    hub = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or PORTS[hub.scheme]), HUB_SECONDS).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def data_files(folder: Path, key: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
+    held_out = [file for file in files if HELD_OUT & set(re.split(r"[^a-z]+", file.stem.lower()))]
+    if 0 < len(held_out) < len(files):
+        rest = next(file for file in files if file not in held_out)
+        raise ConfigError(
+            f"{key}={folder}: {held_out[0].name} looks held out and stands beside {rest.name}: name one file, e.g. "
+            f"{key}={rest}, and what is held out as evaluation.data={held_out[0]}"
+        )
     return files
 
 
@@ -76,7 +115,7 @@ def parsed_object(text: str, place: str) -> Row:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno})") from None
+        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
     return row
@@ -90,7 +129,7 @@ def read_json(file: Path) -> Iterator[Located]:
     try:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from None
+        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
     for number, row in enumerate(rows, 1):
         place = f"{file}, row {number}"
         if not isinstance(row, dict):
@@ -126,6 +165,7 @@ def table_rows(table: arrow.Table, place: Path | str) -> Iterator[Located]:
 
 def read_hub(name: str, key: str) -> Iterator[Located]:
     """Read `owner/name` or `owner/name:split` from the Hugging Face hub or its local cache."""
+    try_hub()
     import datasets  # noqa: PLC0415  (seconds to import, and only hub names need it)
 
     repository, _, split = name.partition(":")
@@ -133,7 +173,8 @@ def read_hub(name: str, key: str) -> Iterator[Located]:
         dataset = datasets.load_dataset(repository, split=split or "train")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}={name}: neither a local file nor a dataset that could be loaded from the hub ({error})"
+            f"{key}={name}: neither a file nor a dataset that can be had from the hub ({first_line(error)}); name a "
+            "file, or look after the name and the network"
         ) from error
     yield from table_rows(dataset.with_format("arrow")[:], name)
 

@@ -41,6 +41,7 @@ class SamplingPlan(Generic[Kind]):
     reward_roles: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
     chat: ChatFormat
+    warnings: list[str]  # of the rewards
 
     def prompts(self) -> int:
         return sum(len(one.prompts) for one in self.sets.values())
@@ -67,8 +68,8 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
-    for example in {(tuple(first.columns), first.label is None): first for first in firsts}.values():
-        check_rewards(config.reward, example, required=scored)
+    examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
+    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=scored)]
     facts, machine = check_model(config.model), this_machine()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
@@ -84,7 +85,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_rollout(rollout, config.model, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat)
+    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat, warnings)
 
 
 def engine_count(config: SamplingConfig, reward_roles: list[RoleModel], machine: Machine) -> int:
@@ -122,6 +123,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",
+            *(f"warning: {text}" for text in plan.warnings),
         ]
     )
 

@@ -18,7 +18,7 @@ from trueline.rewards.model import ModelReward, check_reward_model, reward_model
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer, open_port
 from trueline.runs.engines import check_engines, check_ranks
-from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
+from trueline.runs.preflight import chained, check_parallel, rank_count, resolve_dtype, resolve_path
 from trueline.runs.processes import opened, role_group
 from trueline.runs.roles import RoleModel
 from trueline.runs.summary import model_line
@@ -39,12 +39,13 @@ class ServingPlan:
 
 def serve(config: ServingConfig) -> int:
     """Load the model and answer requests until Ctrl-C or SIGTERM; return 1 if the model's processes fail."""
+    config, taken = chained(config)
     plan = plan_serving(config)
     with ExitStack() as stack:
         # While the model loads, both signals end it the same way.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is told before the load
-        say(model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype))
+        say("\n".join([*taken, model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype)]))
         try:
             group = start_model(plan, stack)
             asyncio.run(answer(plan, group, listener))

@@ -11,6 +11,7 @@ import torch
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
+from trueline.data.sources import first_line, hub_name, try_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -54,8 +55,13 @@ def check_model(config: ModelConfig) -> ModelFacts:
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         check_folder(folder)
-    elif config.path.startswith((".", "/", "~")) or config.path.count("/") > 1:
-        raise ConfigError(f"model.path={config.path}: there is no such folder (looked in {Path.cwd()})")
+    elif not hub_name(config.path):
+        raise ConfigError(
+            f"model.path={config.path}: there is no such folder or run (looked in {Path.cwd()}); a model of the hub is "
+            "named owner/name"
+        )
+    else:
+        try_hub()
     settings = load_settings(config)
     rescaled = [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]
     if rescaled:
@@ -87,7 +93,10 @@ def intermediate_size(settings: dict[str, Any]) -> int:
 
 def check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder")
+        adapter = "it holds a LoRA: merge it with `trueline export RUN FOLDER --merge` and name that folder"
+        lora = (folder / "adapter_config.json").is_file()
+        remedy = adapter if lora else "name a folder that `save_pretrained` wrote, or a run with a checkpoint"
+        raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
     if not list(folder.glob("*.safetensors")):
@@ -102,7 +111,10 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path}: cannot be opened: {error}") from error
+        raise ConfigError(
+            f"model.path={config.path}: cannot be opened ({first_line(error)}); name a folder that holds a model, or "
+            "one of the hub that can be reached"
+        ) from error
     text = loaded.get_text_config()
     # Some architectures spell these otherwise (n_head, n_embd); the object knows them by their common names.
     settings = dict(text.to_dict())
@@ -131,7 +143,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path}: its tokenizer cannot be loaded: {error}") from error
+        raise ConfigError(f"model.path={config.path}: its tokenizer cannot be loaded ({first_line(error)})") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"model.path={config.path}: its tokenizer has no end-of-sequence token; set eos_token")
     return tokenizer

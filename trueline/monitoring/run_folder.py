@@ -68,7 +68,10 @@ class RunFolder:
 
     def _checked(self, verb: str) -> "RunFolder":
         if not self.config.is_file():
-            raise ConfigError(f"{self.path} is not a run that can be resumed: it has no config.yaml")
+            raise ConfigError(
+                f"{self.path} is not a run that can be resumed (it has no config.yaml): see to --name and folder=..., "
+                "or leave --resume out to start it"
+            )
         if self.verb() != verb:
             raise ConfigError(
                 f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that began it "

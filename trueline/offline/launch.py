@@ -8,6 +8,7 @@ from trueline.data.preview import render
 from trueline.offline.build import supervised_trainer
 from trueline.offline.plan import describe_plan, plan_supervised
 from trueline.runs.launch import Job, Start, training
+from trueline.runs.preflight import chained
 
 
 def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
@@ -17,7 +18,7 @@ def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:
     """Show the first rows as the model will see them, learnt stretches marked."""
-    plan = plan_supervised(config, here=False)
+    plan = plan_supervised(chained(config)[0], here=False)
     train = plan.material.train
     color = sys.stdout.isatty()
     sys.stdout.write(describe_plan(plan) + "\n")

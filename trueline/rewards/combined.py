@@ -57,7 +57,8 @@ class RewardKind:
     """How a kind of reward is recognised, checked before the start and opened."""
 
     fits: Callable[[RewardPartConfig], bool]
-    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], None]  # the data's columns; are there labels?
+    # Of the data's columns and whether there are labels; a function's gives its parameters.
+    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], list[str] | None]
     open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
 
 

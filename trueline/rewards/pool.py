@@ -29,8 +29,8 @@ MARK = "TRUELINE_REWARD_PROCESS"  # environment variable by which what a functio
 FromChild = dict[str, Any]
 
 
-def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[str], labelled: bool) -> None:
-    """Import the function in a child process and compare its parameters with what it would be given."""
+def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[str], labelled: bool) -> list[str]:
+    """Import the function in a child process, compare its parameters with what it would be given, and return them."""
     if not part.function:
         raise ConfigError(
             f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
@@ -57,6 +57,7 @@ def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[s
             f"reward.function={part.function}: reward.options has {idle[0]!r}, which is none of the parameters "
             f"that options can fill ({', '.join(name for name in takes['all'] if name not in ALWAYS_GIVEN)})"
         )
+    return list(takes["all"])
 
 
 async def describe(part: RewardPartConfig, config: RewardConfig) -> dict[str, Any]:

@@ -43,12 +43,15 @@ def load_function(specification: str) -> Function:
         return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
     if not separator:
-        raise NoSuchFunction(f"not a built-in ({', '.join(REWARDS)}), nor file.py:function or package.module:function")
+        raise NoSuchFunction(
+            f"not a built-in ({', '.join(REWARDS)}), nor file.py:function, package.module:function or a folder"
+        )
     sys.path.insert(0, os.getcwd())
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        raise NoSuchFunction(f"{place} has no function {name!r}")
+        there = [own for own, value in vars(module).items() if callable(value) and not own.startswith("_")]
+        raise NoSuchFunction(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
     return function
 
 

@@ -45,7 +45,7 @@ def describe_plan(plan: RLPlan) -> str:
             engines_line(plan.rollout) + each["engine"],
             describe_recipe(config),
             *describe_batches(plan),
-            *warning_lines(config, layout, plan.machine, unsuited_rates(plan)),
+            *warning_lines(config, layout, plan.machine, [*unsuited_rates(plan), *plan.warnings]),
         ]
     )
 

@@ -15,6 +15,7 @@ Metrics = dict[str, float]
 
 
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
+UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
 
 
@@ -117,6 +118,16 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
         "outcome": str(trajectory.outcome),
         **trajectory.metrics,
     }
+
+
+def uniform_warning(uniform: int, step: int, steps: int, mean: float) -> str:
+    """Return what to say after so many steps in a row in which all completions had one reward, where it is time to."""
+    if uniform not in UNIFORM_STEPS and (step < steps or uniform < 2):
+        return ""
+    return (
+        f"in {uniform} steps in a row all completions had the same reward, {mean:.3f}, so nothing was learnt from it: "
+        "look at what the reward is given and says with `trueline reward try`, and at transcripts.jsonl"
+    )
 
 
 def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:

@@ -41,6 +41,7 @@ class RLPlan:
     sources: list[PromptSet]  # one for each dataset
     evaluation_sets: dict[str, list[Prompt]]
     chat: ChatFormat
+    warnings: list[str]  # of the rewards
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -66,8 +67,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
-    for source in sources:
-        check_rewards(config.reward, source[0], required=reads_reward(config.algorithm))
+    required = reads_reward(config.algorithm)
+    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
     facts = check_model(config.model)
     machine = this_machine()
     chat = load_chat(config.model, config.data.chat_template)
@@ -82,7 +83,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    return settle_memory(RLPlan(config, rollout, machine, facts, layout, roles, fitted, sets, chat))
+    return settle_memory(RLPlan(config, rollout, machine, facts, layout, roles, fitted, sets, chat, warnings))
 
 
 def check_algorithm(config: RLConfig) -> None:

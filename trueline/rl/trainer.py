@@ -14,7 +14,15 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.rl.device_sharing import DeviceSharing
-from trueline.rl.metrics import AIMS, describe_models, describe_step, first_step_warnings, over_updates, transcript
+from trueline.rl.metrics import (
+    AIMS,
+    describe_models,
+    describe_step,
+    first_step_warnings,
+    over_updates,
+    transcript,
+    uniform_warning,
+)
 from trueline.rl.models import Models
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import NothingToLearn
@@ -45,6 +53,7 @@ class RLTrainer:
     timer: Timer
     guard: Guard
     critic_guard: Guard | None
+    uniform: int = 0  # steps in a row in which all completions had the same reward
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
@@ -197,9 +206,14 @@ class RLTrainer:
             )
         aim = next(name for name in AIMS if name in metrics)
         self.guard.follow(aim, metrics[aim])
-        if self.state.step == 1:
-            for warning in first_step_warnings(metrics, self.config):
-                self.progress.note(f"warning: {warning}")
+        warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
+        for warning in [*warnings, *self.count_uniform(metrics)]:
+            self.progress.note(f"warning: {warning}")
+
+    def count_uniform(self, metrics: dict[str, float]) -> list[str]:
+        self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0
+        said = uniform_warning(self.uniform, self.state.step, self.config.steps, metrics.get("reward/mean", 0.0))
+        return [said] * bool(said)
 
     def evaluation_due(self) -> bool:
         every, step = self.config.evaluation.every, self.state.step

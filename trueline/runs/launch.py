@@ -13,6 +13,7 @@ from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.trackers import check_trackers
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
+from trueline.runs.preflight import chained
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
 from trueline.sync.weights import SyncFailure
@@ -52,15 +53,17 @@ def launch(
     """Name the run, plan it with `prepare`, and do it, or only say what would be done."""
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
+    config, taken = chained(config)
     job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
+    about = "\n".join([job.about, *taken])
     if job.trains:
         check_trackers(job.config.monitoring)
     if dry_run:
-        sys.stdout.write(f"{job.config.dump()}\n{job.about}\n")
+        sys.stdout.write(f"{job.config.dump()}\n{about}\n")
         return 0
     folder.open(job.config, verb, resume=resume)
     progress = Progress(name, job.total, log=folder.log)
-    progress.note(f"{job.about}\nrun        {folder.path}")
+    progress.note(f"{about}\nrun        {folder.path}")
     if resume and job.trains and not folder.has_checkpoint():
         progress.note("resume     no checkpoint yet: starts over at step 0")
     try:

@@ -3,22 +3,30 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from trueline.config.base import ConfigError
+from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.reward import RewardConfig
 from trueline.config.rl import ResolvedRollout, RolloutConfig
+from trueline.config.run import CheckpointConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import naming
 from trueline.data.readers import read_prompts
 from trueline.data.sources import open_source
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
+from trueline.monitoring.run_folder import RunFolder
+from trueline.rewards.combined import kind_of
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import others
 from trueline.runtime.cluster import Machine
+from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
 
+Kind = TypeVar("Kind", bound=Config)
+MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
 
 
@@ -39,6 +47,43 @@ def resolve_path(path: str) -> str:
     """Resolve a folder, for other processes may work in another one and know no `~`; a hub name stays as it is."""
     folder = Path(path).expanduser()
     return str(folder.resolve()) if path and folder.is_dir() else path
+
+
+def chained(config: Kind) -> tuple[Kind, list[str]]:
+    """Put the model of a checkpoint in place of each run that is named as a model; return lines about them besides."""
+    named = {key.path: str(key.default or "") for key in config.leaves() if key.path in MODEL_KEYS}
+    rewards = dict(config).get("reward")
+    if isinstance(rewards, RewardConfig):
+        key = "reward.parts.{}.function" if rewards.parts else "reward.function"
+        parts = rewards.named_parts().items()
+        named |= {key.format(name): part.function for name, part in parts if kind_of(part) == "model"}
+    lines = []
+    for key, path in named.items():
+        if path and (found := run_model(Path(path).expanduser().resolve(), f"{key}={path}")):
+            model, which = found
+            config = config.replaced(parse_override(f"{key}={model}", [key]))
+            lines.append(f"taken      {key}={path}: {which} ({model})")
+    return config, lines
+
+
+def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
+    """Return the model of a checkpoint or run, and which one it is; None where the folder is neither."""
+    run = RunFolder(folder)
+    if (folder / MANIFEST).is_file():
+        return folder / "model", "this checkpoint's model"
+    if not run.config.is_file() or not run.verb():
+        return None
+    asked = CheckpointConfig.parse(read_tree(run.config).get("checkpoint", {}))
+    checkpoints = Checkpoints(folder, asked)
+    if best := checkpoints.best():
+        return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
+    newest = checkpoints.newest()
+    if newest is None:
+        raise ConfigError(
+            f"{named} is a run of {run.verb()} without a checkpoint yet: let it go on until it has one (trueline "
+            f"{run.verb()} --resume --name {folder.name}), or name another run or model folder"
+        )
+    return newest / "model", f"{newest.name}, the newest checkpoint"
 
 
 def resolved_rollout(

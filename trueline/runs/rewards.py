@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
@@ -10,6 +11,7 @@ from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward
 from trueline.rewards.combined import REWARD_KINDS, CombinedReward, kind_of
+from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import ModelReward
 from trueline.rewards.replay import write_failure
 from trueline.rollout.failures import Report
@@ -17,9 +19,9 @@ from trueline.runs.roles import RoleModel, reward_model_name
 from trueline.training.group import ModelGroup
 
 
-def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = True) -> None:
-    """Check whatever can be told of the rewards before anything starts."""
-    parts = config.named_parts()
+def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = True) -> list[str]:
+    """Check whatever can be told of the rewards before anything starts; return warnings."""
+    parts, warnings = config.named_parts(), []
     if required and not parts:
         raise ConfigError(
             "reward.function is empty: give --reward math, exact, regex or another built-in, file.py:function, "
@@ -27,9 +29,22 @@ def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = Tru
         )
     for name, part in parts.items():
         try:
-            REWARD_KINDS[kind_of(part)].check(part, config, list(example.columns), example.label is not None)
+            takes = REWARD_KINDS[kind_of(part)].check(part, config, list(example.columns), example.label is not None)
         except ConfigError as error:
             raise ConfigError(f"reward.parts.{name}: {error}" if config.parts else str(error)) from error
+        if "label" in (takes or []) and part.function not in REWARDS and (remark := label_remark(example.label)):
+            warnings.append(f"reward.function={part.function} of {example.source}: {remark}")
+    return warnings
+
+
+def label_remark(label: Any) -> str:
+    """Say of a label that is no text what a comparison with a reply then gives; nothing of one that is."""
+    if label is None or isinstance(label, str):
+        return ""
+    return (
+        f"the label {label!r:.40} is of type {type(label).__name__} and replies are texts, so `reply == label` is "
+        "never true: compare with str(label)"
+    )
 
 
 def open_rewards(

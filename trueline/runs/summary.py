@@ -50,6 +50,6 @@ def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out
     )
 
 
-def warning_lines(config: RunConfig, layout: Layout, machine: Machine, rates: Iterable[str] = ()) -> list[str]:
+def warning_lines(config: RunConfig, layout: Layout, machine: Machine, found: Iterable[str] = ()) -> list[str]:
     """Warn of what will run, but hardly as it was meant."""
-    return [f"warning: {text}" for text in (*crowding(layout, machine), *rates, *idle_keys(config))]
+    return [f"warning: {text}" for text in (*crowding(layout, machine), *found, *idle_keys(config))]

@@ -51,7 +51,7 @@ def find_checkpoint(source: Path) -> Path:
         return source
     newest = Checkpoints(source, CheckpointConfig()).newest()
     if newest is None:
-        raise ConfigError(f"{source}: neither a checkpoint nor a run folder with checkpoints in it")
+        raise ConfigError(f"{source}: neither a checkpoint nor a run folder with checkpoints in it; name runs/NAME")
     return newest
 
 

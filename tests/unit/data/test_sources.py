@@ -1,12 +1,15 @@
 import json
+import os
+import socket
 from pathlib import Path
 
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+from huggingface_hub import constants
 
 from trueline.config.base import ConfigError
-from trueline.data.sources import open_source
+from trueline.data.sources import hub_name, open_source, try_hub
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'größe, "x"\nline', "answer": "3"}]
 
@@ -154,3 +157,40 @@ def test_no_path_no_known_ending_and_no_data_files_are_refused(tmp_path: Path) -
     (tmp_path / "rows.txt").write_text("x")
     assert "'.txt'" in refused(tmp_path / "rows.txt")
     assert "no data file" in refused(tmp_path)
+
+
+def test_files_of_a_folder_that_are_held_out_are_not_mixed_in(tmp_path: Path) -> None:
+    for name in ("train", "gsm-test-1"):
+        write_jsonl(tmp_path / f"{name}.jsonl")
+    message = refused(tmp_path)
+    assert f"data.path={tmp_path}: gsm-test-1.jsonl looks held out" in message
+    assert f"data.path={tmp_path / 'train.jsonl'}, and what is held out as evaluation.data=" in message
+    (tmp_path / "train.jsonl").rename(tmp_path / "second_eval.jsonl")
+    assert len(open_source(str(tmp_path), "evaluation.data")) == 2 * len(ROWS)
+    (tmp_path / "second_eval.jsonl").rename(tmp_path / "latest.jsonl")  # `test` in a word is no name of a split
+    (tmp_path / "gsm-test-1.jsonl").rename(tmp_path / "contest.jsonl")
+    assert len(open_source(str(tmp_path), "data.path")) == 2 * len(ROWS)
+
+
+def test_a_name_of_the_hub_has_an_owner_that_is_no_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    names = {"owner/name": True, "name": False, "runs/name": False, "./owner": False, "a/b/c": False, "~/name": False}
+    assert {name: hub_name(name) for name in names} == names
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and no one listens
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        for proxy in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+            monkeypatch.delenv(proxy, raising=False)
+        try_hub()
+        assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+        taken.listen()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        try_hub()
+        assert not constants.HF_HUB_OFFLINE
+        taken.accept()[0].close()

@@ -3,7 +3,7 @@ import torch
 
 from trueline.config.rl import RLConfig
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_sample
-from trueline.rl.metrics import describe_step, first_step_warnings, over_updates
+from trueline.rl.metrics import describe_step, first_step_warnings, over_updates, uniform_warning
 from trueline.rollout.rollouts import Dropped
 
 
@@ -80,3 +80,10 @@ def test_responses_too_short_for_a_lambda_that_follows_their_length_are_warned_o
     assert said.startswith("algorithm.length_adaptive=0.05 makes lambda 0 for responses of up to 20 tokens")
     assert not first_step_warnings(metrics | {"response_length/mean": 21.0}, vapo)
     assert not first_step_warnings(metrics | {"response_length/mean": 20.0}, ppo)
+
+
+def test_equal_rewards_are_warned_of_after_ten_and_a_hundred_steps_and_at_the_end() -> None:
+    told = [step for step in range(1, 151) if uniform_warning(step, step, 150, 0.5)]
+    assert told == [10, 100, 150]
+    assert "in 10 steps in a row all completions had the same reward, 0.500" in uniform_warning(10, 60, 150, 0.5)
+    assert not uniform_warning(0, 150, 150, 0.5) and not uniform_warning(1, 1, 1, 0.5)  # the first is told of already

@@ -1,0 +1,95 @@
+"""Ask a reward about a few rows, without a model: what it is given, and what it says."""
+
+import asyncio
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trueline.config.base import ConfigError
+from trueline.config.sampling import GenerateConfig
+from trueline.data.types import Prompt
+from trueline.environments.single_turn import reward_call
+from trueline.rewards.base import RewardFailure, Verdict
+from trueline.rewards.combined import CombinedReward, kind_of
+from trueline.runs.preflight import load_prompts
+from trueline.runs.rewards import check_rewards, open_rewards
+
+COMPLETIONS = ("completion", "response", "output", "chosen")  # columns whose text can stand for a reply
+SHOWN = 300  # characters
+
+
+def show_trial(config: GenerateConfig, reply: str | None, rows: int) -> int:
+    """Show every row's call and verdict; return 1 where a reward could not be had."""
+    for part in config.reward.named_parts().values():
+        if kind_of(part) == "model":
+            raise ConfigError(
+                f"reward.function={part.function} is a reward model, which must be loaded: ask it with `trueline eval`"
+            )
+    key = config.data.source_key()
+    prompts = [one for path in config.data.sources() for one in load_prompts(config.data, path, key)[: max(rows, 1)]]
+    warnings = check_rewards(config.reward, prompts[0])
+    replies = [(reply, "--reply") if reply is not None else reply_of(prompt) for prompt in prompts]
+    verdicts = asyncio.run(ask(config, prompts, [text for text, _ in replies]))
+    for prompt, (text, source), verdict in zip(prompts, replies, verdicts, strict=True):
+        sys.stdout.write("\n".join(describe(prompt, text, source, verdict)) + "\n\n")
+    sys.stdout.write("".join(f"warning: {warning}\n" for warning in warnings))
+    return int(any(isinstance(verdict, RewardFailure) for verdict in verdicts))
+
+
+def reply_of(prompt: Prompt) -> tuple[str, str]:
+    """Return a text to stand for the model's reply, and where it comes from."""
+    if prompt.label is not None:
+        return str(prompt.label), "the row's label"
+    named = [column for column in COMPLETIONS if isinstance(prompt.columns.get(column), str)]
+    return (prompt.columns[named[0]], f"column {named[0]}") if named else ("", "empty: give one with --reply")
+
+
+async def ask(config: GenerateConfig, prompts: list[Prompt], replies: list[str]) -> list[Verdict | RewardFailure]:
+    with tempfile.TemporaryDirectory() as logs:
+        rewards = open_rewards(config.reward, [], {}, Path(logs))
+        calls = [reward_call(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
+        try:
+            return list(await asyncio.gather(*(verdict_of(rewards, call) for call in calls)))
+        finally:
+            await rewards.stop()
+
+
+async def verdict_of(rewards: CombinedReward, call: dict[str, Any]) -> Verdict | RewardFailure:
+    try:
+        return await rewards.verdict(call)
+    except RewardFailure as failure:
+        return failure
+
+
+def describe(prompt: Prompt, reply: str, source: str, verdict: Verdict | RewardFailure) -> list[str]:
+    call = reward_call(prompt, reply)
+    others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
+    return [
+        f"row {prompt.id + 1} of {prompt.source}",
+        f"  prompt   {shortened(call['prompt'])}",
+        f"  reply    {shortened(reply)} ({source})",
+        *([f"  label    {shortened(prompt.label)}"] * (prompt.label is not None)),
+        *(f"  {name:<8} {shortened(value)}" for name, value in others.items()),
+        f"  reward   {said(verdict)}",
+    ]
+
+
+def said(verdict: Verdict | RewardFailure) -> str:
+    """Put a verdict into one line; of a traceback, its last words and the function's line."""
+    if isinstance(verdict, RewardFailure):
+        text = str(verdict)
+        place = re.findall(r'File "(.+)", line (\d+)', text)
+        where = f" ({Path(place[-1][0]).name}, line {place[-1][1]})" if place else ""
+        return f"none: {text.rpartition(chr(10))[2]}{where}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in verdict.parts.items()) if len(verdict.parts) > 1 else ""
+    notes = [f"reward.policy_error: {verdict.policy_error}"] * bool(verdict.policy_error) + [parts] * bool(parts)
+    return f"{verdict.reward:g}" + "".join(f" ({note})" for note in notes)
+
+
+def shortened(value: Any) -> str:
+    """Show a value as JSON in one line, which tells texts from numbers."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
