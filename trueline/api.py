@@ -73,8 +73,8 @@ class Run:
 
     @property
     def samples(self) -> Rows:
-        """Read the completions that `generate` sampled."""
-        return read_rows(self.folder / "samples.jsonl")
+        """Read the completions that `generate` sampled, in the order of their prompts."""
+        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["number"]))
 
     @property
     def evaluation(self) -> dict[str, float]:

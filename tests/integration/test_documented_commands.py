@@ -28,6 +28,7 @@ ROWS = {
 MINE = """
 def above_median(samples, config): ...
 def squared(logprobs, batch, config): ...
+def reward(reply, label): return float(reply == label)
 """
 
 
@@ -67,8 +68,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         local = ["runtime=local", "monitoring.tensorboard=false", "steps=1", "--model", "model"]
         small = ["prompts_per_step=1", "algorithm.group_size=2", "rollout.max_new_tokens=4", "--reward", "math"]
-        adapted = ["model.lora.rank=2", "training.ema_decay=0.9", "algorithm.kl.coefficient=0"]
-        assert main(["grpo", "--data", "data.jsonl", "--name", "first", *local, *small, *adapted]) == 0
+        averaged = ["training.ema_decay=0.9", "algorithm.kl.coefficient=0"]
+        assert main(["grpo", "--data", "data.jsonl", "--name", "first", *local, *small, *averaged]) == 0
+        adapted = [*averaged, "model.lora.rank=2"]
+        assert main(["grpo", "--data", "data.jsonl", "--name", "adapted", *local, *small, *adapted]) == 0
         for verb, name, data in (("sft", "long", "data"), ("rm", "judge", "pairs")):
             held_out = ["samples_per_step=2", "evaluation.share=0.2"]
             assert main([verb, "--data", f"{data}.jsonl", "--name", name, *held_out, *local]) == 0
@@ -97,6 +100,7 @@ def test_every_command_works_up_to_its_start(
         if words[0] in VERBS and "--dry-run" not in words:
             words = [*words, "--dry-run"]
         if words[0] == "export":
+            words[1] = words[1].replace("first", "adapted" if "--merge" in words else "first")
             words = [words[0], words[1], f"exported-{next(numbers)}", *words[3:]]
         status = main(words)
         said = capsys.readouterr().err.strip()
