@@ -73,8 +73,8 @@ class Run:
 
     @property
     def samples(self) -> Rows:
-        """Read the completions that `generate` sampled, in the order of their prompts."""
-        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["number"]))
+        """Read the completions that `generate` sampled, in the order of the rows."""
+        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["id"]))
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -259,6 +259,7 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, value)
     import torch  # noqa: PLC0415
 
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
     from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
 
     for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which would warn without

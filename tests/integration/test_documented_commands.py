@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_every_command_works_up_to_its_start(
 ) -> None:
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(home))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     monkeypatch.setenv("TRUELINE_REWARD_TOKEN", "a token")
     failed, numbers = [], itertools.count()
     for page, words in commands():
@@ -106,4 +108,5 @@ def test_every_command_works_up_to_its_start(
         said = capsys.readouterr().err.strip()
         if status:
             failed.append(f"{page}: trueline {shlex.join(words)}: {said}")
+    sys.modules.pop("mine", None)
     assert not failed, "\n".join(failed)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 
 import trueline
 from tests.support.tiny import make_tiny_model
-from trueline.api import unknown_verb
+from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
 from trueline.config.base import read_tree
 from trueline.objects import Objects
@@ -207,12 +208,13 @@ def test_only_the_user_s_own_pickles_are_loaded(tmp_path: Path) -> None:
 
 def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/mine.py").write_text("def length(reply): return len(reply)\n")
+    (tmp_path / "scripts/graders.py").write_text("def length(reply): return len(reply)\n")
     program = (
-        "import sys; from pathlib import Path; sys.path.insert(0, 'scripts'); import mine\n"
+        "import sys; from pathlib import Path; sys.path.insert(0, 'scripts'); import graders\n"
         "from trueline.objects import Objects\n"
         "objects = Objects(Path('objects').resolve())\n"
-        "sys.stdout.write(objects.named({'reward': {'function': mine.length}})['reward']['function']); objects.write()"
+        "named = objects.named({'reward': {'function': graders.length}})\n"
+        "sys.stdout.write(named['reward']['function']); objects.write()"
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", program]
@@ -222,7 +224,7 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
         assert load_function(name)("four") == 4
     finally:
         sys.path[:] = paths
-        sys.modules.pop("mine", None)
+        sys.modules.pop("graders", None)
 
 
 def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any], tmp_path: Path) -> None:
@@ -253,3 +255,13 @@ def test_the_package_is_cheap_to_import() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         trueline.trian  # noqa: B018
+
+
+def test_threads_leave_a_core_free_even_where_torch_was_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    try:
+        quiet_libraries()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ import re
 import types
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin
 
@@ -161,8 +162,13 @@ def explain_value(path: str, detail: Any) -> str:
     return f"{path}: {message[:1].lower()}{message[1:]} (got {detail['input']!r})"
 
 
+@cache
+def keys_of(config: type[Config]) -> list[str]:
+    return [key.path for key in config().leaves()]
+
+
 def suggestion(config: type[Config], path: str) -> str:
-    keys = [key.path for key in config().leaves()]
+    keys = keys_of(config)
     if RENAMED.get(path) in keys:
         return f": it was renamed to {RENAMED[path]!r}"
     answer = known_answer(path, keys)
