@@ -67,7 +67,7 @@ class Objects:
             rows.to_parquet(stream)
             return self._add("data", stream.getvalue(), ".parquet")
         return self._add(
-            "data", "".join(line_of(row, number, path) for number, row in enumerate(rows)).encode(), ".jsonl"
+            "data", "".join(line_of(row, number, path) for number, row in enumerate(rows, 1)).encode(), ".jsonl"
         )
 
     def _add(self, name: str, content: bytes, ending: str) -> str:

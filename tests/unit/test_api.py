@@ -180,7 +180,7 @@ def test_what_cannot_become_a_file_is_refused(tmp_path: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(trueline.ConfigError, match=r"reward\.function: <lambda> cannot be sent .*lock.*file\.py"):
         trueline.train("grpo", reward=lambda reply: bool(lock), folder=tmp_path)
-    with pytest.raises(trueline.ConfigError, match=r"data\.path: row 1 cannot be written as JSON: .*set"):
+    with pytest.raises(trueline.ConfigError, match=r"data\.path: row 2 cannot be written as JSON: .*set"):
         trueline.train("grpo", data=[{"prompt": "a"}, {"prompt": {1}}], folder=tmp_path)
 
 

@@ -1,6 +1,6 @@
 """The configuration of a reinforcement-learning run."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,11 @@ class SamplingControls(Config):
 
     stop: list[str] = []
     """Texts that end a completion; the reply ends before them."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def list_stop(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
 
     @field_validator("stop")
     @classmethod

@@ -82,6 +82,11 @@ def test_an_empty_stop_string_and_controls_out_of_range_are_refused(section: str
         assert refused(f"{section}.{control}").startswith(f"{section}.{control.partition('=')[0]}: ")
 
 
+def test_one_stop_string_needs_no_brackets() -> None:
+    assert RLConfig.load([], ["rollout.stop=END"]).rollout.stop == ["END"]
+    assert RLConfig.load([], ["rollout.stop=[a, b]"]).rollout.stop == ["a", "b"]
+
+
 def test_colocated_models_cannot_lag() -> None:
     message = refused("placement=colocated", "rollout.max_staleness=2")
     assert "placement=colocated" in message
