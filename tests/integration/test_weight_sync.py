@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.faults import FAULTS, Breakable
 from tests.support.restartable import RestartableWorker
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
@@ -15,14 +16,15 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.rl import RolloutConfig, SyncConfig
 from trueline.data.types import Completion, Sample
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import RayActor, Spot
 from trueline.runtime.cluster import ray_cluster, this_machine
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
-from trueline.sync.weights import Canary, SyncFailure, WeightSync
+from trueline.sync.proof import SyncFailure
+from trueline.sync.weights import Canary, Way, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec, worker_target
@@ -66,7 +68,7 @@ def engines(
     """One engine on one device and one on two, for one model."""
     folder = tmp_path_factory.mktemp(request.param)
     model = str(make_tiny_model(folder / "model", tied=request.param == "tied"))
-    spot = Spot(environment=process_environment(ENGINE, this_machine()))
+    spot = Spot(environment=process_environment(ENGINE, this_machine()) | {"PYTHONPATH": str(ROOT)})
     actors = [
         RayActor(f"engine-tp{width}", ENGINE, [engine_spec(model, width)], spot, folder / f"tp{width}.log")
         for width in (1, 2)
@@ -76,7 +78,7 @@ def engines(
     pool.stop()
 
 
-ENGINE = ROLLOUT_ENGINES["vllm"].target(RolloutConfig())
+ENGINE = replace(ROLLOUT_ENGINES["vllm"], path="tests.support.faulty_receiver:FaultyEngine").target(RolloutConfig())
 
 
 def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
@@ -152,9 +154,10 @@ def test_engines_follow_the_trainer(
     model, pool = engines
     restart(trainer, model, stage)
     canary = Canary(list(range(5, 37)), 1e-3)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, "float32", False)
-    sync.publish(0)
-    sync.calibrate()
+    loop.run(pool.actors[0].call(RolloutEngine.scramble), "noise")  # left by an earlier stage: all is sent anew
+    WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo")).publish(0)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo"))
+    assert "packed away by the engine" in sync.attest()
     assert sync.floor < TOLERANCE
     first_weights = dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT)) if stage < 3 else {}
     for version in range(1, UPDATES + 1):
@@ -176,9 +179,29 @@ def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, Engine
     """An update that is never published leaves engine and trainer apart, and the check says so."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), "float32", False)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), Way("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     train_once(trainer, sample_all(pool, loop, 1.0, 7), 7)
     with pytest.raises(SyncFailure, match="does not compute with the weights that were sent"):
         sync.verify()
+
+
+def test_what_vllm_loads_wrongly_is_noticed(
+    trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
+) -> None:
+    """vLLM on a CPU packs its matrices away: what it loads wrongly shows in its log-probs, or in what is left plain."""
+    model, pool = engines
+    restart(trainer, model, 2)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), Way("float32", "gloo"))
+    sync.publish(0)
+    sync.verify()
+    for number, fault in enumerate(FAULTS):
+        train_once(trainer, sample_all(pool, loop, 1.0, 300 + number), number)
+        loop.run(pool.actors[1].call(Breakable.break_with, fault), fault)
+        with pytest.raises(SyncFailure, match="does not compute with the weights that were sent"):
+            sync.publish(number)
+            sync.verify()
+        loop.run(pool.actors[1].call(Breakable.break_with, ""), "healing")
+        sync.publish(number)
+        assert sync.verify()["sync/canary_gap"] < TOLERANCE, fault

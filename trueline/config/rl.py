@@ -146,8 +146,11 @@ class SyncConfig(Config):
     bucket_mib: int = Field(256, ge=1)
     """Weights travel to the engines in pieces of this size."""
 
+    transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
+    """ipc: through the memory of a GPU that both share; nccl: between GPUs; gloo: through the machine's memory."""
+
     check: bool = True
-    """After every update, engine and trainer score the same tokens; too large a gap stops the run."""
+    """Prove at the start and after every update that engines hold the trainer's weights and compute alike."""
 
     tolerance: float | None = Field(None, gt=0)
     """Largest mean log-prob gap of that check; null follows the gap at the start, when both hold the same weights."""

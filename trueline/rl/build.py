@@ -1,5 +1,6 @@
 """Start all processes of a plan, make its trainer, and end them with it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -24,7 +25,7 @@ from trueline.runs.processes import Sampling, model_group, opened, opened_loop, 
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
-from trueline.sync.weights import Canary, WeightSync
+from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, start_groups
 from trueline.training.worker import WorkerSpec, worker_target
@@ -56,7 +57,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
         sampling = sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop)
         sync = make_sync(plan, models.policy, pool, sampling)
-        progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
+        progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
@@ -122,9 +123,17 @@ def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, sampling: Samp
     length = min(CANARY_TOKENS, plan.rollout.max_prompt_tokens)
     prompt = sampling.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
-    canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance)
-    in_process = config.runtime == "local"
-    return WeightSync(policy, pool, sampling.loop, config.sync, canary, config.rollout.dtype, in_process)
+    canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance, STRANGE if exact else math.inf)
+    return WeightSync(policy, pool, sampling.loop, config.sync, canary, way_of(plan))
+
+
+def way_of(plan: RLPlan) -> Way:
+    """Choose how weights travel, and say why the trainer's are not the checkpoint's bit for bit, if they are not."""
+    config = plan.config
+    differs = "the trainer holds them in 4 bits" if config.model.lora.quantize else ""
+    if config.model.dtype == "bfloat16" and config.rollout.dtype == "float32":
+        differs = "the trainer holds them in bfloat16, the engines in float32"
+    return Way(config.rollout.dtype, "local" if config.runtime == "local" else plan.transport(), differs)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

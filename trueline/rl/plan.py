@@ -51,6 +51,12 @@ class RLPlan:
     def longest_prompt(self) -> int:
         return max(source.longest for source in self.sources)
 
+    def transport(self) -> str:
+        """Return by what weights travel from the trainer's processes to the engines'."""
+        asked = self.config.sync.transport
+        shared = self.layout.colocated and self.machine.gpus > 0
+        return asked if asked != "auto" else "ipc" if shared else "gloo"
+
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
         digests, sizes = [digest_rows(part) for part in rows], [len(part) for part in rows]
@@ -80,6 +86,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
         check_devices(layout, machine)
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
+    check_transport(config, layout, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
@@ -111,6 +118,15 @@ def check_critic(config: RLConfig) -> None:
             f"algorithm.critic_warmup_limit={config.algorithm.critic_warmup_limit} of steps={config.steps} may leave "
             "none to the policy: lower the former or raise the latter"
         )
+
+
+def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:
+    """Refuse a way of weights that this layout does not have."""
+    asked = config.sync.transport
+    if asked == "ipc" and not (layout.colocated and machine.gpus):
+        raise ConfigError("sync.transport=ipc needs models and engines on the same GPUs: set sync.transport=auto")
+    if asked == "nccl" and (layout.colocated or not machine.gpus):
+        raise ConfigError("sync.transport=nccl needs a GPU of its own for every process: set sync.transport=auto")
 
 
 def resolve(

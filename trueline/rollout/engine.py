@@ -6,7 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from trueline.data.types import Completion
-from trueline.runtime.transport import Bucket
+from trueline.runtime.fingerprints import Holding
+from trueline.runtime.transport import Bucket, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,23 @@ class RolloutEngine(Protocol):
     async def processes(self) -> int:
         """Return how many processes receive weights."""
 
-    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
-        """Join the trainer's broadcast group."""
+    async def connect(self, link: Link, first_rank: int) -> None:
+        """Join the trainer's group, one process after another from this rank on."""
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
-        """Take new weights from the group, and return a checksum per bucket from each process."""
+        """Take new weights from the group, and return a fingerprint per bucket from each process."""
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         """Take new weights from this very process."""
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        """Return what each process holds of its weights, fused and cut as they are there."""
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        """Return the bit sums of what each process holds, as numbers of this type."""
+
+    async def scramble(self) -> None:
+        """Overwrite the weights with noise."""
+
+    async def cached(self, tokens: list[int]) -> int:
+        """Return how many tokens of a prompt are answered from what was computed before."""

@@ -10,7 +10,8 @@ from trueline.config.model import ModelConfig
 from trueline.data.types import Completion
 from trueline.models.loading import DTYPES, load_model
 from trueline.rollout.engine import EngineSpec, SamplingParams
-from trueline.runtime.transport import BroadcastGroup, Bucket, bucket_buffer, bucket_views, checksum
+from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
+from trueline.runtime.transport import Bucket, Channel, Link, bucket_print, bucket_views
 
 
 @dataclass(slots=True)
@@ -34,7 +35,7 @@ class HFEngine:
         self.open = asyncio.Event()
         self.open.set()
         self.busy = asyncio.Lock()
-        self.channel: BroadcastGroup | None = None
+        self.channel: Channel | None = None
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -109,26 +110,37 @@ class HFEngine:
     async def processes(self) -> int:
         return 1
 
-    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
-        self.channel = await asyncio.to_thread(BroadcastGroup.join, address, first_rank, world, timeout_seconds)
+    async def connect(self, link: Link, first_rank: int) -> None:
+        self.channel = await asyncio.to_thread(link.received_by, first_rank, self.device)
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         return [await asyncio.to_thread(self._receive, buckets, version)]
 
     def _receive(self, buckets: list[Bucket], version: int) -> list[int]:
         assert self.channel is not None
-        sums = []
+        prints = []
         for bucket in buckets:
-            buffer = bucket_buffer(bucket)
-            self.channel.broadcast(buffer)
+            buffer = self.channel.take(bucket)
             self._copy(list(bucket_views(bucket, buffer)))
-            sums.append(checksum(buffer))
+            prints.append(bucket_print(bucket, buffer))
         self.version = version
-        return sums
+        return as_numbers(prints)
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         self._copy(weights)
         self.version = version
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        return [holdings(self.model)]
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        return [bit_sums(self.model, DTYPES[dtype])]
+
+    async def scramble(self) -> None:
+        scramble(self.model)
+
+    async def cached(self, tokens: list[int]) -> int:
+        return 0
 
     def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
         named = dict(self.model.named_parameters())

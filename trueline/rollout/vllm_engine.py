@@ -12,7 +12,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, SamplingParams
-from trueline.runtime.transport import Bucket
+from trueline.runtime.fingerprints import Holding
+from trueline.runtime.transport import Bucket, Link
 
 CPU_TOKENS_PER_STEP = 4096
 RECEIVER = "trueline.sync.vllm.WeightReceiver"
@@ -116,8 +117,9 @@ class VllmEngine:
     async def processes(self) -> int:
         return self.workers
 
-    async def connect(self, address: tuple[str, int], first_rank: int, world: int, timeout_seconds: float) -> None:
-        await self.llm.collective_rpc("join_trainer", args=(address, first_rank, world, timeout_seconds))
+    async def connect(self, link: Link, first_rank: int) -> None:
+        plain = (list(link.address), link.world, link.timeout_seconds, link.transport, link.shared)
+        await self.llm.collective_rpc("join_trainer", args=(plain, first_rank))
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
@@ -129,6 +131,20 @@ class VllmEngine:
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         raise RuntimeError("a vLLM engine has a process of its own: send its weights through a broadcast group")
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        found = await self.llm.collective_rpc("weight_holdings")
+        return [{name: tuple(held) for name, held in process.items()} for process in found]
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        return await self.llm.collective_rpc("weight_bit_sums", args=(dtype,))
+
+    async def scramble(self) -> None:
+        await self.llm.collective_rpc("scramble_weights")
+
+    async def cached(self, tokens: list[int]) -> int:
+        settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        return int((await self._run(tokens, settings, f"cached-{self.version}")).num_cached_tokens or 0)
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:

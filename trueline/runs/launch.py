@@ -16,7 +16,7 @@ from trueline.runs.guard import TrainingFailure
 from trueline.runs.preflight import chained
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
-from trueline.sync.weights import SyncFailure
+from trueline.sync.proof import SyncFailure
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)

@@ -1,18 +1,20 @@
-"""Weights on the wire: buckets of raw bytes, broadcast from one trainer rank to every engine process."""
+"""Weights on the wire: buckets of raw bytes from trainer ranks to every engine process."""
 
 import datetime
 import math
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import ray
 import torch
 import torch.distributed
 from torch import Tensor
 
-CHECKSUM_ROW = 1024  # words
+from trueline.runtime.fingerprints import fingerprint, salted
+
+CPU = torch.device("cpu")
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,9 +47,13 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]
     return buckets
 
 
-def bucket_buffer(bucket: Bucket) -> Tensor:
+def bucket_bytes(bucket: Bucket) -> int:
+    return sum(padded(spec.nbytes()) for spec in bucket)
+
+
+def bucket_buffer(bucket: Bucket, device: torch.device = CPU) -> Tensor:
     """Make room for the bucket's bytes, each tensor starting at a multiple of eight."""
-    return torch.zeros(sum(padded(spec.nbytes()) for spec in bucket), dtype=torch.uint8)
+    return torch.zeros(bucket_bytes(bucket), dtype=torch.uint8, device=device)
 
 
 def bucket_views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -63,13 +69,9 @@ def padded(nbytes: int) -> int:
     return (nbytes + 7) // 8 * 8
 
 
-def checksum(buffer: Tensor) -> int:
-    """Return a sum that is equal for equal bytes, and another for a lost, altered or misplaced piece."""
-    words = torch.nn.functional.pad(buffer.view(torch.int64), (0, -(buffer.numel() // 8) % CHECKSUM_ROW))
-    rows = words.view(-1, CHECKSUM_ROW)
-    by_row = (rows.sum(1) * torch.arange(1, len(rows) + 1)).sum()
-    by_column = (rows.sum(0) * torch.arange(1, CHECKSUM_ROW + 1)).sum()
-    return int(by_row * 31 + by_column)
+def bucket_print(bucket: Bucket, buffer: Tensor) -> Tensor:
+    """Return a number for a bucket's bytes under the names, shapes and places of its tensors."""
+    return salted(fingerprint(buffer), " ".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in bucket))
 
 
 dist: Any = torch.distributed  # its stores and gloo groups have no type stubs
@@ -102,17 +104,119 @@ class Meeting:
         return dist.TCPStore(*address, world, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-class BroadcastGroup:
-    """A gloo group of its own, beside those of DeepSpeed and vLLM. Rank 0 sends."""
+class Channel(Protocol):
+    """The way of weights from trainer ranks to engine processes, which take the buckets in the same order."""
 
-    def __init__(self, store: Any, rank: int, world: int, timeout_seconds: float) -> None:
+    def room(self, bucket: Bucket) -> Tensor:
+        """Return a place for the bucket's bytes, on a sender."""
+
+    def send(self, buffer: Tensor) -> None: ...
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """Return the bucket's bytes, which may be overwritten once the next bucket is taken."""
+
+
+class BroadcastGroup:
+    """A gloo or NCCL group of its own, beside those of DeepSpeed and vLLM. Rank 0 sends."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout_seconds: float, device: torch.device = CPU) -> None:
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        self.group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world, timeout)
+        store = dist.PrefixStore("weights", store)
+        self.device = device
+        if device.type == "cpu":
+            self.group = dist.ProcessGroupGloo(store, rank, world, timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self.group = dist.ProcessGroupNCCL(store, rank, world, options)
+
+    def room(self, bucket: Bucket) -> Tensor:
+        return bucket_buffer(bucket, self.device)
+
+    def send(self, buffer: Tensor) -> None:
+        self.group.broadcast(buffer, 0).wait()
+
+    def take(self, bucket: Bucket) -> Tensor:
+        buffer = self.room(bucket)
+        self.send(buffer)
+        return buffer
+
+
+SharedMemory = list[Any]  # bytes and numbers by which another process opens a tensor on the same GPU
+TRANSPORTS = ("gloo", "nccl", "ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How trainer ranks and engine processes reach each other."""
+
+    address: Address
+    world: int
+    timeout_seconds: float
+    transport: str = "gloo"  # one of TRANSPORTS
+    shared: dict[str, list[SharedMemory]] = field(default_factory=dict)  # by GPU, where weights travel by ipc
+
+    def joined(self, rank: int, device: torch.device, meeting: Meeting | None = None) -> BroadcastGroup:
+        """Return the group on this rank; the one that opened the meeting brings it."""
+        store = (meeting or Meeting()).store(self.address, self.world, self.timeout_seconds)
+        place = device if self.transport == "nccl" else CPU
+        return BroadcastGroup(store, rank, self.world, self.timeout_seconds, place)
+
+    def received_by(self, rank: int, device: torch.device) -> Channel:
+        """Return the channel of an engine's process."""
+        group = self.joined(rank, device)
+        if self.transport != "ipc":
+            return group
+        if gpu_name(device) not in self.shared:
+            raise RuntimeError(
+                f"sync.transport=ipc: no trainer rank shares GPU {gpu_name(device)} with this engine; set "
+                "placement=colocated with as many ranks as engines have GPUs, or sync.transport=gloo"
+            )
+        return GpuPair.opened(group, self.shared[gpu_name(device)], device)
+
+
+def shared_memory(buffer: Tensor) -> SharedMemory:
+    """Return what another process needs to open the buffer: plain bytes and numbers, nothing to unpickle."""
+    try:
+        return list(buffer.untyped_storage()._share_cuda_()[1:])
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this GPU memory cannot be shared between processes ({error}): take expandable_segments out of "
+            "PYTORCH_CUDA_ALLOC_CONF, or set sync.transport=gloo"
+        ) from error
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return the name of the physical GPU, whatever number a process sees it under."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class GpuPair:
+    """Two buffers in a GPU's memory that a rank fills and an engine process on the same GPU reads, in turns.
+
+    A gloo group tells either side when: a reader asks for the next bucket once it has read the one before, so a buffer
+    is filled again only after its reader has asked for the other one.
+    """
+
+    def __init__(self, group: BroadcastGroup, buffers: list[Tensor]) -> None:
+        self.group, self.buffers = group.group, buffers
+        self.turn = 0
 
     @classmethod
-    def join(cls, address: Address, rank: int, world: int, timeout_seconds: float) -> "BroadcastGroup":
-        """Join the group on a rank that did not open the meeting."""
-        return cls(Meeting().store(address, world, timeout_seconds), rank, world, timeout_seconds)
+    def opened(cls, group: BroadcastGroup, handles: list[SharedMemory], device: torch.device) -> "GpuPair":
+        """Open the buffers of the rank on the same GPU."""
+        storages = [torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle) for handle in handles]
+        return cls(group, [torch.empty(0, dtype=torch.uint8, device=device).set_(storage) for storage in storages])
 
-    def broadcast(self, buffer: Tensor) -> None:
-        self.group.broadcast(buffer, 0).wait()
+    def room(self, bucket: Bucket) -> Tensor:
+        self.turn += 1
+        return self.buffers[self.turn % 2][: bucket_bytes(bucket)]
+
+    def send(self, buffer: Tensor) -> None:
+        torch.cuda.synchronize(buffer.device)
+        self.group.barrier().wait()
+
+    def take(self, bucket: Bucket) -> Tensor:
+        buffer = self.room(bucket)
+        self.send(buffer)
+        return buffer

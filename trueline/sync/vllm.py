@@ -3,17 +3,12 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trueline.runtime.transport import (
-    BroadcastGroup,
-    Bucket,
-    TensorSpec,
-    bucket_buffer,
-    bucket_views,
-    checksum,
-)
+from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
+from trueline.runtime.transport import WIRE_DTYPES, Bucket, Channel, Link, TensorSpec, bucket_print, bucket_views
 
 PlainBucket = list[tuple[str, list[int], str]]
 
@@ -26,13 +21,15 @@ class WeightReceiver:
     vllm_config: Any
     model_config: Any
     model_runner: Any
+    channel: Channel
 
-    def join_trainer(self, address: list[Any], first_rank: int, world: int, timeout_seconds: float) -> None:
-        host, port = address
-        self.channel = BroadcastGroup.join((host, port), first_rank + self.rank, world, timeout_seconds)
+    def join_trainer(self, plain: list[Any], first_rank: int) -> None:
+        (host, port), world, seconds, transport, shared = plain
+        link = Link((host, port), world, seconds, transport, shared)
+        self.channel = link.received_by(first_rank + self.rank, self.device)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
-        """Take all buckets, load them in one reload session, and return a checksum per bucket.
+        """Take all buckets, load them in one reload session, and return a fingerprint per bucket.
 
         vLLM keeps weights fused and, on CPUs, packed: assigning to its parameters is not enough, and a fused
         tensor whose parts arrive in two sessions stays stale without an error.
@@ -41,17 +38,30 @@ class WeightReceiver:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            sums = [self._load_bucket(model, bucket) for bucket in buckets]
+            prints = [self._load_bucket(model, bucket) for bucket in buckets]
             finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
                 repack_tied_head(model)
-        return sums
+        return as_numbers(prints)
 
-    def _load_bucket(self, model: Any, bucket: Bucket) -> int:
-        buffer = bucket_buffer(bucket)
-        self.channel.broadcast(buffer)
-        model.load_weights((name, view.to(self.device)) for name, view in bucket_views(bucket, buffer))
-        return checksum(buffer)
+    def _load_bucket(self, model: Any, bucket: Bucket) -> Tensor:
+        buffer = self.channel.take(bucket).to(self.device)
+        # On a GPU copies: vLLM holds on to the parts of a fused tensor until the last of them comes.
+        views = bucket_views(bucket, buffer.clone() if self.device.type == "cuda" else buffer)
+        self.load_tensors(model, list(views))
+        return bucket_print(bucket, buffer)
+
+    def load_tensors(self, model: Any, weights: list[tuple[str, Tensor]]) -> None:
+        model.load_weights(iter(weights))
+
+    def weight_holdings(self) -> dict[str, Holding]:
+        return holdings(self.model_runner.get_model())
+
+    def weight_bit_sums(self, dtype: str) -> dict[str, int]:
+        return bit_sums(self.model_runner.get_model(), WIRE_DTYPES[dtype])
+
+    def scramble_weights(self) -> None:
+        scramble(self.model_runner.get_model())
 
 
 def repack_tied_head(model: Any) -> None:

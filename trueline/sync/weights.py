@@ -1,6 +1,7 @@
 """Weights from the trainer to every engine, with proof of arrival."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -14,19 +15,15 @@ from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.transport import Bucket, plan_buckets
+from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
+from trueline.sync.proof import EngineProof, Sums, SyncFailure
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker
-
-
-class SyncFailure(RuntimeError):
-    """An engine does not hold the weights that were sent."""
-
 
 Sent = TypeVar("Sent")
 Got = TypeVar("Got")
 NOISE = 4.0  # how many times their gap on the same weights trainer and engines may be apart after an update
-STRANGE = 10.0  # how many times `Canary.least` they may be apart on the same weights
+STRANGE = 0.01  # nats a token that are no rounding where both compute in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,40 +33,49 @@ class Canary:
     tokens: list[int]
     least: float  # a mean gap up to this is rounding in any model
     tolerance: float | None = None  # the user's own limit
+    strange: float = math.inf  # more than this is no rounding even on the same weights
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """In which form weights travel, by what, and why the trainer's may not be the checkpoint's bit for bit."""
+
+    dtype: str
+    transport: str  # "local" within one process, or one of transport.TRANSPORTS
+    differs: str = ""  # empty: they are the same
 
 
 class WeightSync:
-    """Publish a policy version: pause, send, compare checksums, resume, compare log-probs."""
+    """Publish a policy version: pause, send, prove that it is held, resume, compare log-probs."""
 
     floor = 0.0  # the gap on the same weights
 
     def __init__(
-        self,
-        policy: ModelGroup,
-        pool: EnginePool,
-        loop: EventLoop,
-        config: SyncConfig,
-        canary: Canary,
-        dtype: str,
-        in_process: bool,
+        self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, way: Way
     ) -> None:
         self.policy, self.pool, self.loop = policy, pool, loop
-        self.canary, self.check, self.in_process = canary, config.check, in_process
-        specs = policy.call(Worker.weight_specs, dtype)[0]
+        self.canary, self.check, self.way = canary, config.check, way
+        specs = policy.call(Worker.weight_specs, way.dtype)[0]
         self.bytes = sum(spec.nbytes() for spec in specs)
         self.buckets: list[Bucket] = plan_buckets(specs, config.bucket_mib * 2**20)
-        if not in_process:
+        self.proof: EngineProof | None = None  # of what engines hold; it is known after `attest`
+        if way.transport != "local":
             self._connect()
 
     def _connect(self) -> None:
-        address = self.policy.actors[0].submit(Worker.listen).result(self.policy.timeout_seconds)
-        sizes = self._engines(RolloutEngine.processes)
-        world, seconds = 1 + sum(sizes), self.policy.timeout_seconds
-        firsts = [1 + sum(sizes[:number]) for number in range(len(sizes))]
+        seconds, policy = self.policy.timeout_seconds, self.policy
+        shared: dict[str, list[SharedMemory]] = {}
+        if self.way.transport == "ipc":
+            for handles in policy.call(Worker.share_memory, max(map(bucket_bytes, self.buckets))):
+                shared |= handles
+        address = policy.actors[0].submit(Worker.listen).result(seconds)
+        sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
+        link = Link(address, senders + sum(sizes), seconds, self.way.transport, shared)
+        firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
         self._both(
-            [actor.submit(Worker.connect, address, world, seconds).awaited() for actor in self.policy.actors],
+            [actor.submit(Worker.connect, link).awaited() for actor in policy.actors],
             [
-                actor.call(RolloutEngine.connect, address, first, world, seconds)
+                actor.call(RolloutEngine.connect, link, first)
                 for actor, first in zip(self.pool.actors, firsts, strict=True)
             ],
             "connecting engines to the trainer",
@@ -86,12 +92,38 @@ class WeightSync:
 
         return self.loop.run(all_of_them(), what)
 
-    def calibrate(self) -> str:
-        """Measure the gap while trainer and engines hold the same checkpoint; it sets the limit for later gaps."""
+    def attest(self) -> str:
+        """Prove, while trainer and engines were started from one checkpoint, that what is sent arrives in its place.
+
+        Engines have loaded the checkpoint themselves: after noise and a transfer they must hold the same bits again.
+        The gap of log-probs on the same weights sets the limit for later gaps.
+        """
         if not self.check:
             return "no comparison of engines and trainer (sync.check=false)"
+        proof = EngineProof(self._engines(RolloutEngine.holdings))
+        self.proof = None
+        if not self.way.differs:
+            self._engines(RolloutEngine.scramble)
+        self.publish(0)
+        if not self.way.differs:
+            proof.check_same(self._engines(RolloutEngine.holdings))
+        proof.start(*self._bits())
+        self.proof = proof
+        return f"{proof.describe(self.way.differs)}; {self._calibrate()}"
+
+    def _bits(self) -> tuple[tuple[int, int], Sums]:
+        """Return the bit sums of the trainer's weights, and of what every process of every engine holds."""
+        dtype = self.way.dtype
+        live, held = self._both(
+            [actor.submit(Worker.weight_bits, dtype).awaited() for actor in self.policy.actors],
+            [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
+            "adding up weights",
+        )
+        return live[0], held
+
+    def _calibrate(self) -> str:
         self.floor = self._canary_gap()
-        limit = self.canary.tolerance or STRANGE * self.canary.least
+        limit = self.canary.tolerance or self.canary.strange
         if not self.floor <= limit:
             raise SyncFailure(
                 f"engines and trainer were started from the same checkpoint, yet their log-probs differ by "
@@ -99,8 +131,8 @@ class WeightSync:
                 "whether rollout.engine=hf agrees with the trainer; sync.tolerance sets another limit"
             )
         return (
-            f"engines and trainer differ by {self.floor:.2g} nats a token on the same weights; after an update, more "
-            f"than {self.limit():.2g} stops the run"
+            f"log-probs differ by {self.floor:.2g} nats a token on the same weights, and more than {self.limit():.2g} "
+            "after an update stops the run"
         )
 
     def limit(self) -> float:
@@ -110,18 +142,28 @@ class WeightSync:
         """Make the trainer's weights live in every engine."""
         start = time.perf_counter()
         self._engines(RolloutEngine.pause)
-        if self.in_process:
+        if self.way.transport == "local":
             self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
         else:
-            self._broadcast(version)
-        seconds = time.perf_counter() - start
+            self._send(version)
+        sent = time.perf_counter() - start
+        if self.proof is not None:
+            self.proof.check_sum(*self._bits())
         self._engines(RolloutEngine.resume)
-        return {"sync/seconds": seconds, "sync/gb_per_second": self.bytes / 1e9 / seconds, "sync/version": version}
+        seconds = time.perf_counter() - start
+        speed = self.bytes / 1e9 / sent
+        return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/version": version}
 
     def verify(self) -> dict[str, float]:
         """Compare the log-probs of trainer and engines, which must be fully awake, on the same tokens."""
         if not self.check:
             return {}
+        for engine, tokens in enumerate(self._engines(RolloutEngine.cached, self.canary.tokens)):
+            if tokens:
+                raise SyncFailure(
+                    f"after the update engine {engine} answers {tokens} tokens of a prompt from its prefix cache, "
+                    "which the old weights filled: it was not emptied"
+                )
         gap = self._canary_gap()
         if not gap <= self.limit():
             raise SyncFailure(
@@ -131,16 +173,21 @@ class WeightSync:
             )
         return {"sync/canary_gap": gap, "sync/canary_floor": self.floor}
 
-    def _broadcast(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         sent, received = self._both(
             [actor.submit(Worker.send_weights, self.buckets).awaited() for actor in self.policy.actors],
             [actor.call(RolloutEngine.receive, self.buckets, version) for actor in self.pool.actors],
             "sending weights to the engines",
         )
         for engine, processes in enumerate(received):
-            for process, sums in enumerate(processes):
-                if list(sums) != sent[0]:
-                    raise SyncFailure(f"process {process} of engine {engine} received other bytes than were sent")
+            for process, prints in enumerate(processes):
+                wrong = [at for at, (one, other) in enumerate(zip(prints, sent[0], strict=True)) if one != other]
+                if wrong:
+                    names = [spec.name for spec in self.buckets[wrong[0]]]
+                    raise SyncFailure(
+                        f"process {process} of engine {engine} received other weights than the trainer's (among "
+                        f"{names[0]} to {names[-1]})"
+                    )
 
     def _canary_gap(self) -> float:
         tokens = torch.tensor(self.canary.tokens)

@@ -25,15 +25,21 @@ from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
+from trueline.runtime.fingerprints import as_numbers, bit_sum, wrapped
 from trueline.runtime.transport import (
     Address,
-    BroadcastGroup,
     Bucket,
+    Channel,
+    GpuPair,
+    Link,
     Meeting,
+    SharedMemory,
     TensorSpec,
     bucket_buffer,
+    bucket_print,
     bucket_views,
-    checksum,
+    gpu_name,
+    shared_memory,
 )
 from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
@@ -71,7 +77,7 @@ class Worker:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.meeting = Meeting()
-        self.channel: BroadcastGroup | None = None
+        self.channel: Channel | None = None
 
     def listen(self) -> Address:
         """Return the address at which the other ranks, or later the engines, find rank 0."""
@@ -194,28 +200,40 @@ class Worker:
         """Return names, shapes and type of the weights as engines will receive them."""
         return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
 
-    def connect(self, address: Address, world: int, timeout_seconds: float) -> None:
-        """Join the engines' broadcast group; only rank 0 sends."""
-        if self.spec.rank == 0:
-            store = self.meeting.store(address, world, timeout_seconds)
-            self.channel = BroadcastGroup(store, 0, world, timeout_seconds)
+    def share_memory(self, nbytes: int) -> dict[str, list[SharedMemory]]:
+        """Make two buffers that engines on this GPU can read, and return by which handles."""
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return {gpu_name(self.device): [shared_memory(buffer) for buffer in self.buffers]}
+
+    def connect(self, link: Link) -> None:
+        """Join the engines' group: every rank where GPU memory is shared, else rank 0 alone, which sends to all."""
+        shared = link.transport == "ipc"
+        if self.spec.rank == 0 or shared:
+            group = link.joined(self.spec.rank, self.device, self.meeting)
+            self.channel = GpuPair(group, self.buffers) if shared else group
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
-        """Gather the weights on every rank; rank 0 sends them, and returns a checksum per bucket."""
+        """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
         weights = self.plain_weights()
-        sums: list[int] = []
+        prints: list[Tensor] = []
         for bucket in buckets:
-            buffer = bucket_buffer(bucket)
+            buffer = bucket_buffer(bucket) if self.channel is None else self.channel.room(bucket)
             for name, view in bucket_views(bucket, buffer):
                 sent, tensor = next(weights)
                 assert sent == name, f"weights come in another order: {sent} instead of {name}"
-                if self.spec.rank == 0:
+                if self.channel is not None:
                     view.copy_(tensor)
             if self.channel is not None:
-                self.channel.broadcast(buffer)
-                sums.append(checksum(buffer))
+                prints.append(bucket_print(bucket, buffer))
+                self.channel.send(buffer)
         next(weights, None)  # lets the last gather end
-        return sums
+        return as_numbers(prints)
+
+    def weight_bits(self, dtype: str) -> tuple[int, int]:
+        """Return the bit sums of the weights as engines should hold them, and of adapters before they are merged."""
+        plain = (bit_sum(tensor.to(DTYPES[dtype])) for _, tensor in self.plain_weights())
+        adapters = (bit_sum(tensor) for _, tensor in (self.engine.masters() if self.adapter else ()))
+        return wrapped(sum(as_numbers(plain))), wrapped(sum(as_numbers(adapters)))
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:
         """Return copies of the weights, for an engine in the same process."""
@@ -276,7 +294,7 @@ class Worker:
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of each trained tensor, to tell whether training changes it."""
-        return {name: bits_sum(tensor) for name, tensor in self.engine.masters()}
+        return {name: int(bit_sum(tensor.float())) for name, tensor in self.engine.masters()}
 
     def weight_sample(self, most: int) -> np.ndarray:
         """Return up to `most` numbers of each trained tensor, evenly spread, to tell how far training moves them."""
@@ -294,11 +312,6 @@ def worker_target(ranks: RanksConfig) -> Target[Worker]:
 def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Run a generator to its end, and return copies of what it yields, or nothing without `keep`."""
     return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
-
-
-def bits_sum(tensor: Tensor) -> int:
-    """Add the float32 bit patterns as integers: quick on any device, and another number once one weight moves."""
-    return int(tensor.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64))
 
 
 def random_states() -> dict[str, Tensor]:

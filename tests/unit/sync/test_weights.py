@@ -11,11 +11,12 @@ from typing import Any, Generic
 import pytest
 import torch
 
+from tests.support.faulty_worker import FaultyWorker
 from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
 from trueline.rollout.engine import EngineSpec
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -23,14 +24,17 @@ from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Pending, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.transport import Bucket
-from trueline.sync.weights import Canary, SyncFailure, WeightSync
+from trueline.runtime.fingerprints import Holding
+from trueline.runtime.transport import Bucket, Link
+from trueline.sync.proof import SyncFailure
+from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 SECONDS = 120.0
 TOKENS = list(range(5, 37))
+Weights = list[tuple[str, torch.Tensor]]
 THREADS = ThreadPoolExecutor()
 
 
@@ -64,8 +68,8 @@ class InThread:
 
 class OtherBytes(HFEngine):
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
-        (sums,) = await super().receive(buckets, version)
-        return [[*sums[:-1], sums[-1] + 1]]
+        (prints,) = await super().receive(buckets, version)
+        return [[*prints[:-1], prints[-1] + 1]]
 
 
 class Deaf(HFEngine):
@@ -73,6 +77,23 @@ class Deaf(HFEngine):
 
     def _copy(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         pass
+
+
+class Packing(HFEngine):
+    """Keeps no plain weights that could be read back."""
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        return [dict.fromkeys((await super().holdings())[0], (0, 0))]
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        return [dict.fromkeys((await super().bit_sums(dtype))[0], 0)]
+
+    async def scramble(self) -> None:
+        pass
+
+
+class DeafPacking(Packing, Deaf):
+    pass
 
 
 class NoNumbers(HFEngine):
@@ -94,9 +115,10 @@ def loop() -> Iterator[EventLoop]:
     event_loop.stop()
 
 
-def make_policy(model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS) -> ModelGroup:
+def make_policy(model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS, rank: int = 0) -> ModelGroup:
     ranks = TrainingConfig(engine="torch", learning_rate=1e-2)
-    spec = WorkerSpec(ModelConfig(path=str(model), dtype="float32"), ranks, 0, 1, 10, 0)
+    config = ModelConfig(path=str(model), dtype="float32", lora=LoraConfig(rank=rank))
+    spec = WorkerSpec(config, ranks, 0, 1, 10, 0)
     policy = ModelGroup("policy", [InThread("policy-0", worker(spec))], ranks, seconds)
     policy.start()
     return policy
@@ -108,8 +130,9 @@ def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
 
 
 def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
-    canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None))
-    return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, "float32", False)
+    canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None), STRANGE)
+    way = Way("float32", "gloo", settings.pop("differs", ""))
+    return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, way)
 
 
 def update(policy: ModelGroup) -> None:
@@ -121,7 +144,7 @@ def update(policy: ModelGroup) -> None:
 def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop: EventLoop) -> None:
     policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
     sync = make_sync(policy, pool, loop)
-    assert "on the same weights" in sync.calibrate()
+    assert "on the same weights" in sync.attest()
     update(policy)
     with pytest.raises(SyncFailure, match="does not compute with the weights"):
         sync.verify()
@@ -133,17 +156,17 @@ def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop
 
 def test_other_bytes_stop_the_run(model_folder: Path, loop: EventLoop) -> None:
     sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, OtherBytes), loop)
-    with pytest.raises(SyncFailure, match="process 0 of engine 1 received other bytes"):
+    with pytest.raises(SyncFailure, match="process 0 of engine 1 received other weights than the trainer's"):
         sync.publish(1)
 
 
-@pytest.mark.parametrize("kinds", [(Deaf, HFEngine), (HFEngine, Deaf)])
+@pytest.mark.parametrize("kinds", [(DeafPacking, Packing), (Packing, DeafPacking)])
 def test_one_stale_engine_of_two_stops_the_run(
     kinds: tuple[type[HFEngine], ...], model_folder: Path, loop: EventLoop
 ) -> None:
     policy = make_policy(model_folder)
     sync = make_sync(policy, make_pool(model_folder, *kinds), loop)
-    sync.calibrate()
+    sync.attest()
     update(policy)
     sync.publish(1)
     with pytest.raises(SyncFailure, match="does not compute with the weights"):
@@ -158,7 +181,7 @@ def test_an_engine_that_scores_nan_stops_the_run(
     with pytest.raises(SyncFailure, match="differ from the trainer's by nan"):
         sync.verify()
     with pytest.raises(SyncFailure, match="started from the same checkpoint"):
-        sync.calibrate()
+        sync.attest()
 
 
 def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop: EventLoop) -> None:
@@ -170,7 +193,7 @@ def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop:
 
     policy = make_policy(model_folder)
     sync = make_sync(policy, make_pool(model_folder, Rounded), loop)
-    sync.calibrate()
+    sync.attest()
     assert sync.floor == pytest.approx(0.009, abs=1e-4)
     assert sync.limit() == pytest.approx(0.036, abs=1e-3)
     update(policy)
@@ -184,11 +207,143 @@ def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop:
 def test_a_gap_at_the_start_that_is_no_rounding_is_refused(model_folder: Path, loop: EventLoop) -> None:
     policy, pool = make_policy(model_folder), make_pool(model_folder, Confused)
     with pytest.raises(SyncFailure, match=r"differ by 0\.05 on average, more than 0\.01"):
-        make_sync(policy, pool, loop).calibrate()
+        make_sync(policy, pool, loop).attest()
     asked = make_sync(policy, pool, loop, tolerance=0.06)  # the user's own limit holds at the start and later
-    asked.calibrate()
+    asked.attest()
     assert asked.limit() == 0.06
-    assert "sync.check=false" in make_sync(policy, pool, loop, check=False).calibrate()
+    assert "sync.check=false" in make_sync(policy, pool, loop, check=False).attest()
+
+
+def skipped(weights: Weights) -> Weights:
+    return [(name, tensor) for name, tensor in weights if not name.endswith("1.mlp.down_proj.weight")]
+
+
+def swapped(weights: Weights) -> Weights:
+    """Two matrices of one shape in each other's place: the sum of all bits stays the same."""
+    named = dict(weights)
+    for name in [name for name in named if "k_proj" in name and name.replace("k_proj", "v_proj") in named]:
+        other = name.replace("k_proj", "v_proj")
+        named[name], named[other] = named[other], named[name]
+    return list(named.items())
+
+
+def flipped(weights: Weights) -> Weights:
+    name, tensor = weights[-1]
+    bits = tensor.clone().view(torch.int32)
+    bits.view(-1)[7] ^= 1
+    return [*weights[:-1], (name, bits.view(torch.float32).view(tensor.shape))]
+
+
+def narrowed(weights: Weights) -> Weights:
+    return [(name, tensor.half()) for name, tensor in weights]
+
+
+def headless(weights: Weights) -> Weights:
+    """The tied embedding, which is the head, too, stays as it was."""
+    return [(name, tensor) for name, tensor in weights if "embed_tokens" not in name]
+
+
+FAULTS = {"skipped": skipped, "swapped": swapped, "flipped": flipped, "narrowed": narrowed, "headless": headless}
+
+
+class Faulty(HFEngine):
+    """Loads something else than it was given, once told to."""
+
+    fault = ""
+
+    def _copy(self, weights: Weights) -> None:
+        super()._copy(FAULTS[self.fault](weights) if self.fault else weights)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_an_engine_loads_wrongly_is_noticed_at_once(fault: str, model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, Faulty)
+    broken = pool.actors[1].target  # type: ignore[attr-defined]
+    broken.fault = fault
+    with pytest.raises(SyncFailure, match="engine 1 loaded the checkpoint itself, and holds other weights"):
+        make_sync(policy, pool, loop).attest()
+    broken.fault = ""
+    make_sync(policy, pool, loop).publish(0)
+    sync = make_sync(policy, pool, loop)
+    sync.attest()
+    for version in (1, 2):
+        update(policy)
+        sync.publish(version)
+        sync.verify()
+    update(policy)
+    broken.fault = fault
+    said = "does not compute" if fault == "swapped" else "engine 1 holds other weights than the trainer"
+    with pytest.raises(SyncFailure, match=said):
+        sync.publish(3)
+        sync.verify()
+
+
+def test_an_old_version_is_noticed(model_folder: Path, loop: EventLoop) -> None:
+    policy = make_policy(model_folder, FaultyWorker)
+    sync = make_sync(policy, make_pool(model_folder, HFEngine), loop)
+    sync.attest()
+    policy.call(FaultyWorker.break_with, "late")
+    sync.publish(0)
+    update(policy)
+    with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
+        sync.publish(1)
+
+
+def test_adapters_that_are_not_merged_are_noticed(model_folder: Path, loop: EventLoop) -> None:
+    policy = make_policy(model_folder, FaultyWorker, rank=4)
+    sync = make_sync(policy, make_pool(model_folder, HFEngine), loop)
+    sync.attest()
+    for version in (1, 2):
+        update(policy)
+        sync.publish(version)
+        assert sync.verify()["sync/canary_gap"] < 1e-4
+    policy.call(FaultyWorker.break_with, "unmerged")
+    with pytest.raises(SyncFailure, match="they were not merged"):
+        sync.publish(3)
+
+
+class Altered(Worker):
+    """One byte changes between the weight and the wire."""
+
+    def connect(self, link: Link) -> None:
+        super().connect(link)
+        channel: Any = self.channel
+        send = channel.send
+
+        def altered(buffer: torch.Tensor) -> None:
+            buffer[4] ^= 1
+            send(buffer)
+
+        channel.send = altered
+
+
+def test_a_byte_that_changes_on_its_way_is_noticed(model_folder: Path, loop: EventLoop) -> None:
+    sync = make_sync(make_policy(model_folder, Altered), make_pool(model_folder, HFEngine), loop)
+    with pytest.raises(SyncFailure, match=r"received other weights than the trainer's \(among model\.embed_tokens"):
+        sync.publish(0)
+
+
+class Remembering(HFEngine):
+    async def cached(self, tokens: list[int]) -> int:
+        return 16
+
+
+def test_a_prefix_cache_that_was_not_emptied_is_noticed(model_folder: Path, loop: EventLoop) -> None:
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, Remembering), loop)
+    sync.attest()
+    sync.publish(1)
+    with pytest.raises(SyncFailure, match="answers 16 tokens of a prompt from its prefix cache"):
+        sync.verify()
+
+
+def test_the_run_says_what_is_proven(model_folder: Path, loop: EventLoop) -> None:
+    policy, words = make_policy(model_folder), {}
+    for kind in (HFEngine, Packing):
+        words[kind] = make_sync(policy, make_pool(model_folder, kind), loop).attest()
+    assert "21 weights in each of 1 engine(s), overwritten, sent, the same bits; log-probs differ by" in words[HFEngine]
+    assert "21 more are packed away by the engine: proven by what it received" in words[Packing]
+    other = make_sync(policy, make_pool(model_folder, HFEngine), loop, differs="the trainer holds them in 4 bits")
+    assert "not compared with the checkpoint (the trainer holds them in 4 bits)" in other.attest()
 
 
 class Mute(Worker):
@@ -197,7 +352,7 @@ class Mute(Worker):
 
 
 class Unconnected(Worker):
-    def connect(self, address: Any, world: int, timeout_seconds: float) -> None:
+    def connect(self, link: Link) -> None:
         raise ValueError("no route to the engines")
 
 
@@ -215,7 +370,11 @@ def test_an_error_of_the_sender_is_raised_while_receivers_wait(
 
 @pytest.mark.parametrize(
     ("engine", "message"),
-    [("Deaf", "does not compute with the weights that were sent"), ("NoNumbers", "log-probs differ by nan")],
+    [
+        ("Deaf", "loaded the checkpoint itself, and holds other weights once the trainer has sent the same"),
+        ("DeafPacking", "does not compute with the weights that were sent"),
+        ("NoNumbers", "log-probs differ by nan"),
+    ],
 )
 def test_a_whole_run_stops_by_name(
     engine: str,

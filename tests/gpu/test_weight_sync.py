@@ -1,0 +1,161 @@
+"""On one GPU that trainer and vLLM share: weights arrive by CUDA IPC, and whatever goes wrong is noticed at once."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from tests.support.faults import FAULTS, Breakable
+from tests.support.faulty_worker import FaultyWorker
+from tests.support.tiny import make_samples
+from trueline.algorithms.loss_aggregation import set_weights
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
+from trueline.config.rl import RolloutConfig, SyncConfig
+from trueline.rollout.engine import EngineSpec, RolloutEngine
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.rollout.pool import EnginePool
+from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.placement import Layout, Processes, RoleRanks
+from trueline.sync.proof import SyncFailure
+from trueline.sync.weights import Canary, Way, WeightSync
+from trueline.training.group import ModelGroup
+from trueline.training.report import LossSettings
+from trueline.training.worker import WorkerSpec, worker_target
+
+pytestmark = pytest.mark.gpu
+SECONDS = 300.0
+TOKENS = [*range(1000, 1040)]
+SHARE = 0.3
+GIB = 2**30
+
+
+@dataclass
+class Stage:
+    """A trainer with adapters, one without, and an engine on the same GPU."""
+
+    whole: ModelGroup
+    adapted: ModelGroup
+    pool: EnginePool
+    loop: EventLoop
+
+    def sync(self, policy: ModelGroup) -> WeightSync:
+        canary = Canary(TOKENS, 0.1)
+        return WeightSync(policy, self.pool, self.loop, SyncConfig(), canary, Way("bfloat16", "ipc"))
+
+    def break_engine(self, fault: str) -> None:
+        self.loop.run(self.pool.actors[0].call(Breakable.break_with, fault), "breaking the engine")
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    model, logs = os.environ["SMOLLM2"], tmp_path_factory.mktemp("logs")
+    machine, loop = this_machine(), EventLoop(SECONDS)
+    training = TrainingConfig(learning_rate=1e-4)
+    engine = replace(ROLLOUT_ENGINES["vllm"], path="tests.support.faulty_receiver:FaultyEngine")
+    target = replace(worker_target(training), path="tests.support.faulty_worker:FaultyWorker")
+    spec = EngineSpec(model, "bfloat16", 512, 1, 64, 0, SHARE, cuda_graphs=True, sleeps=True, trust_remote_code=False)
+    with ray_cluster(machine):
+        processes = Processes(machine, Layout(1, 1, 1, colocated=True), logs, local=False)
+        groups = []
+        specs = [
+            WorkerSpec(ModelConfig(path=model, dtype="bfloat16", lora=LoraConfig(rank=rank)), training, 0, 1, 100, 0)
+            for rank in (0, 8)
+        ]
+        beside = RoleRanks("adapted", 1, shared=True)
+        actors = [processes.policy(target, specs[:1]), processes.role(beside, target, specs[1:])]
+        for name, ranks in zip(("whole", "adapted"), actors, strict=True):
+            groups.append(ModelGroup(name, ranks, training, SECONDS))
+            groups[-1].start()
+        pool = EnginePool(processes.engines(engine.target(RolloutConfig()), [spec]))
+        yield Stage(*groups, pool, loop)
+        pool.stop()
+    loop.stop()
+
+
+def update(policy: ModelGroup) -> None:
+    samples = make_samples(4)
+    set_weights(samples, "sequence_mean", 24)
+    policy.update(samples, "policy", LossSettings(1.0, AlgorithmConfig.parse({"preset": "dr_grpo"})))
+
+
+def test_every_fault_is_noticed_at_the_sync_in_which_it_happens(stage: Stage) -> None:
+    sync = stage.sync(stage.whole)
+    said = sync.attest()
+    assert "overwritten, sent, the same bits" in said
+    assert "packed" not in said
+    update(stage.whole)
+    sync.publish(1)
+    assert sync.verify()["sync/canary_gap"] < 1
+    for fault in FAULTS:
+        update(stage.whole)
+        stage.break_engine(fault)
+        words = "does not compute with" if fault == "swapped" else "engine 0 holds other weights than the trainer"
+        with pytest.raises(SyncFailure, match=words):
+            sync.publish(2)
+            sync.verify()
+        stage.break_engine("")
+        sync.publish(3)
+        sync.verify()
+    stage.break_engine("cached")
+    with pytest.raises(SyncFailure, match="from its prefix cache"):
+        sync.publish(4)
+        sync.verify()
+    stage.break_engine("")
+    sync.publish(5)
+    sync.verify()
+    stage.whole.call(FaultyWorker.break_with, "late")
+    update(stage.whole)
+    with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
+        sync.publish(6)
+    stage.whole.call(FaultyWorker.break_with, "")
+
+
+def test_a_fault_from_the_start_is_noticed_before_the_first_step(stage: Stage) -> None:
+    sync = stage.sync(stage.whole)
+    sync.publish(0)
+    for fault in FAULTS:
+        stage.break_engine(fault)
+        with pytest.raises(SyncFailure, match="loaded the checkpoint itself, and holds other weights"):
+            sync.attest()
+        stage.break_engine("")
+        sync.proof = None
+        sync.publish(0)
+
+
+def test_adapters_arrive_merged_and_unmerged_ones_are_noticed(stage: Stage) -> None:
+    sync = stage.sync(stage.adapted)
+    sync.publish(0)
+    sync.attest()
+    update(stage.adapted)
+    sync.publish(1)
+    sync.verify()
+    stage.adapted.call(FaultyWorker.break_with, "unmerged")
+    with pytest.raises(SyncFailure, match="they were not merged"):
+        sync.publish(2)
+
+
+def test_an_engine_that_sleeps_gives_its_memory_back(stage: Stage) -> None:
+    sync = stage.sync(stage.whole)
+    sync.publish(0)
+
+    def used() -> float:
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / GIB
+
+    def turn(method: object, *args: str) -> float:
+        stage.loop.run(stage.pool.call(method, *args), "sleep or wake")  # type: ignore[arg-type]
+        return used()
+
+    before = used()
+    for _ in range(3):
+        asleep = turn(RolloutEngine.sleep)
+        assert before - asleep > SHARE * torch.cuda.mem_get_info()[1] / GIB - 4
+        turn(RolloutEngine.wake, "weights")
+        sync.publish(1)
+        awake = turn(RolloutEngine.wake, "kv_cache")
+        sync.verify()
+        assert abs(awake - before) < 1

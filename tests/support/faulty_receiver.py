@@ -1,0 +1,47 @@
+"""A vLLM engine whose worker loads something else than it was given, once told to."""
+
+from typing import Any
+
+from tests.support.faults import FAULTS, Weights
+from trueline.rollout import vllm_engine
+from trueline.rollout.engine import EngineSpec
+from trueline.sync import vllm as receiving
+
+
+class FaultyReceiver(receiving.WeightReceiver):
+    fault = ""
+
+    def break_loading(self, fault: str) -> None:
+        self.fault = fault
+
+    def load_tensors(self, model: Any, weights: Weights) -> None:
+        super().load_tensors(model, FAULTS[self.fault](weights) if self.fault else weights)
+
+
+class FaultyEngine(vllm_engine.VllmEngine):
+    def __init__(self, spec: EngineSpec) -> None:
+        vllm_engine.RECEIVER = "tests.support.faulty_receiver.FaultyReceiver"
+        super().__init__(spec)
+        self.forgetful = False
+
+    async def break_with(self, fault: str) -> None:
+        """Load by this fault from now on, `cached` keeps the prefix cache, none is an honest engine."""
+        self.forgetful = fault == "cached"
+        await self.llm.collective_rpc("break_loading", args=("" if self.forgetful else fault,))
+
+    async def pause(self) -> None:
+        if not self.forgetful:
+            await super().pause()
+
+    async def receive(self, buckets: Any, version: int) -> list[list[int]]:
+        emptied = self.llm.reset_prefix_cache
+        if self.forgetful:
+            self.llm.reset_prefix_cache = keep_cache  # type: ignore[method-assign]
+        try:
+            return await super().receive(buckets, version)
+        finally:
+            self.llm.reset_prefix_cache = emptied  # type: ignore[method-assign]
+
+
+async def keep_cache() -> bool:
+    return True

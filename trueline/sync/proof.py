@@ -1,0 +1,80 @@
+"""What engines must hold, told by bit patterns in their own layout: without names, maps or tolerances."""
+
+from trueline.runtime.fingerprints import Holding, wrapped
+
+# By engine, by process, by the engine's own name of a weight.
+Held = list[list[dict[str, Holding]]]
+Sums = list[list[dict[str, int]]]
+
+
+class SyncFailure(RuntimeError):
+    """An engine does not hold the weights that were sent."""
+
+
+class EngineProof:
+    """The weights that engines loaded by themselves, and what their sum must be after every update."""
+
+    def __init__(self, own: Held) -> None:
+        self.own = own
+        weights = [(name, size) for name, (_, size) in own[0][0].items()]
+        self.names = [name for name, _ in weights]
+        self.packed = [name for name, size in weights if not size]  # nothing of them is left to read
+        # What all processes of an engine hold alike counts once in their sum.
+        self.alike = [{name for name in own[0] if len({one[name][0] for one in own}) == 1} for own in self.own]
+        self.summed = False  # the sum of what an engine holds can be compared with the trainer's
+        self.first: tuple[int, int] = (0, 0)  # the trainer's sums at the start
+
+    def check_same(self, held: Held) -> None:
+        """Refuse an engine whose weights are not those that it had loaded itself."""
+        for engine, (own, now) in enumerate(zip(self.own, held, strict=True)):
+            for process, (before, after) in enumerate(zip(own, now, strict=True)):
+                wrong = [name for name in before if before[name][0] != after[name][0]]
+                if wrong:
+                    raise SyncFailure(
+                        f"process {process} of engine {engine} loaded the checkpoint itself, and holds other weights "
+                        f"once the trainer has sent the same: {len(wrong)} of {len(before)}, among them {wrong[0]}. "
+                        "Names, shapes or types do not agree between the trainer's model and the engine's"
+                    )
+
+    def start(self, live: tuple[int, int], held: Sums) -> None:
+        """See, on weights that are proven, whether sums can be compared after every update."""
+        self.first = live
+        equal = [self._sum(engine, processes) == live[0] for engine, processes in enumerate(held)]
+        self.summed = all(equal)
+        whole = not self.packed and all(len(engine) == 1 for engine in held)
+        if whole and not self.summed:
+            raise SyncFailure(
+                f"engine {equal.index(False)} holds other weights than the trainer at the start (the sums of their bit "
+                "patterns differ)"
+            )
+
+    def _sum(self, engine: int, processes: list[dict[str, int]]) -> int:
+        first, *others = processes
+        parts = [bits for one in others for name, bits in one.items() if name not in self.alike[engine]]
+        return wrapped(sum(first.values()) + sum(parts))
+
+    def check_sum(self, live: tuple[int, int], held: Sums) -> None:
+        """Compare what every engine holds with the trainer's own weights, which are `live` now."""
+        plain, adapters = live
+        if adapters != self.first[1] and plain == self.first[0]:
+            raise SyncFailure(
+                "the adapters were trained, and what was sent is the model they started from: they were not merged"
+            )
+        if not self.summed:
+            return
+        for engine, processes in enumerate(held):
+            if self._sum(engine, processes) != plain:
+                raise SyncFailure(
+                    f"after the update engine {engine} holds other weights than the trainer (the sums of their bit "
+                    "patterns differ): a weight was left out, came from another version or was altered on its way"
+                )
+
+    def describe(self, differs: str) -> str:
+        """Say what is proven, and what is not."""
+        said = [f"{len(self.names) - len(self.packed)} weights in each of {len(self.own)} engine(s)"]
+        said += [f"are not compared with the checkpoint ({differs})" if differs else "overwritten, sent, the same bits"]
+        if self.packed:
+            said += [f"{len(self.packed)} more are packed away by the engine: proven by what it received"]
+        if not self.summed and not self.packed:
+            said += ["their sum cannot be compared in this layout: later updates are proven by what was received"]
+        return ", ".join(said)
