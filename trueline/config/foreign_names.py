@@ -86,6 +86,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("async_train async_queue_size", ("rollout.max_staleness",)),
     ("colocate_all_models hybrid_engine vllm_mode", ("placement",)),
     # Optimizer
+    ("optim", ("training.optimizer",)),
     ("lr actor_learning_rate", ("training.learning_rate",)),
     ("critic_learning_rate", ("critic.learning_rate",)),
     ("lr_scheduler_type lr_scheduler warmup_style", ("training.schedule",)),

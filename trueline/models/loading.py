@@ -23,6 +23,7 @@ CLASSES = {  # kind of head -> class of transformers
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
 RESCALED_LOGITS = (  # the chunked head knows none
     "final_logit_softcapping",
     "logit_scale",
@@ -46,6 +47,7 @@ class ModelFacts:
     hidden_size: int
     layers: int
     intermediate_size: int  # of the MLP; of all experts that see one token
+    experts: int = 0  # in a layer; 0: a dense model
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
@@ -83,6 +85,7 @@ def check_model(config: ModelConfig) -> ModelFacts:
         hidden_size=hidden,
         layers=settings["num_hidden_layers"],
         intermediate_size=intermediate_size(settings),
+        experts=next((settings[name] for name in EXPERTS if settings.get(name)), 0),
     )
 
 

@@ -69,6 +69,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
             "max_tokens": max_tokens,
         }
     )
+    check_engines(resolved, "training")  # with what the machine has filled in
     check_parallel(resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})

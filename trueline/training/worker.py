@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model
@@ -38,6 +38,7 @@ from trueline.runtime.transport import (
 from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
+from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report, weights_of
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
@@ -253,6 +254,7 @@ class Worker:
             self.engine.start_loading(int(saved.metadata["steps"]))
             named = saved.by_name()
             self._check_names(folder, {name: saved.shape(parts["weight"]) for name, parts in named.items()})
+            self._check_moments(folder, {name: parts.keys() - {"weight", "average"} for name, parts in named.items()})
             for name, parts in named.items():
                 self.engine.load_state(
                     name, {part: saved.read(key) for part, key in parts.items() if part != "average"}
@@ -273,6 +275,16 @@ class Worker:
                 f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
                 "in one of the two); resume with the configuration that wrote it"
             )
+
+    def _check_moments(self, folder: str, saved: dict[str, set[str]]) -> None:
+        config = self.spec.ranks
+        assert isinstance(config, TrainingConfig)
+        for name, found in saved.items():
+            if found and found != set(MOMENTS[stepped_by(name, len(self.shapes[name]), config)]):
+                raise ConfigError(
+                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
+                    f"{', '.join(sorted(found))}); resume with the one that wrote it, or start a new run from its model"
+                )
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of each trained tensor, to tell whether training changes it."""
