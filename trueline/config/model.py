@@ -121,6 +121,9 @@ class TrainingConfig(RanksConfig):
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the loss that spreads tokens over a mixture's experts, e.g. 0.001; it costs a forward pass. 0: off."""
+
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, e.g. 0.999; 0 keeps none."""
 

@@ -48,6 +48,7 @@ class ModelFacts:
     layers: int
     intermediate_size: int  # of the MLP; of all experts that see one token
     experts: int = 0  # in a layer; 0: a dense model
+    balanced: bool = False  # transformers has the auxiliary loss of its routers
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
@@ -75,6 +76,7 @@ def check_model(config: ModelConfig) -> ModelFacts:
     if missing:
         raise ConfigError(f"model.path={config.path}: its config.json does not tell {missing[0]}; is it a decoder?")
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     return ModelFacts(
         parameters=count_parameters(folder, settings),
         context=settings.get("max_position_embeddings") or 2048,
@@ -85,7 +87,8 @@ def check_model(config: ModelConfig) -> ModelFacts:
         hidden_size=hidden,
         layers=settings["num_hidden_layers"],
         intermediate_size=intermediate_size(settings),
-        experts=next((settings[name] for name in EXPERTS if settings.get(name)), 0),
+        experts=experts,
+        balanced=experts > 0 and "router_aux_loss_coef" in settings,
     )
 
 

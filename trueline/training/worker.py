@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
+from trueline.algorithms.router_loss import over_learnt, router_loss
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
@@ -102,8 +103,14 @@ class Worker:
             goal=spec.goal(self.model, dtype, spec.ranks.packing) if spec.goal else None,
             values=spec.head == "value",
         )
+        if self._router_coefficient():
+            self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
         probe.compare(self._forward, self.model.get_input_embeddings())
+
+    def _router_coefficient(self) -> float:
+        ranks = self.spec.ranks
+        return ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
     def ready(self) -> None:
         """Do nothing; calls are worked on one after the other, so those before are done once it returns."""
@@ -158,8 +165,12 @@ class Worker:
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
         for number, micro_batch in enumerate(passes, 1):
-            batch, values = self._loss(packed, micro_batch, loss, settings)
+            batch, output, values = self._loss(packed, micro_batch, loss, settings)
             total = (weights_of(values, batch) * values.values).sum()
+            if settings.expert_counts:
+                balance = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
+                total = total + self._router_coefficient() * balance
+                report.sums["router_loss"] = report.sums.get("router_loss", 0.0) + balance.item()
             if not math.isfinite(total.item()):
                 total = total * math.nan  # its gradient may be finite; no rank may step on it
             self.engine.backward(total, last=number == len(passes))
@@ -170,17 +181,27 @@ class Worker:
         report = Report({}, {}, {})
         with self._judging():
             for micro_batch in passes:
-                batch, values = self._loss(packed, micro_batch, loss, settings)
+                batch, _, values = self._loss(packed, micro_batch, loss, settings)
                 report.add(values, batch)
         return report
 
+    def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:
+        """Count how often the layers send tokens of this rank's samples to each expert, [E]."""
+        found: list[Tensor] = []
+        with self._judging():
+            for micro_batch in passes:
+                batch = collate(packed, micro_batch, self.device)
+                batch.mask = torch.zeros_like(batch.mask)  # spares the head
+                found.append(over_learnt(self.engine.forward(batch, 1.0, entropy=False).expert_counts, batch))
+        return torch.stack(found).sum(0).tolist()
+
     def _loss(
         self, packed: PackedSamples, micro_batch: MicroBatch, loss: str, settings: Any
-    ) -> tuple[Batch, LossOutput]:
+    ) -> tuple[Batch, ModelOutput, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
         output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
-        return batch, LOSSES[loss].compute(output, batch, settings.section)
+        return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights with which a model without adapters would compute the same."""
