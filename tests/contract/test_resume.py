@@ -19,7 +19,9 @@ from trueline.training.worker import Worker, WorkerSpec
 
 STAGES = (0, 1, 2, 3)
 FIRST, REST = range(3), range(3, 6)
-TOLERANCE = 1e-5  # relative L2 distance of each weight after a change of ranks or engine
+# Relative L2 distance of each weight after a change of ranks or engine; Muon's iterations are in bfloat16, and without
+# its moments weights would be 1e-3 and more apart.
+TOLERANCE = {"adamw": 1e-5, "muon": 1e-4}
 COURSE = {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 State = dict[str, np.ndarray]  # `tensor/weight`, the moments, and `tensor/average`
@@ -38,6 +40,7 @@ class Case:
     ema: float = 0.0
     offload: str = "none"
     dtype: str = "float32"
+    optimizer: str = "adamw"
 
     def name(self) -> str:
         changed = [f"{key}={value}" for key, value in asdict(self).items() if value != asdict(Case())[key]]
@@ -57,7 +60,7 @@ class Case:
             "lora": lora,
         }
         settings = {"engine": self.engine, "zero_stage": self.stage, "ema_decay": self.ema, "offload": self.offload}
-        training = TrainingConfig.parse(COURSE | settings)
+        training = TrainingConfig.parse(COURSE | settings | {"optimizer": self.optimizer})
         worker = Worker(WorkerSpec(ModelConfig.parse(shape), training, rank, self.ranks, REST.stop, seed=0))
         if self.engine == "deepspeed":
             return started(worker)
@@ -79,6 +82,7 @@ SAME = [
     *(Case(stage=stage, ema=0.8) for stage in STAGES),
     Case(stage=2, offload="optimizer"),
     Case(stage=3, offload="all"),
+    Case(stage=0, optimizer="muon"),
 ]
 CHANGED: list[Change] = [
     (Case(stage=3), Case(stage=1, ranks=1)),
@@ -92,6 +96,7 @@ CHANGED: list[Change] = [
     (Case(stage=2, ring=2), Case(stage=2, ranks=1)),
     (Case(stage=2), Case(stage=2, ring=2)),
     (Case(stage=2), TORCH),
+    (Case(stage=0, optimizer="muon"), replace(TORCH, optimizer="muon")),
     (TORCH, Case(stage=3)),
     *((Case(stage=stage), Case(stage=3 - stage)) for stage in STAGES),
 ]
@@ -214,7 +219,7 @@ def test_a_run_resumes_on_other_ranks_and_engines(
         for name, tensor in found.items()
         if name.endswith(("/weight", "/average"))
     }
-    assert max(far.values()) < TOLERANCE, far
+    assert max(far.values()) < TOLERANCE[change[1].optimizer], far
 
 
 LOWER = [

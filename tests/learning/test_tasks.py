@@ -95,6 +95,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(verb: str, tmp_path: Path) ->
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
+def test_muon_learns_and_resumes_from_the_command_line(tmp_path: Path) -> None:
+    rows = train(tmp_path / "whole", "sft", "training.optimizer=muon")
+    assert rows[-1]["evaluation/loss"] < 0.9 * rows[0]["evaluation/loss"]
+    train(tmp_path / "parts", "sft", "training.optimizer=muon", "steps=5")
+    assert main(["sft", "--resume", "--name", "run", f"folder={tmp_path}/parts", f"steps={STEPS}"]) == 0
+    ends = [load_file(newest(tmp_path / name) / "training.safetensors") for name in ("whole", "parts")]
+    assert sum(name.endswith("_proj.weight/momentum_buffer") for name in ends[0]) == 2 * 7  # of two layers, all
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
 def test_a_trained_adapter_merges_into_the_same_model(tmp_path: Path) -> None:
     rows = train(tmp_path, "sft", "model.lora.rank=4", "training.learning_rate=1e-2")
     assert rows[-1]["evaluation/loss"] < 0.9 * rows[0]["evaluation/loss"]

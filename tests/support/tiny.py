@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, LossOutput, Sample
@@ -32,6 +32,22 @@ def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
         eos_token_id=tokenizer.eos_token_id,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_tiny_mixture(folder: Path, kind: str = "mixtral") -> Path:
+    """A random model of four experts in each of two layers, of which two see a token."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4, "sliding_window": None}
+    config = AutoConfig.for_model(
+        kind, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **heads, **experts
+    )
+    config.initializer_range = 0.3  # routers that have opinions
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

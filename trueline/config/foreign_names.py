@@ -86,6 +86,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("async_train async_queue_size", ("rollout.max_staleness",)),
     ("colocate_all_models hybrid_engine vllm_mode", ("placement",)),
     # Optimizer
+    ("optim", ("training.optimizer",)),
     ("lr actor_learning_rate", ("training.learning_rate",)),
     ("critic_learning_rate", ("critic.learning_rate",)),
     ("lr_scheduler_type lr_scheduler warmup_style", ("training.schedule",)),
@@ -98,6 +99,7 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("max_norm grad_clip", ("training.max_grad_norm",)),
     ("adam_betas adam_beta1 adam_beta2", ("training.betas",)),
     ("adam_epsilon", ("training.epsilon",)),
+    ("aux_loss_coef moe_aux_loss_coeff output_router_logits", ("training.router_aux_loss_coef",)),
     ("adam_offload optimizer_offload param_offload cpu_offload", ("training.offload",)),
     ("packing_samples use_remove_padding", ("training.packing",)),
     ("ema_beta enable_ema", ("training.ema_decay",)),

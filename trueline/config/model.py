@@ -94,8 +94,11 @@ class RanksConfig(Config):
 class TrainingConfig(RanksConfig):
     """The ranks of the trained model and its optimizer."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon for the matrices of hidden layers and AdamW for all else (float32; torch, or ZeRO 0)."""
+
     learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; Muon scales its updates to the size of AdamW's, so that one rate serves both."""
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up: constant, or falling to zero at the last step; wsd: constant, then falling."""
@@ -107,7 +110,7 @@ class TrainingConfig(RanksConfig):
     """Optimizer steps over which the learning rate rises from zero."""
 
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW weight decay, on matrices only."""
+    """Decoupled weight decay, on matrices only."""
 
     betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     """AdamW decay rates of the two moments."""
@@ -117,6 +120,9 @@ class TrainingConfig(RanksConfig):
 
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
+
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the loss that spreads tokens over a mixture's experts, e.g. 0.001; it costs a forward pass. 0: off."""
 
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, e.g. 0.999; 0 keeps none."""

@@ -13,7 +13,7 @@ from trueline.config.run import RunConfig
 
 class SupervisedTrainingConfig(TrainingConfig):
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
 
 
 class HeldOutConfig(Config):

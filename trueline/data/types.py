@@ -263,6 +263,8 @@ class ModelOutput:
     divergence: Tensor = later()  # [N] between teacher and student at the distribution of token t
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
     values: Tensor = later()  # [N] of a critic, of the state that token t was drawn from
+    expert_counts: Tensor = later()  # [N, E] how many layers send token t to each expert
+    router_probs: Tensor = later()  # [N, E] probabilities of the routers, summed over layers
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ CLASSES = {  # kind of head -> class of transformers
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
 RESCALED_LOGITS = (  # the chunked head knows none
     "final_logit_softcapping",
     "logit_scale",
@@ -46,6 +47,8 @@ class ModelFacts:
     hidden_size: int
     layers: int
     intermediate_size: int  # of the MLP; of all experts that see one token
+    experts: int = 0  # in a layer; 0: a dense model
+    balanced: bool = False  # transformers has the auxiliary loss of its routers
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
@@ -73,6 +76,7 @@ def check_model(config: ModelConfig) -> ModelFacts:
     if missing:
         raise ConfigError(f"model.path={config.path}: its config.json does not tell {missing[0]}; is it a decoder?")
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     return ModelFacts(
         parameters=count_parameters(folder, settings),
         context=settings.get("max_position_embeddings") or 2048,
@@ -83,6 +87,8 @@ def check_model(config: ModelConfig) -> ModelFacts:
         hidden_size=hidden,
         layers=settings["num_hidden_layers"],
         intermediate_size=intermediate_size(settings),
+        experts=experts,
+        balanced=experts > 0 and "router_aux_loss_coef" in settings,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trueline.algorithms.router_loss import routing
 from trueline.config.base import ConfigError
 from trueline.models.attention import Current
 from trueline.models.divergence import Teacher, chunked_divergence
@@ -22,6 +23,8 @@ class Scorer(nn.Module):
 
     This is the only place where positions are shifted: log-prob and value t are of token t given those before it.
     """
+
+    top_k = 0  # experts of a token, where a loss asks what the routers do
 
     def __init__(
         self,
@@ -46,30 +49,39 @@ class Scorer(nn.Module):
         self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float, entropy: bool = True
     ) -> Outputs:
         arrangement = self.arrange(lengths, tokens.device)
-        hidden = self.hidden_states(self.model, arrangement, tokens)
+        states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
+        hidden, routed = arrangement.hidden(states.last_hidden_state), self.routed(states, arrangement)
         if not self.speaks:
             scores = arrangement.whole(scoring_head(self.model)[1](hidden).float())
-            return {"values": moved_on(scores[:, 0], lengths)} if self.values else {"scores": scores}
+            return routed | ({"values": moved_on(scores[:, 0], lengths)} if self.values else {"scores": scores})
         wanted = arrangement.local(predicting(mask, lengths))
         targets = arrangement.local(tokens.roll(-1))[wanted]
         work = HeadWork(temperature, self.chunk, entropy)
         found = self.outputs(hidden[wanted], targets, work, self.taught(arrangement, tokens, wanted))
-        return {name: place(values, wanted, arrangement) for name, values in found.items()}
+        return routed | {name: place(values, wanted, arrangement) for name, values in found.items()}
 
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
         if not self.packed:
             return Padded(lengths)
         return Packed(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
 
-    def hidden_states(self, model: Any, arrangement: Arrangement, tokens: Tensor) -> Tensor:
-        states = model.base_model(**arrangement.inputs(tokens), use_cache=False).last_hidden_state
+    def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **asked: bool) -> Any:
+        """Return what the backbone gives, and make sure that every layer kept the sequences apart."""
+        states = model.base_model(**arrangement.inputs(tokens), use_cache=False, **asked)
         layers = int(model.config.get_text_config().num_hidden_layers)
         if self.packed and Current.layout.calls != layers:
             raise ConfigError(
                 f"{type(model).__name__}: {Current.layout.calls} of {layers} layers asked transformers' attention "
                 "interface, so sequences laid end to end could see each other: set training.packing=false"
             )
-        return arrangement.hidden(states)
+        return states
+
+    def routed(self, states: Any, arrangement: Arrangement) -> Outputs:
+        if not self.top_k:
+            return {}
+        rows = states.last_hidden_state.shape[:2]  # routers see all tokens of a pass as one list
+        logits = [arrangement.hidden(layer.view(*rows, -1)) for layer in states.router_logits]
+        return {name: arrangement.whole(values) for name, values in routing(logits, self.top_k).items()}
 
     def taught(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
         """Return the teacher's hidden states at the wanted positions, or None without a teacher."""
@@ -77,7 +89,7 @@ class Scorer(nn.Module):
         if teacher is None:
             return None
         with torch.no_grad():
-            return self.hidden_states(teacher.model, arrangement, tokens)[wanted]
+            return arrangement.hidden(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
 
     def outputs(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
         head = self.model.get_output_embeddings()

@@ -16,7 +16,7 @@ from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import Room, Tenant, settled
-from trueline.runs.preflight import check_parallel, rank_count, resolve_dtype, resolve_path
+from trueline.runs.preflight import check_parallel, check_routers, rank_count, resolve_dtype, resolve_path
 from trueline.runs.summary import machine_line, model_line, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, this_machine
 from trueline.runtime.placement import Layout, check_devices
@@ -69,7 +69,9 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
             "max_tokens": max_tokens,
         }
     )
+    check_engines(resolved, "training")  # with what the machine has filled in
     check_parallel(resolved.model, facts)
+    check_routers("training", resolved.training, resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
         check_teacher(resolved)

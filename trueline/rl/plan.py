@@ -17,6 +17,7 @@ from trueline.runs.preflight import (
     PromptSet,
     check_parallel,
     check_rollout,
+    check_routers,
     fitting_prompts,
     load_prompts,
     measured,
@@ -87,6 +88,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
     check_transport(config, layout, machine)
+    check_routers("training", config.training, config.model, facts)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
@@ -174,6 +176,7 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
     readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.context_parallel)}
     for role in roles:
         check_parallel(role.model, role.facts, role.section)
+        check_routers(role.section, role.ranks, role.model, role.facts)
     reading = [role for role in roles if role.section != "reward_model"]  # refuses long completions one by one
     readers |= {role.section: (role.ranks, role.model.context_parallel) for role in reading}
     for role in reading:

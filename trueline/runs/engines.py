@@ -41,7 +41,7 @@ def check_engines(config: EnginesConfig, *used: str) -> None:
             check_trained(section, part, own)
 
 
-def check_trained(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
+def check_trained(section: str, ranks: TrainingConfig, model: ModelConfig) -> None:
     row, asked = TRAIN_ENGINES[ranks.engine], f"{section}.engine={ranks.engine}"
     check_ranks(section, ranks, model)
     if model.dtype == "bfloat16" and not row.masters:
@@ -51,6 +51,12 @@ def check_trained(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
         )
     if ranks.offload != "none" and not row.offloads:
         raise ConfigError(f"{asked} offloads nothing: set {section}.offload=none (got {ranks.offload})")
+    if ranks.optimizer == "muon" and (row.stage(ranks, model.dtype) or model.tensor_parallel > 1):
+        raise ConfigError(
+            f"{section}.optimizer=muon steps whole matrices in float32, which ZeRO, bfloat16 and tensor parallelism "
+            f"take apart: set {section}.zero_stage=0 (got {ranks.zero_stage}), model.dtype=float32 (got {model.dtype}) "
+            f"and model.tensor_parallel=1 (got {model.tensor_parallel}), or {section}.optimizer=adamw"
+        )
 
 
 def check_ranks(section: str, ranks: RanksConfig, model: ModelConfig) -> None:

@@ -91,7 +91,10 @@ def model_bytes(tenant: Tenant) -> float:
         return weights
     trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
     gradients = trained * (width + (4 if width == 2 else 0)) / (world if stage >= 2 else 1)
-    optimizer = trained * (8 + (4 if width == 2 else 0)) / (world if stage >= 1 else 1)
+    moments = 8 * trained
+    if ranks.optimizer == "muon" and not tenant.facts.experts:  # those lie in blocks of three dimensions: AdamW's
+        moments -= 4 * max(trained - 2 * tenant.facts.vocabulary * tenant.facts.hidden_size, 0)
+    optimizer = (moments + (4 * trained if width == 2 else 0)) / (world if stage >= 1 else 1)
     return weights + gradients + (optimizer if ranks.offload == "none" else 0.0)
 
 

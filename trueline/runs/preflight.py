@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
-from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import ResolvedRollout, RolloutConfig
 from trueline.config.run import CheckpointConfig
@@ -108,6 +108,16 @@ def check_parallel(model: ModelConfig, facts: ModelFacts, section: str = "model"
         raise ConfigError(
             f"{section}.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
             "key-value heads"
+        )
+
+
+def check_routers(section: str, ranks: RanksConfig, model: ModelConfig, facts: ModelFacts) -> None:
+    coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
+    if coefficient and not facts.balanced:
+        kind = f"a mixture of {facts.experts} experts that are balanced otherwise" if facts.experts else "a dense model"
+        raise ConfigError(
+            f"{section}.router_aux_loss_coef={coefficient:g}: {model.path} is {kind}; set it to 0, or train a model "
+            "whose configuration has that key, such as Mixtral, Qwen3-MoE or OLMoE"
         )
 
 

@@ -25,11 +25,12 @@ from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
-from trueline.training.optimizer import learning_rate_at, make_optimizer
+from trueline.training.optimizer import MOMENTS, learning_rate_at, make_optimizer, moments_of, set_moments
 from trueline.training.worker import WorkerSpec
 
+SHARDED = MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
 GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
 
 
@@ -43,7 +44,7 @@ class DeepSpeedEngine:
         self.config, self.total_steps, self.device = config, spec.total_steps, device
         self.stage = effective_stage(config, dtype)
         cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
-        optimizer = make_optimizer(module.parameters(), config) if isinstance(config, TrainingConfig) else None
+        optimizer = make_optimizer(module.named_parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype, cuts)
         )
@@ -138,13 +139,12 @@ class DeepSpeedEngine:
                 yield from self.masters()
 
     def _plain_state(self, parameter: nn.Parameter) -> TensorState:
-        moments = self.base.state.get(parameter, {})
-        return {"weight": parameter.detach(), **{key: moments[key] for key in MOMENTS if key in moments}}
+        return {"weight": parameter.detach(), **moments_of(self.base, parameter)}
 
     def _sharded_state(self, parameter: nn.Parameter) -> TensorState:
         state = {"weight": safe_get_full_fp32_param(parameter)}
         if self.steps:
-            state |= {key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}
+            state |= {key: safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
         return state
 
     def start_loading(self, steps: int) -> None:
@@ -152,8 +152,8 @@ class DeepSpeedEngine:
         if not steps or self.plain:
             return
         for shard in self._shards():
-            moments = {key: torch.zeros_like(shard) for key in MOMENTS}
-            self.base.state[shard] = {"step": self._step_count(shard.device), **moments}
+            moments = {key: torch.zeros_like(shard) for key in SHARDED}
+            self.base.state[shard] = {"step": torch.tensor(float(steps), device=shard.device), **moments}
         self._link_moments()
 
     def _link_moments(self) -> None:
@@ -177,14 +177,14 @@ class DeepSpeedEngine:
         values = {key: self.cuts.part(name, value).to(self.device) for key, value in state.items()}
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data.copy_(values["weight"])
+        weight = values.pop("weight")
         if self.plain:
-            if self.steps:
-                moments = {key: values[key].clone() for key in MOMENTS}
-                self.base.state[parameter] = {"step": self._step_count(self.device), **moments}
+            if values:
+                set_moments(self.base, parameter, values, self.steps)
             return
-        self._set(parameter, values["weight"])
+        self._set(parameter, weight)
         if self.steps:
-            for key in MOMENTS:
+            for key in SHARDED:
                 self._set(parameter, values[key], key)
 
     def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
@@ -202,9 +202,6 @@ class DeepSpeedEngine:
             safe_set_local_fp32_param(parameter, shard)
         else:
             safe_set_local_optimizer_state(parameter, shard, moment)
-
-    def _step_count(self, device: torch.device) -> Tensor:
-        return torch.tensor(float(self.steps), device=device)
 
     def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
         if self.average is None:

@@ -11,9 +11,7 @@ from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.training.deepspeed_config import effective_stage
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, the two moments
+TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
 
 
 @dataclass(frozen=True, slots=True)

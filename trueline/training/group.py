@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
-from trueline.config.model import RanksConfig
+from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
 from trueline.runtime.actors import Actor, Given, Result, share, wait_all
@@ -32,6 +32,7 @@ class ModelGroup:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
+        self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
         tokens = config.tokens_per_pass() * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
 
@@ -69,11 +70,20 @@ class ModelGroup:
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
         """Make exactly one optimizer step on the whole minibatch."""
-        return joined(self._submit(Worker.update, samples, self.plan(samples, together), loss, settings))
+        plan = self.plan(samples, together)
+        return joined(self._submit(Worker.update, samples, plan, loss, self._routed(samples, plan, settings)))
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
         """Accumulate the gradients of `update` without its step."""
-        return joined(self._submit(Worker.accumulate, samples, self.plan(samples), loss, settings))
+        plan = self.plan(samples)
+        return joined(self._submit(Worker.accumulate, samples, plan, loss, self._routed(samples, plan, settings)))
+
+    def _routed(self, samples: list[Sample], plan: Plan, settings: LossSettings) -> LossSettings:
+        """Return the settings with where the minibatch's tokens go, one more pass, if a loss balances the experts."""
+        if not self.balanced:
+            return settings
+        counts = self._submit(Worker.count_experts, samples, plan)
+        return replace(settings, expert_counts=[sum(of_one) for of_one in zip(*counts, strict=True)])
 
     def evaluate(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
@@ -135,7 +145,8 @@ def joined(reports: list[Report]) -> dict[str, float]:
     """Join the ranks' reports: means are reduced the way the loss is, and the loss itself keeps its own scale."""
     names = reports[0].sums
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
-    weight, loss = sums.pop("weight"), sums.pop("loss")
+    weight = sums.pop("weight")
+    totals = {name: sums.pop(name) for name in list(sums) if name in ("loss", "router_loss")}
     means = {name: value / weight for name, value in sums.items()}
     maxima = {name: max(report.maxima[name] for report in reports) for name in reports[0].maxima}
-    return {"loss": loss, **means, **maxima, **reports[0].step}
+    return {**totals, **means, **maxima, **reports[0].step}

@@ -16,6 +16,7 @@ class LossSettings:
     temperature: float = 1.0
     section: Any = None  # of the configuration, that the loss reads
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
+    expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engines import MOMENTS, StepInfo, TensorState, model_output
+from trueline.training.engines import StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
-from trueline.training.optimizer import learning_rate_at, make_optimizer
+from trueline.training.optimizer import learning_rate_at, make_optimizer, moments_of, set_moments
 from trueline.training.worker import WorkerSpec
 
 
@@ -22,10 +22,10 @@ class TorchEngine:
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.steps = 0
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.average: MovingAverage | None = None
         if isinstance(config, TrainingConfig):
-            self.optimizer = make_optimizer(self.trained.values(), config)
+            self.optimizer = make_optimizer(self.trained.items(), config)
             if config.ema_decay:
                 self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
@@ -62,8 +62,7 @@ class TorchEngine:
     def state(self) -> Iterator[tuple[str, TensorState]]:
         assert self.optimizer is not None
         for name, parameter in self.trained.items():
-            moments = self.optimizer.state.get(parameter, {})
-            yield name, {"weight": parameter.detach(), **{key: moments[key] for key in MOMENTS if key in moments}}
+            yield name, {"weight": parameter.detach(), **moments_of(self.optimizer, parameter)}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
@@ -81,10 +80,9 @@ class TorchEngine:
         assert self.optimizer is not None
         parameter = self.trained[name]
         parameter.data.copy_(state["weight"])
-        if self.steps:
-            moments = {key: state[key].to(self.device).clone() for key in MOMENTS}
-            step = torch.tensor(float(self.steps), device=self.device)
-            self.optimizer.state[parameter] = {"step": step, **moments}
+        moments = {key: value.to(self.device) for key, value in state.items() if key != "weight"}
+        if moments:
+            set_moments(self.optimizer, parameter, moments, self.steps)
 
     def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
         if self.average is not None:

@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
+from trueline.algorithms.router_loss import over_learnt, router_loss
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model
@@ -44,6 +45,7 @@ from trueline.runtime.transport import (
 from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
+from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report, weights_of
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
@@ -107,8 +109,14 @@ class Worker:
             goal=spec.goal(self.model, dtype, spec.ranks.packing) if spec.goal else None,
             values=spec.head == "value",
         )
+        if self._router_coefficient():
+            self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
         probe.compare(self._forward, self.model.get_input_embeddings())
+
+    def _router_coefficient(self) -> float:
+        ranks = self.spec.ranks
+        return ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
     def ready(self) -> None:
         """Do nothing; calls are worked on one after the other, so those before are done once it returns."""
@@ -163,8 +171,12 @@ class Worker:
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
         for number, micro_batch in enumerate(passes, 1):
-            batch, values = self._loss(packed, micro_batch, loss, settings)
+            batch, output, values = self._loss(packed, micro_batch, loss, settings)
             total = (weights_of(values, batch) * values.values).sum()
+            if settings.expert_counts:
+                balance = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
+                total = total + self._router_coefficient() * balance
+                report.sums["router_loss"] = report.sums.get("router_loss", 0.0) + balance.item()
             if not math.isfinite(total.item()):
                 total = total * math.nan  # its gradient may be finite; no rank may step on it
             self.engine.backward(total, last=number == len(passes))
@@ -175,17 +187,27 @@ class Worker:
         report = Report({}, {}, {})
         with self._judging():
             for micro_batch in passes:
-                batch, values = self._loss(packed, micro_batch, loss, settings)
+                batch, _, values = self._loss(packed, micro_batch, loss, settings)
                 report.add(values, batch)
         return report
 
+    def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:
+        """Count how often the layers send tokens of this rank's samples to each expert, [E]."""
+        found: list[Tensor] = []
+        with self._judging():
+            for micro_batch in passes:
+                batch = collate(packed, micro_batch, self.device)
+                batch.mask = torch.zeros_like(batch.mask)  # spares the head
+                found.append(over_learnt(self.engine.forward(batch, 1.0, entropy=False).expert_counts, batch))
+        return torch.stack(found).sum(0).tolist()
+
     def _loss(
         self, packed: PackedSamples, micro_batch: MicroBatch, loss: str, settings: Any
-    ) -> tuple[Batch, LossOutput]:
+    ) -> tuple[Batch, ModelOutput, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
         output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
-        return batch, LOSSES[loss].compute(output, batch, settings.section)
+        return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the weights with which a model without adapters would compute the same."""
@@ -271,6 +293,7 @@ class Worker:
             self.engine.start_loading(int(saved.metadata["steps"]))
             named = saved.by_name()
             self._check_names(folder, {name: saved.shape(parts["weight"]) for name, parts in named.items()})
+            self._check_moments(folder, {name: parts.keys() - {"weight", "average"} for name, parts in named.items()})
             for name, parts in named.items():
                 self.engine.load_state(
                     name, {part: saved.read(key) for part, key in parts.items() if part != "average"}
@@ -291,6 +314,16 @@ class Worker:
                 f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
                 "in one of the two); resume with the configuration that wrote it"
             )
+
+    def _check_moments(self, folder: str, saved: dict[str, set[str]]) -> None:
+        config = self.spec.ranks
+        assert isinstance(config, TrainingConfig)
+        for name, found in saved.items():
+            if found and found != set(MOMENTS[stepped_by(name, len(self.shapes[name]), config)]):
+                raise ConfigError(
+                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
+                    f"{', '.join(sorted(found))}); resume with the one that wrote it, or start a new run from its model"
+                )
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of each trained tensor, to tell whether training changes it."""

@@ -25,6 +25,10 @@ grpo learning_rate training.learning_rate
 grpo actor_learning_rate training.learning_rate
 grpo actor_rollout_ref.actor.optim.lr training.learning_rate
 sft lr training.learning_rate
+sft optim training.optimizer
+sft aux_loss_coef training.router_aux_loss_coef
+grpo router_aux_loss_coef training.router_aux_loss_coef
+ppo critic.optim.optimizer critic.optimizer
 ppo critic_learning_rate critic.learning_rate
 ppo critic.optim.lr critic.learning_rate
 ppo critic.model.path critic.path

@@ -142,12 +142,39 @@ def test_what_the_torch_engine_cannot_do_is_refused_by_key(kind: type[EnginesCon
         assert part in said
 
 
+@pytest.mark.parametrize("kind", [SftConfig, RLConfig, RaftConfig])
+def test_muon_is_refused_where_matrices_are_taken_apart(kind: type[EnginesConfig]) -> None:
+    muon, whole = "training.optimizer=muon", "training.zero_stage=0"
+    for words, got in (
+        ([], "training.zero_stage=0 (got 2)"),
+        ([whole, "model.dtype=bfloat16"], "model.dtype=float32 (got bfloat16)"),
+        ([whole, "model.tensor_parallel=2"], "model.tensor_parallel=1 (got 2)"),
+    ):
+        said = refused(kind.load([], [muon, *words]), "training")
+        assert "training.optimizer=muon steps whole matrices in float32" in said and got in said
+        assert "or training.optimizer=adamw" in said
+    for words in ([whole], [TORCH]):
+        check_engines(kind.load([], [muon, *words]), "training")
+
+
+def test_muon_is_refused_for_the_type_that_a_gpu_gives(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1", "completion": "2"}) + "\n")
+    monkeypatch.setattr("trueline.offline.plan.this_machine", lambda: machine(1))
+    words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "training.zero_stage=0"]
+    with pytest.raises(ConfigError, match=r"model.dtype=float32 \(got bfloat16\)"):
+        plan_supervised(SftConfig.load([], [*words, "training.optimizer=muon"]))
+
+
 def test_a_critic_is_trained_too_and_cut_as_it_says_itself() -> None:
     small = ["algorithm.preset=ppo", "critic.engine=torch"]
     assert "critic.ranks=1 (got 2)" in refused(RLConfig.load([], [*small, "critic.ranks=2"]), "critic")
     wide = ["model.context_parallel=2", "training.ranks=2"]
     assert "got 2 ranks wide" in refused(RLConfig.load([], [*small, *wide]), "critic")
     check_engines(RLConfig.load([], [*small, *wide, "critic.context_parallel=1", "critic.ranks=1"]), "critic")
+    muon = ["algorithm.preset=ppo", "critic.optimizer=muon"]
+    assert "critic.zero_stage=0 (got 2)" in refused(RLConfig.load([], muon), "critic")
 
 
 def test_ranks_that_the_machine_gives_are_compared_too(

@@ -70,6 +70,7 @@ def test_the_estimate_is_not_below_what_a_gpu_showed() -> None:
         (TrainingConfig(zero_stage=2), {}, 4, 4 + (4 + 8) / 4),
         (TrainingConfig(zero_stage=1), {}, 4, 4 + 4 + 8 / 4),
         (TrainingConfig(offload="optimizer"), {}, 1, 4 + 4),
+        (TrainingConfig(zero_stage=0, optimizer="muon"), {}, 4, 4 + 4 + 4 + 4 * 2 * 49_152 * 576 / 134_515_008),
         (TrainingConfig(), {"tensor_parallel": 2}, 2, (4 + (4 + 8) / 2) / 2),
         (TrainingConfig(), {"lora": {"rank": 8}}, 1, 4),
         (TrainingConfig(), {"lora": {"rank": 8, "quantize": True}}, 1, 0.5),
@@ -80,6 +81,12 @@ def test_the_estimate_is_not_below_what_a_gpu_showed() -> None:
 def test_bytes_of_weights_gradients_and_optimizer(ranks: Any, model: dict[str, Any], world: int, each: float) -> None:
     found = model_bytes(tenant(ranks, world=world, **model))
     assert found == pytest.approx(each * SMOLLM2.parameters)
+
+
+def test_muon_leaves_experts_and_models_that_are_all_embedding_to_adamw() -> None:
+    muon = TrainingConfig(zero_stage=0, optimizer="muon")
+    for facts in (replace(SMOLLM2, experts=8), replace(SMOLLM2, parameters=1000)):
+        assert model_bytes(tenant(muon, facts)) == (4 + 4 + 8) * facts.parameters
 
 
 def test_activations_grow_with_tokens_and_with_the_mlp() -> None:

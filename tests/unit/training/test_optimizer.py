@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trueline.config.model import TrainingConfig
-from trueline.training.optimizer import learning_rate_at, make_optimizer
+from trueline.training.optimizer import MOMENTS, learning_rate_at, make_optimizer, moments_of, set_moments
 
 
 def config(**settings: Any) -> TrainingConfig:
@@ -64,7 +64,7 @@ def test_weight_decay_is_for_matrices() -> None:
     for parameter in module.parameters():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
-    make_optimizer(module.parameters(), config(weight_decay=0.5)).step()
+    make_optimizer(module.named_parameters(), config(weight_decay=0.5)).step()
     assert module[0].weight.flatten().tolist() == pytest.approx([1 - 0.1 * 0.5] * 6)
     for vector in (module[0].bias, module[1].weight, module[1].bias):
         assert vector.tolist() == [1.0, 1.0]
@@ -74,12 +74,86 @@ def test_the_first_step_is_adams() -> None:
     """After one step both moments are unbiased: the change is rate * g / (|g| + epsilon)."""
     parameter = nn.Parameter(torch.tensor([1.0, 2.0]))
     parameter.grad = torch.tensor([0.5, -3.0])
-    make_optimizer([parameter], config(epsilon=0.25)).step()
+    make_optimizer([("weight", parameter)], config(epsilon=0.25)).step()
     expected = [1.0 - 0.1 * 0.5 / 0.75, 2.0 + 0.1 * 3.0 / 3.25]
     assert parameter.tolist() == pytest.approx(expected)
 
 
 def test_frozen_parameters_are_left_out() -> None:
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
-    groups = make_optimizer([frozen, nn.Parameter(torch.zeros(2, 2))], config()).param_groups
+    groups = make_optimizer([("a", frozen), ("b", nn.Parameter(torch.zeros(2, 2)))], config()).param_groups
     assert all(parameter is not frozen for group in groups for parameter in group["params"])
+
+
+# Muon
+
+
+class Decoder(nn.Module):
+    """The kinds of parameters that models have: outside layers, and matrices, vectors and blocks of experts in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4, bias=False)])
+        self.layers[1].experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+
+
+MATRICES = ["layers.0.weight", "layers.1.weight"]
+
+
+def set_gradients(module: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_muon_steps_the_matrices_of_layers_and_adamw_all_else() -> None:
+    """Three steps with other gradients, at rates that a schedule changes, beside the two optimizers of PyTorch."""
+    module, plain = Decoder(), Decoder()
+    joined = make_optimizer(module.named_parameters(), config(optimizer="muon", weight_decay=0.5, betas=[0.8, 0.9]))
+    named = dict(plain.named_parameters())
+    rest = [parameter for name, parameter in named.items() if name not in MATRICES]
+    decays = [{"params": [one], "weight_decay": 0.5 if one.ndim > 1 else 0.0} for one in rest]
+    apart = [
+        torch.optim.Muon([named[name] for name in MATRICES], weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(decays, betas=(0.8, 0.9), eps=1e-8, fused=True),
+    ]
+    for step, rate in enumerate((0.1, 0.05, 0.2)):
+        for optimizer in (joined, *apart):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        for model, optimizers in ((module, [joined]), (plain, apart)):
+            set_gradients(model, step)
+            for optimizer in optimizers:
+                optimizer.step()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, named[name]), name
+        assert moments_of(joined, parameter).keys() == set(MOMENTS["muon" if name in MATRICES else "adamw"]), name
+    joined.zero_grad()
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_muon_takes_the_rate_of_adamw() -> None:
+    """A first step moves a matrix by about 0.2 of the rate in the root mean square, whatever its shape and gradient."""
+    for shape in ((64, 64), (32, 128), (128, 32)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = 1e-3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        make_optimizer([("layers.0.weight", parameter)], config(optimizer="muon")).step()
+        assert parameter.square().mean().sqrt().item() == pytest.approx(0.2 * 0.1, rel=0.3), shape
+
+
+def test_moments_are_taken_up_again_by_the_optimizer_that_keeps_them() -> None:
+    first, second = Decoder(), Decoder()
+    optimizers = [make_optimizer(model.named_parameters(), config(optimizer="muon")) for model in (first, second)]
+    set_gradients(first, 0)
+    optimizers[0].step()
+    second.load_state_dict(first.state_dict())
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        set_moments(optimizers[1], other, moments_of(optimizers[0], one), 1)
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        set_gradients(model, 1)
+        optimizer.step()
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)

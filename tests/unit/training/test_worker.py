@@ -181,25 +181,38 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("lora", [FULL, LORA, LoraConfig(rank=2, dropout=0.3)], ids=["full", "lora", "dropout"])
-@pytest.mark.parametrize("decay", [0.0, 0.9])
+@pytest.mark.parametrize(("decay", "optimizer"), [(0.0, "adamw"), (0.9, "adamw"), (0.0, "muon")])
 def test_resuming_equals_going_on_bit_for_bit(
-    model_folder: Path, tmp_path: Path, lora: LoraConfig, decay: float
+    model_folder: Path, tmp_path: Path, lora: LoraConfig, decay: float, optimizer: str
 ) -> None:
     """Weights, moments, schedule, moving average, and the random numbers that dropout draws."""
-    straight = make_worker(model_folder, lora, ema_decay=decay)
+    straight = make_worker(model_folder, lora, ema_decay=decay, optimizer=optimizer)
     whole = train(straight, range(4))
 
-    first = make_worker(model_folder, lora, ema_decay=decay)
+    first = make_worker(model_folder, lora, ema_decay=decay, optimizer=optimizer)
     begun = train(first, range(2))
     checkpoint = save(first, tmp_path / "checkpoint")
     torch.manual_seed(12345)
-    second = resumed(checkpoint, model_folder, lora, ema_decay=decay)
+    second = resumed(checkpoint, model_folder, lora, ema_decay=decay, optimizer=optimizer)
     rest = train(second, range(2, 4))
 
     assert without_memory(begun + rest) == without_memory(whole)
     assert same(weights(straight), weights(second))
     assert same(averages(straight), averages(second))
     assert bool(averages(second)) == (decay > 0)
+
+
+def test_a_checkpoint_holds_the_moments_of_each_tensors_optimizer(model_folder: Path, tmp_path: Path) -> None:
+    """And is refused to another one, by the name of a tensor and what it has."""
+    worker = make_worker(model_folder, optimizer="muon")
+    train(worker, range(1))
+    parts = {name: state.keys() - {"weight"} for name, state in worker.engine.state()}
+    muon = {name for name, moments in parts.items() if moments == {"momentum_buffer"}}
+    assert muon == {name for name, tensor in weights(worker).items() if ".layers." in name and tensor.ndim == 2}
+    assert all(parts[name] == {"exp_avg", "exp_avg_sq"} for name in parts.keys() - muon)
+    checkpoint = save(worker, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=r"another optimizer than optimizer=adamw .*_proj.weight has momentum_buffer"):
+        make_worker(model_folder).load(checkpoint)
 
 
 def without_memory(reports: list[dict[str, float]]) -> list[dict[str, float]]:
