@@ -81,6 +81,8 @@ SAME = [
     Case(stage=2, lora=4),
     *(Case(stage=stage, ema=0.8) for stage in STAGES),
     Case(stage=2, offload="optimizer"),
+    replace(TORCH, offload="moments"),
+    *(Case(stage=stage, offload="moments") for stage in (0, 2, 3)),
     Case(stage=3, offload="all"),
     Case(stage=0, optimizer="muon"),
 ]
@@ -98,6 +100,8 @@ CHANGED: list[Change] = [
     (Case(stage=2), TORCH),
     (Case(stage=0, optimizer="muon"), replace(TORCH, optimizer="muon")),
     (TORCH, Case(stage=3)),
+    (Case(stage=2, offload="moments"), Case(stage=2)),
+    (Case(stage=2), Case(stage=3, offload="moments")),
     *((Case(stage=stage), Case(stage=3 - stage)) for stage in STAGES),
 ]
 
@@ -225,6 +229,7 @@ def test_a_run_resumes_on_other_ranks_and_engines(
 LOWER = [
     *(Case(stage=stage, ranks=1, ema=0.8, dtype="bfloat16") for stage in STAGES),
     Case(stage=1, ranks=1, offload="optimizer", dtype="bfloat16"),
+    Case(stage=2, ranks=1, offload="moments", dtype="bfloat16"),
     Case(stage=3, ranks=1, offload="all", dtype="bfloat16"),
 ]
 EXACT = Case(ranks=1)

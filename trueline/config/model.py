@@ -84,8 +84,8 @@ class RanksConfig(Config):
     packing: bool = True
     """Lay sequences end to end; false pads them, for architectures that packed attention refuses."""
 
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """Keep in the machine's memory instead of the GPU's: the optimizer (ZeRO 1-3), or weights too (ZeRO 3)."""
+    offload: Literal["none", "moments", "optimizer", "all"] | None = None
+    """Keep on the host: moments, the optimizer (ZeRO 1-3), or weights too (ZeRO 3). null: moments if memory asks it."""
 
     def tokens_per_pass(self) -> int:
         return self.micro_batch_tokens or LARGEST_PASS

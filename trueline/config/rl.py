@@ -12,6 +12,8 @@ from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import CheckpointConfig, RunConfig
 
+OWN_GPU = 0.9  # share of a GPU that an engine without a neighbour takes
+
 
 class SamplingControls(Config):
     """What a token is drawn from, and where a completion ends before its end token."""
@@ -83,8 +85,8 @@ class RolloutConfig(SamplingControls):
     max_sequences: int = Field(256, ge=1)
     """Completions that one engine works on at a time."""
 
-    gpu_memory_utilization: float = Field(0.4, gt=0, lt=1)
-    """Share of each GPU's memory for the engine (weights and KV cache)."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
+    """Share of each GPU's memory for the engine (weights and KV cache); null: what models beside it leave, or 0.9."""
 
     cpu_cache_gib: float = Field(1.0, gt=0)
     """Memory for the KV cache of an engine that runs on a CPU."""
@@ -97,6 +99,7 @@ class ResolvedRollout(RolloutConfig):
     """The rollout as a plan holds it: nothing is left to machine, model or data any more."""
 
     engines: int
+    gpu_memory_utilization: float = OWN_GPU
     max_new_tokens: int
     max_prompt_tokens: int
 

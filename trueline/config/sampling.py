@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
-from trueline.config.rl import EvaluationConfig, RolloutConfig
+from trueline.config.rl import OWN_GPU, EvaluationConfig, RolloutConfig
 from trueline.config.roles import FrozenConfig
 from trueline.config.run import RunConfig
 
@@ -15,7 +15,7 @@ from trueline.config.run import RunConfig
 class SamplerConfig(RolloutConfig):
     """Engines that share their GPUs with no trainer."""
 
-    gpu_memory_utilization: float = Field(0.9, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(OWN_GPU, gt=0, lt=1)
     """Share of each GPU's memory for the engine (weights and KV cache)."""
 
 

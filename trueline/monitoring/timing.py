@@ -20,10 +20,11 @@ class Timer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.flushed = time.perf_counter()
+        self.latest = ""  # phase that was begun last
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, self.latest = time.perf_counter(), name
         try:
             yield
         finally:

@@ -8,12 +8,13 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.offline.plan import SupervisedPlan
+from trueline.offline.plan import SupervisedPlan, forecast_memory
 from trueline.offline.reference import ReferenceCache, fill_reference
 from trueline.offline.trainer import SupervisedTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
 from trueline.runs.processes import model_group, opened
+from trueline.runs.rescue import MemoryWatch
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.worker import Worker, WorkerSpec, worker_target
@@ -40,7 +41,10 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)
-        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, Timer())
+        ranks = plan.layout.policy_ranks
+        forecast = plan.forecast or forecast_memory(config, plan.facts, plan.machine, ranks, plan.longest)
+        watch = MemoryWatch(forecast, timer := Timer())
+        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch)
 
 
 def used_samples(plan: SupervisedPlan) -> list[Sample]:

@@ -15,7 +15,7 @@ from trueline.offline.dataset import Material, check_longest, load_material
 from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.learning_rate import rate_warnings
-from trueline.runs.memory import Room, Tenant, settled
+from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, settled
 from trueline.runs.preflight import check_parallel, check_routers, rank_count, resolve_dtype, resolve_path
 from trueline.runs.summary import machine_line, model_line, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, this_machine
@@ -32,6 +32,7 @@ class SupervisedPlan:
     steps: int
     longest: int
     chat: ChatFormat
+    forecast: Forecast | None  # of a machine that is this one
 
     def fingerprint(self) -> Tree:
         data, train = self.config.data, self.material.train
@@ -47,11 +48,13 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
-    config = settle_memory(config, facts, machine, world, longest) if here else config
+    forecast = forecast_memory(config, facts, machine, world, longest) if here else None
+    config = config.replaced(forecast.keys()) if forecast else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
     layout = Layout(world)
     check_devices(layout, machine)
-    return SupervisedPlan(config.replaced({"steps": steps}), machine, facts, layout, material, steps, longest, chat)
+    config = config.replaced({"steps": steps})
+    return SupervisedPlan(config, machine, facts, layout, material, steps, longest, chat, forecast)
 
 
 def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tuple[SupervisedConfig, int, int]:
@@ -89,20 +92,21 @@ def budget_of(config: SupervisedConfig) -> Budget:
     return Budget(limit, training.micro_batch_samples, training.packing)
 
 
-def settle_memory(
+def forecast_memory(
     config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int
-) -> SupervisedConfig:
-    """Fill in what memory decides; a teacher lives beside its student."""
+) -> Forecast:
+    """Choose what memory decides; a teacher lives beside its student."""
     tokens = config.samples_per_step * longest / world
     tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
     if isinstance(config, DistillRunConfig):
         teacher, ranks = teacher_model(config), RanksConfig(micro_batch_tokens=config.training.micro_batch_tokens)
         tenants.append(Tenant("teacher", "training", check_model(teacher), teacher, ranks, world, tokens))
     if machine.gpus:
-        room = Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants])
+        host = HOST_SHARE * machine.memory_bytes / machine.gpus
+        room = Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants], host=host)
     else:
         room = Room(machine.memory_bytes, "cpu", [(one, world) for one in tenants])
-    return config.replaced(settled([room], longest, "max_tokens").keys())
+    return settled([room], longest, "max_tokens")
 
 
 def check_teacher(config: DistillRunConfig) -> None:
@@ -121,6 +125,7 @@ def describe_plan(plan: SupervisedPlan) -> str:
             machine_line(plan.machine),
             model_line(model.path, plan.facts, model.dtype, model.lora.rank),
             ranks_line("training", plan.layout.policy_ranks, config.training, model),
+            *(plan.forecast.lines() if plan.forecast else []),
             f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
             *(f"format     {described}" for described in train.formats),
             *([f"held out   {held_out.rows()} rows"] if held_out else []),

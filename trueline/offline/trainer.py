@@ -11,7 +11,7 @@ from trueline.monitoring.trackers import Tracker
 from trueline.offline.plan import SupervisedPlan
 from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import Rescue
+from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import SupervisedState
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, write_model
@@ -28,13 +28,14 @@ class SupervisedTrainer:
     state: SupervisedState
     guard: Guard
     timer: Timer
+    watch: MemoryWatch
 
     def fit(self) -> SupervisedState:
         plan, state, train = self.plan, self.state, self.plan.material.train
         config = plan.config
         order = train.order(config.seed, config.data.shuffle, state.rows)
         self.guard.watch()
-        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.progress.note)
+        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.progress.note, self.watch)
         with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
@@ -50,6 +51,7 @@ class SupervisedTrainer:
                 times = self.timer.flush()
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
                 self.tracker.log(state.step, metrics)
+                self.watch.see(metrics)
                 self.progress.step(state.step, metrics)
                 self.guard.follow("loss", metrics["loss"])
                 # After its numbers are written: a kill in between costs the step again, not its row.

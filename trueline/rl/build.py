@@ -15,6 +15,7 @@ from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.models import Models
 from trueline.rl.plan import RLPlan
 from trueline.rl.trainer import RLTrainer
+from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import EnginePool
@@ -22,8 +23,10 @@ from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
 from trueline.runs.processes import Sampling, model_group, opened, opened_loop, role_group, sampling_of, start_engines
+from trueline.runs.rescue import MemoryWatch
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
+from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Processes
 from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
 from trueline.training.checkpoints import Checkpoints
@@ -44,7 +47,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
-        groups, pool = start_models(plan, processes)
+        groups, pool = start_models(plan, processes, loop)
         models = Models(
             config.algorithm,
             config.rollout.temperature,
@@ -65,26 +68,35 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
+        timer = Timer()
         yield RLTrainer(
             config=config,
             rollout=plan.rollout,
             models=models,
             rollouts=make_rollouts(plan, sampling, state, folder),
             sync=sync,
-            sharing=DeviceSharing(pool, loop, plan.layout.colocated and plan.machine.gpus > 0),
+            sharing=DeviceSharing(pool, loop, shares_gpus(plan), list(groups.values()), progress.note),
             evaluator=make_evaluator(plan, sampling),
             checkpoints=checkpoints,
             tracker=tracker,
             progress=progress,
             state=state,
-            timer=Timer(),
+            timer=timer,
             guard=guard,
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
+            watch=MemoryWatch(plan.forecast, timer),
         )
 
 
-def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
-    """Start the policy, the models beside it and the engines all at once; return the models by name and the engines."""
+def shares_gpus(plan: RLPlan) -> bool:
+    return plan.layout.colocated and plan.machine.gpus > 0
+
+
+def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[dict[str, ModelGroup], EnginePool]:
+    """Start the policy, the models beside it and the engines; return the models by name and the engines.
+
+    All at once, but on GPUs that they share: an engine measures what is free while it starts, so models load after it.
+    """
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
@@ -95,10 +107,12 @@ def start_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    engines = start_engines(processes, config.model, plan.rollout, config.seed)
+    pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
+    if shares_gpus(plan):
+        loop.run(pool.call(RolloutEngine.processes), "start of the engines")
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     start_groups(list(groups.values()))
-    return groups, EnginePool(engines)
+    return groups, pool
 
 
 def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunFolder) -> Rollouts:

@@ -43,6 +43,7 @@ def describe_plan(plan: RLPlan) -> str:
             ranks_line("policy", layout.policy_ranks, config.training, model) + each["policy"],
             *describe_roles(plan, each),
             engines_line(plan.rollout) + each["engine"],
+            *plan.forecast.lines(),
             describe_recipe(config),
             *describe_batches(plan),
             *warning_lines(config, layout, plan.machine, [*unsuited_rates(plan), *plan.warnings]),

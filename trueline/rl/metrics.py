@@ -29,7 +29,7 @@ def over_updates(updates: list[Metrics]) -> Metrics:
 def reduced(name: str, values: list[float]) -> float:
     if name.removeprefix("critic/") in LATEST:
         return values[-1]
-    return max(values) if name.endswith(("_max", "memory/peak_gib")) else fmean(values)
+    return max(values) if name.endswith(("_max", "_gib")) else fmean(values)
 
 
 def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:

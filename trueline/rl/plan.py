@@ -11,7 +11,7 @@ from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.runs.engines import check_engines
-from trueline.runs.memory import Room, Tenant, engine_bytes, settled
+from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, engine_room, settled
 from trueline.runs.preflight import (
     Measured,
     PromptSet,
@@ -32,7 +32,9 @@ from trueline.runtime.placement import Layout, check_devices
 
 
 @dataclass(frozen=True, slots=True)
-class RLPlan:
+class RLDraft:
+    """A plan but for what memory decides."""
+
     config: RLConfig  # resolved
     rollout: ResolvedRollout
     machine: Machine
@@ -67,8 +69,14 @@ class RLPlan:
         return {"policy": self.facts} | {role.name: role.facts for role in self.roles}
 
 
+@dataclass(frozen=True, slots=True)
+class RLPlan(RLDraft):
+    forecast: Forecast  # of the memory that the policy lives in
+
+
 def plan_rl(config: RLConfig) -> RLPlan:
     """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
+    asked = config.rollout.gpu_memory_utilization
     check_algorithm(config)
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
@@ -92,7 +100,8 @@ def plan_rl(config: RLConfig) -> RLPlan:
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    return settle_memory(RLPlan(config, rollout, machine, facts, layout, roles, fitted, sets, chat, warnings))
+    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, chat, warnings)
+    return settle_memory(draft, asked)
 
 
 def check_algorithm(config: RLConfig) -> None:
@@ -193,18 +202,23 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
             )
 
 
-def settle_memory(plan: RLPlan) -> RLPlan:
-    """Fill in what memory decides, for the policy and the models beside it."""
+def settle_memory(draft: RLDraft, share: float | None) -> RLPlan:
+    """Fill in what memory decides, for the policy, the models beside it, and an engine whose `share` was not set."""
     lengths = "rollout.max_prompt_tokens or rollout.max_new_tokens"
-    passes = settled(rooms_of(plan), plan.rollout.longest(), lengths)
-    config = plan.config.replaced(passes.keys())
-    sections = config.roles()
-    again = {"gradient_checkpointing": passes.checkpointing}
-    roles = [replace(one, model=one.model.replaced(again), ranks=sections[one.section]) for one in plan.roles]
-    return replace(plan, config=config, roles=roles)
+    forecast = settled(rooms_of(draft, share), draft.rollout.longest(), lengths)
+    choice = forecast.choice
+    config = draft.config.replaced(forecast.keys())
+    again = {"gradient_checkpointing": choice.checkpointing}
+    sections, rollout = config.roles(), draft.rollout
+    roles = [replace(one, model=one.model.replaced(again), ranks=sections[one.section]) for one in draft.roles]
+    if draft.layout.colocated and draft.machine.gpus:
+        rollout = rollout.replaced({"gpu_memory_utilization": choice.share})
+        config = config.replaced({"rollout": rollout.model_dump()})
+    settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.warnings, forecast)
+    return RLPlan(config, rollout, draft.machine, draft.facts, draft.layout, roles, *settled_parts)
 
 
-def tenants_of(plan: RLPlan) -> list[Tenant]:
+def tenants_of(plan: RLDraft) -> list[Tenant]:
     config, ranks = plan.config, plan.layout.policy_ranks
     completions = config.prompts_per_step * config.algorithm.group_size / config.minibatches / ranks
     tokens = completions * (plan.longest_prompt + plan.rollout.max_new_tokens)
@@ -216,17 +230,19 @@ def tenants_of(plan: RLPlan) -> list[Tenant]:
     ]
 
 
-def rooms_of(plan: RLPlan) -> list[Room]:
+def rooms_of(plan: RLDraft, share: float | None) -> list[Room]:
     """Return one room for all processes on a CPU; on GPUs the policy's, and one for each model with GPUs of its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
-    engine = engine_bytes(plan.config.rollout, plan.facts, machine)
+    completions = plan.config.prompts_per_step * plan.config.algorithm.group_size
+    engine = engine_room(plan.rollout, plan.facts, machine, completions, share)
     if not machine.gpus:
         local = plan.config.runtime == "local"
         counted = [(one, 1 if local else one.world) for one in tenants]
         return [Room(machine.memory_bytes, "cpu", counted, layout.engines, engine)]
     own = {one.name for one in layout.roles if not one.shared}
     shared = [(one, 1) for one in tenants if one.name not in own]
+    host = HOST_SHARE * machine.memory_bytes / machine.gpus
     return [
-        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine),
-        *(Room(machine.gpu_bytes, "cuda", [(one, 1)]) for one in tenants if one.name in own),
+        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine, host),
+        *(Room(machine.gpu_bytes, "cuda", [(one, 1)], host=host) for one in tenants if one.name in own),
     ]

@@ -30,7 +30,7 @@ from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import Rescue
+from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import RLState
 from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
@@ -53,13 +53,14 @@ class RLTrainer:
     timer: Timer
     guard: Guard
     critic_guard: Guard | None
+    watch: MemoryWatch
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
         for guard in self.guards():
             guard.watch()
-        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.progress.note)
+        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.progress.note, self.watch)
         with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
             self.publish()
             self.catch_up()
@@ -118,7 +119,7 @@ class RLTrainer:
         with self.timer.phase("sync"):
             with self.sharing.syncing():
                 metrics = self.sync.publish(self.state.version)
-            return metrics | self.sync.verify()
+            return metrics | self.sync.verify() | self.sharing.metrics()
 
     def kl_coefficient(self) -> float:
         """Return the KL coefficient, fixed or as it has adapted so far."""
@@ -196,6 +197,7 @@ class RLTrainer:
         if not self.config.reward.named_parts():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         self.tracker.log(self.state.step, metrics)
+        self.watch.see(metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
         self.progress.step(self.state.step, metrics)

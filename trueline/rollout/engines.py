@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from trueline.config.rl import RolloutConfig
+from trueline.config.rl import OWN_GPU, RolloutConfig
 from trueline.models.loading import DTYPES, ModelFacts
 from trueline.rollout.engine import RolloutEngine
 from trueline.runtime import LOOPBACK
@@ -15,7 +15,7 @@ from trueline.runtime.cluster import PROCESS_BYTES, Machine
 def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
     """Return the memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
     if machine.gpus:
-        return rollout.gpu_memory_utilization * machine.gpu_bytes
+        return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
     weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
     return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
 

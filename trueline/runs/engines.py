@@ -49,8 +49,9 @@ def check_trained(section: str, ranks: TrainingConfig, model: ModelConfig) -> No
             f"{asked} keeps no float32 master weights: set model.dtype=float32 (got bfloat16) or "
             + others(section, lambda row: row.masters)
         )
-    if ranks.offload != "none" and not row.offloads:
-        raise ConfigError(f"{asked} offloads nothing: set {section}.offload=none (got {ranks.offload})")
+    if ranks.offload not in (None, "none", *row.offloads):
+        able = " or ".join(("none", *row.offloads))
+        raise ConfigError(f"{asked} cannot offload that: set {section}.offload={able} (got {ranks.offload})")
     if ranks.optimizer == "muon" and (row.stage(ranks, model.dtype) or model.tensor_parallel > 1):
         raise ConfigError(
             f"{section}.optimizer=muon steps whole matrices in float32, which ZeRO, bfloat16 and tensor parallelism "

@@ -45,7 +45,13 @@ class Guard:
     ) -> dict[str, float]:
         """Make one optimizer step and return its metrics."""
         whole, self.whole = self.whole, False
+        halved = self.model.halved
         metrics = self.model.update(samples, loss, settings, together=together)
+        if self.model.halved > halved:
+            self.note(
+                f"warning: memory ran out, so passes have up to {self.model.budget.tokens} tokens from now on: set "
+                f"{self.section}.micro_batch_tokens to that"
+            )
         self.whole = whole and bool(metrics["skipped"])  # a step that was skipped changed nothing
         return self.check(metrics)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import torch
+
 from trueline.config.run import RunConfig
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
@@ -20,7 +22,7 @@ from trueline.sync.proof import SyncFailure
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)
-FAILURES = (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure)
+FAILURES = (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""Estimate what models take of a memory that they share, and choose passes that are small enough to fit in."""
+"""Estimate what models take of a memory that they share, phase by phase, and choose what is quick and fits in."""
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
-from trueline.config.rl import RolloutConfig
+from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
 from trueline.models.loading import ModelFacts
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
@@ -15,8 +15,20 @@ from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
-LEAST_PASS = {"cuda": 4096, "cpu": 1024}  # tokens; where fewer would fit, activations are computed again instead
+LEAST_PASS = {"cuda": 4096, "cpu": 1024}  # tokens; fewer are slow, and the last resort
 SHORTEST = 64  # tokens of a sequence that a refusal still proposes
+
+# What a GPU holds besides what a model's shape tells.
+CONTEXT = 0.9 * GIB  # of a process that trains or scores: CUDA context, cuBLAS, NCCL
+SLACK = 0.06  # of a pass's tensors: what the caching allocator holds besides them, in pieces that fit nothing
+BUCKET = 500_000_000  # gradients that DeepSpeed gathers in bfloat16 before it adds them to float32 sums
+ENGINE_WORK = 4.0 * GIB  # inside an engine's share: its context, and activations of the longest prefill; amply
+ENGINE_LOGITS = 4  # float32 rows of logits for each sequence, inside its share: raw, processed, probabilities, sorted
+ENGINE_OUTSIDE = 1.0 * GIB  # above an engine's share: CUDA graphs
+ENGINE_ASLEEP = 2.0 * GIB  # what is left of an engine that sleeps: context, CUDA graphs, buffers
+SYNCING = 0.5 * GIB  # buckets of weights on their way to the engine
+FEWEST_SEQUENCES = 8  # that an engine must hold at a time, or an eighth of what it may
+HOST_SHARE = 0.6  # of the machine's free memory that moments may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +43,42 @@ class Tenant:
     world: int
     step_tokens: float  # of its share of a step; a pass cannot have more
 
+    def may_move(self) -> bool:
+        """Tell whether the moments may be moved to the host: those of a whole model, and nobody said where."""
+        if not isinstance(self.ranks, TrainingConfig) or self.ranks.optimizer == "muon" or self.model.lora.rank:
+            return False
+        return self.ranks.offload is None and "moments" in TRAIN_ENGINES[self.ranks.engine].offloads
+
+    def with_moments(self, on_host: bool) -> "Tenant":
+        return replace(self, ranks=self.ranks.replaced({"offload": "moments"})) if on_host and self.may_move() else self
+
 
 @dataclass(frozen=True, slots=True)
-class Passes:
-    """What memory decides: the most tokens of a pass by section, and whether activations are computed again."""
+class Choice:
+    """What memory decides."""
 
-    tokens: dict[str, int]
-    checkpointing: bool
+    tokens: dict[str, int]  # most of a pass, by section
+    checkpointing: bool  # activations are computed again
+    on_host: bool = False  # the moments of all models whose keys allow it
+    share: float = 0.0  # of a GPU that an engine beside models takes
 
-    def keys(self) -> Tree:
-        sections = {section: {"micro_batch_tokens": tokens} for section, tokens in self.tokens.items()}
-        return {"model": {"gradient_checkpointing": self.checkpointing}, **sections}
+    def keys(self, moved: Collection[str] = ()) -> Tree:
+        """Return what is decided as keys; `moved` are sections whose moments may live on the host."""
+        places = {section: {"offload": "moments" if self.on_host else "none"} for section in moved}
+        tokens = {
+            section: {"micro_batch_tokens": most} | places.get(section, {}) for section, most in self.tokens.items()
+        }
+        return {"model": {"gradient_checkpointing": self.checkpointing}, **tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """Bytes of an engine: the most that it can use, the least it can work with, and asleep; or a share that was set."""
+
+    most: float
+    least: float
+    asleep: float
+    share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +89,87 @@ class Room:
     device: str  # "cuda" or "cpu"
     tenants: list[tuple[Tenant, int]]
     engines: int = 0
-    engine_bytes: float = 0.0
+    engine: EngineRoom = field(default_factory=lambda: EngineRoom(0.0, 0.0, 0.0))
+    host: float = 0.0  # bytes of the machine's memory for the moments of one rank of each model
 
-    def each(self, passes: Passes) -> dict[str, tuple[int, float]]:
-        """Return how many there are of each kind, and the bytes of one."""
-        found = {
-            tenant.name: (
-                count,
-                tenant_bytes(tenant, passes.tokens[tenant.section], passes.checkpointing, self.device),
-            )
-            for tenant, count in self.tenants
+    def each(self, choice: Choice, phase: str = "training") -> dict[str, tuple[int, float]]:
+        """Return how many there are of each kind, and the bytes of one in a phase."""
+        found = {}
+        for tenant, count in self.tenants:
+            one = tenant.with_moments(choice.on_host)
+            works = phase == "training" or tenant.section == "reward_model"
+            tokens = choice.tokens[tenant.section]
+            size = tenant_bytes(one, tokens, choice.checkpointing, self.device) if works else idle_bytes(one)
+            found[tenant.name] = (count, size)
+        return found | ({"engine": (self.engines, self.engine_bytes(choice, phase))} if self.engines else {})
+
+    def engine_bytes(self, choice: Choice, phase: str) -> float:
+        if self.device == "cpu":
+            return self.engine.most
+        return self.engine.asleep if phase == "training" else choice.share * self.size + ENGINE_OUTSIDE + SYNCING
+
+    def phases(self, choice: Choice) -> dict[str, float]:
+        """Return the bytes in use by phase: on GPUs an engine and the models beside it take turns."""
+        names = ("rollout", "training") if self.device == "cuda" and self.engines else ("training",)
+        return {name: sum(count * size for count, size in self.each(choice, name).values()) for name in names}
+
+    def needed(self, choice: Choice) -> float:
+        return max(self.phases(choice).values())
+
+    def holds(self, choice: Choice, share: float) -> bool:
+        return self.needed(choice) <= share * self.size
+
+    def may_move(self) -> bool:
+        """Tell whether the host has room for the moments of all models here."""
+        return sum(count * moment_bytes(one) for one, count in self.tenants if one.may_move()) <= self.host
+
+    def shares(self, opened: Collection[str]) -> list[float]:
+        """Return what an engine may take of the GPU: what was set, or the most that it can use and then the least."""
+        if self.device == "cpu" or not self.engines:
+            return [0.0]
+        if self.engine.share is not None and "rollout" not in opened:
+            return [self.engine.share]
+        return list(dict.fromkeys([self.engine.most / self.size, self.engine.least / self.size]))
+
+    def grown(self, choice: Choice, share: float) -> Choice:
+        """Give an engine whose share was not set what the models leave while it works, up to what it can use."""
+        if self.device == "cpu" or not self.engines or self.engine.share is not None:
+            return choice
+        left = share - self.phases(choice)["rollout"] / self.size
+        most = min(choice.share + left, max(self.engine.most / self.size, choice.share))
+        return replace(choice, share=math.floor(most * 1000) / 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What was chosen for a device, and the bytes in use by phase that are expected of it."""
+
+    room: Room
+    choice: Choice
+    quickest: Choice
+    moved: list[str]  # sections whose moments may live on the host
+
+    def keys(self) -> Tree:
+        return self.choice.keys(self.moved)
+
+    def largest(self) -> str:
+        phases = self.room.phases(self.choice)
+        name = max(phases, key=lambda phase: phases[phase])
+        return f"{phases[name] / GIB:.1f} GiB ({name})"
+
+    def lines(self) -> list[str]:
+        """Return what a plan says of a GPU: each phase, and what was given up for it."""
+        if self.room.device == "cpu":
+            return []
+        phases = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in self.room.phases(self.choice).items())
+        parts = {
+            f"the engine takes {self.choice.share:.3g} of it": self.room.engines > 0,
+            "moments live on the host": self.choice.on_host,
         }
-        return found | ({"engine": (self.engines, self.engine_bytes)} if self.engines else {})
-
-    def needed(self, passes: Passes) -> float:
-        return sum(count * size for count, size in self.each(passes).values())
+        said = "".join(f"; {part}" for part, applies in parts.items() if applies)
+        quick = replace(self, choice=self.quickest).largest()
+        why = "" if self.room.holds(self.quickest, 1 - SPARE) else f"; the quickest keys would take {quick}"
+        return [f"memory     {phases} of {self.room.size / GIB:.1f} GiB on each GPU{said}{why}"]
 
 
 def bytes_of(dtype: str) -> int:
@@ -74,28 +177,62 @@ def bytes_of(dtype: str) -> int:
 
 
 def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str) -> float:
-    base = 0.0 if device == "cuda" else PROCESS_BYTES
-    tokens = min(tokens, tenant.step_tokens)
-    return base + model_bytes(tenant) + activation_bytes(tenant, tokens, checkpointing, device)
+    """Estimate the bytes of one rank at work."""
+    passes = activation_bytes(tenant, min(tokens, tenant.step_tokens), checkpointing, device)
+    if device == "cpu":
+        return PROCESS_BYTES + model_bytes(tenant) + passes
+    bucket = BUCKET * bytes_of(tenant.model.dtype) + 4 * min(BUCKET, trained_parameters(tenant))
+    trained = trained_parameters(tenant) > 0
+    return CONTEXT + model_bytes(tenant) + (bucket if trained else 0.0) + (1 + SLACK) * passes
+
+
+def idle_bytes(tenant: Tenant) -> float:
+    """Estimate the bytes of one rank on a GPU between its turns, and while it starts beside an engine that is awake."""
+    masters = 4 * trained_parameters(tenant) / divided(tenant, 1)
+    starting = weight_bytes(tenant) + masters + trained_parameters(tenant) * bytes_of(tenant.model.dtype)
+    return CONTEXT + max(kept_bytes(tenant), starting)
 
 
 def model_bytes(tenant: Tenant) -> float:
-    """Estimate the bytes of one rank: weights; if trained, gradients, their float32 sums and the optimizer."""
-    model, ranks, world = tenant.model, tenant.ranks, tenant.world
-    width, stage = bytes_of(model.dtype), TRAIN_ENGINES[ranks.engine].stage(ranks, model.dtype)
-    share = tenant.facts.parameters / model.tensor_parallel
-    weights = share * (0.5 if model.lora.quantize else width) / (world if stage == 3 else 1)
-    if ranks.offload == "all":
-        weights = 0.0
-    if not isinstance(ranks, TrainingConfig):
-        return weights
-    trained = 0.0 if model.lora.rank else share  # adapters are small beside the model
-    gradients = trained * (width + (4 if width == 2 else 0)) / (world if stage >= 2 else 1)
+    """Estimate the bytes of one rank: what it keeps and, if trained, the float32 sums of its gradients."""
+    return kept_bytes(tenant) + 4 * trained_parameters(tenant) / divided(tenant, 2)
+
+
+def kept_bytes(tenant: Tenant) -> float:
+    """Estimate weights and, if trained, what the optimizer keeps of them on the device."""
+    kept = weight_bytes(tenant)
+    if not isinstance(tenant.ranks, TrainingConfig) or tenant.ranks.offload in ("optimizer", "all"):
+        return kept
+    masters = 4 * ((tenant.model.dtype == "bfloat16") + (tenant.ranks.ema_decay > 0))
+    moments = 0.0 if tenant.ranks.offload == "moments" else moment_bytes(tenant)
+    return kept + moments + masters * trained_parameters(tenant) / divided(tenant, 1)
+
+
+def moment_bytes(tenant: Tenant) -> float:
+    trained, facts = trained_parameters(tenant), tenant.facts
     moments = 8 * trained
-    if ranks.optimizer == "muon" and not tenant.facts.experts:  # those lie in blocks of three dimensions: AdamW's
-        moments -= 4 * max(trained - 2 * tenant.facts.vocabulary * tenant.facts.hidden_size, 0)
-    optimizer = (moments + (4 * trained if width == 2 else 0)) / (world if stage >= 1 else 1)
-    return weights + gradients + (optimizer if ranks.offload == "none" else 0.0)
+    muon = isinstance(tenant.ranks, TrainingConfig) and tenant.ranks.optimizer == "muon"
+    if muon and not facts.experts:  # those lie in blocks of three dimensions: AdamW's
+        moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0)
+    return moments / divided(tenant, 1)
+
+
+def weight_bytes(tenant: Tenant) -> float:
+    each = 0.5 if tenant.model.lora.quantize else bytes_of(tenant.model.dtype)
+    weights = each * tenant.facts.parameters / tenant.model.tensor_parallel / divided(tenant, 3)
+    return 0.0 if tenant.ranks.offload == "all" else weights
+
+
+def trained_parameters(tenant: Tenant) -> float:
+    """Count what a rank's gradients are of, before ranks divide it; adapters are small beside the model."""
+    trained = isinstance(tenant.ranks, TrainingConfig) and not tenant.model.lora.rank
+    return tenant.facts.parameters / tenant.model.tensor_parallel if trained else 0.0
+
+
+def divided(tenant: Tenant, stage: int) -> int:
+    """Return among how many ranks is divided what this ZeRO stage divides."""
+    own = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
+    return tenant.world if own >= stage else 1
 
 
 def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str) -> float:
@@ -104,8 +241,9 @@ def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device:
     width = bytes_of(model.dtype)
     chunk = min(tokens, model.head_chunk_tokens or HEAD_CHUNK[device])
     logits = 3 * 4 * chunk * facts.vocabulary
-    # Of each token: norms, projections and attention, and four of the MLP's (counted in Llama and Qwen2).
-    layer = tokens * width * (13 * facts.hidden_size + 4 * facts.intermediate_size)
+    # Of each token: two norms with float32 copies, inputs of projections, attention, and four of the MLP's.
+    attention = 2 * (facts.heads + facts.key_heads) * facts.head_size
+    layer = tokens * width * (8 * facts.hidden_size + attention + 4 * facts.intermediate_size)
     if not isinstance(tenant.ranks, TrainingConfig):
         return layer + logits
     kept = tokens * width * 2 * facts.hidden_size if checkpointing else layer
@@ -117,47 +255,82 @@ def engine_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) ->
     return ROLLOUT_ENGINES[rollout.engine].memory(rollout, facts, machine)
 
 
-def settled(rooms: list[Room], longest: int, lengths: str) -> Passes:
-    """Choose passes that hold the longest sequence and fit every room; `lengths` are the keys that bound sequences."""
+def engine_room(
+    rollout: ResolvedRollout, facts: ModelFacts, machine: Machine, completions: float, share: float | None
+) -> EngineRoom:
+    """Return the room of an engine; one beside models on a GPU needs weights, work, and a cache of long sequences."""
+    if not machine.gpus:
+        taken = engine_bytes(rollout, facts, machine)
+        return EngineRoom(taken, taken, taken)
+    width = bytes_of(rollout.dtype)
+    weights = facts.parameters * width / rollout.tensor_parallel
+    work = ENGINE_WORK + ENGINE_LOGITS * 4 * rollout.max_sequences * facts.vocabulary
+    cache = 2 * facts.layers * facts.key_heads * facts.head_size * width / rollout.tensor_parallel * rollout.longest()
+    many = min(rollout.max_sequences, math.ceil(completions / rollout.engines))
+    few = min(many, max(rollout.max_sequences // 8, FEWEST_SEQUENCES))
+    most, least = (min(weights + work + count * cache, OWN_GPU * machine.gpu_bytes) for count in (many, few))
+    asleep = (
+        ENGINE_ASLEEP
+        if ROLLOUT_ENGINES[rollout.engine].sleeps
+        else (share or most / machine.gpu_bytes) * machine.gpu_bytes
+    )
+    return EngineRoom(most, least, asleep, share)
+
+
+def settled(rooms: list[Room], longest: int, lengths: str) -> Forecast:
+    """Choose what holds the longest sequence and fits every room; `lengths` are the keys that bound sequences."""
     for share in (1 - SPARE, 1.0):
-        passes = fitting(rooms, longest, share)
-        if passes is not None:
-            return passes
+        choice = fitting(rooms, longest, share)
+        if choice is not None:
+            moved = [one.section for room in rooms for one, _ in room.tenants if one.may_move()]
+            return Forecast(rooms[0], rooms[0].grown(choice, share), next(ladder(rooms, longest, ())), moved)
     raise ConfigError(refusal(rooms, longest, lengths))
 
 
-def fitting(rooms: list[Room], longest: int, share: float, opened: Collection[str] = ()) -> Passes | None:
+def fitting(rooms: list[Room], longest: int, share: float, opened: Collection[str] = ()) -> Choice | None:
     """Return the first choice that takes no more than `share` of any room; keys of `opened` sections may change."""
     choices = ladder(rooms, longest, opened)
-    return next((one for one in choices if all(room.needed(one) <= share * room.size for room in rooms)), None)
+    return next((one for one in choices if all(room.holds(one, share) for room in rooms)), None)
 
 
-def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator[Passes]:
-    """Yield from quick to frugal: shorter passes, then activations computed again, then passes of one sequence."""
+def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator[Choice]:
+    """Yield from quick to frugal: shorter passes, activations computed again, moments on the host, a smaller engine;
+    last of all, the most frugal of these with passes below what is quick.
+    """
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     fixed = {one.section: one.ranks.micro_batch_tokens for one in tenants if one.section not in opened}
     floors = {one.section: math.ceil(longest / one.model.context_parallel) for one in tenants}
-    shortest = min(floors.values())
+    shortest, least = min(floors.values()), LEAST_PASS[rooms[0].device]
     sizes = [LARGEST_PASS >> halvings for halvings in range(LARGEST_PASS.bit_length())]
     sizes = [size for size in sizes if size > shortest] + [shortest]
+    quick = [size for size in sizes if size >= least] or sizes[:1]
     wanted = None if "model" in opened else tenants[0].model.gradient_checkpointing
-    least = LEAST_PASS[rooms[0].device]
-    for checkpointing in (False, True) if wanted is None else (wanted,):
-        for size in sizes:
-            if wanted is None and not checkpointing and size < least and size != sizes[0]:
-                continue
-            tokens = {section: fixed.get(section) or max(size, floor) for section, floor in floors.items()}
-            yield Passes(tokens, checkpointing)
+    able = any(one.may_move() for one in tenants) and all(room.may_move() for room in rooms)
+    moves = (False, True) if able else (False,)
+    first, *smaller = rooms[0].shares(opened)
+    rungs = [
+        (checkpointing, on_host, share)
+        for on_host, share in (*((move, first) for move in moves), *((moves[-1], share) for share in smaller))
+        for checkpointing in ((False, True) if wanted is None else (wanted,))
+    ]
+    tried = [(rung, size) for rung in rungs for size in quick]
+    for rung, size in (*tried, *((rungs[-1], size) for size in sizes if size not in quick)):
+        tokens = {section: fixed.get(section) or max(size, floor) for section, floor in floors.items()}
+        yield Choice(tokens, *rung)
 
 
 def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
     """Say what is missing where, and which values would fit."""
     *_, smallest = ladder(rooms, longest, ())
     room = next(room for room in rooms if room.needed(smallest) > room.size)
-    parts = ", ".join(f"{count} x {name} {size / GIB:.1f}" for name, (count, size) in room.each(smallest).items())
-    place = "on a GPU" if room.device == "cuda" else "free here"
+    phases = room.phases(smallest)
+    phase = max(phases, key=lambda name: phases[name])
+    parts = ", ".join(
+        f"{count} x {name} {size / GIB:.1f}" for name, (count, size) in room.each(smallest, phase).items()
+    )
+    place = f"on a GPU ({phase})" if room.device == "cuda" else "free here"
     return (
-        f"the run needs about {room.needed(smallest) / GIB:.1f} GiB of memory ({parts}), {room.size / GIB:.1f} GiB are "
+        f"the run needs about {phases[phase] / GIB:.1f} GiB of memory ({parts}), {room.size / GIB:.1f} GiB are "
         f"{place}: {remedy(rooms, longest, lengths)}"
     )
 
@@ -165,6 +338,7 @@ def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
 def remedy(rooms: list[Room], longest: int, lengths: str) -> str:
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     given = dict.fromkeys(tenant.section for tenant in tenants if tenant.ranks.micro_batch_tokens)
+    given |= dict.fromkeys(["rollout"] * (rooms[0].engine.share is not None))
     everything = [*given, "model"]
     for opened in (*([section] for section in given), ["model"], everything):
         found = fitting(rooms, longest, 1.0, opened)
@@ -179,7 +353,9 @@ def remedy(rooms: list[Room], longest: int, lengths: str) -> str:
     return "lower training.ranks, raise training.zero_stage, set model.lora.rank, or take a smaller model"
 
 
-def named(passes: Passes, section: str) -> str:
+def named(choice: Choice, section: str) -> str:
     """Return a value that would fit, as it is written in a configuration."""
-    key, value = next(iter(passes.keys()[section].items()))
+    if section == "rollout":
+        return f"rollout.gpu_memory_utilization={math.floor(choice.share * 1000) / 1000}"
+    key, value = next(iter(choice.keys()[section].items()))
     return f"{section}.{key}={str(value).lower()}"

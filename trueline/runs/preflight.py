@@ -9,7 +9,7 @@ from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.reward import RewardConfig
-from trueline.config.rl import ResolvedRollout, RolloutConfig
+from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
 from trueline.config.run import CheckpointConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import naming
@@ -95,6 +95,7 @@ def resolved_rollout(
     longest = max((length for one in prompts for length in one.lengths if length <= room), default=room)
     values = {
         "engines": engines,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization or OWN_GPU,
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,
         "max_prompt_tokens": rollout.max_prompt_tokens or min(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, room),

@@ -34,7 +34,7 @@ def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | Non
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    if config.offload != "none":
+    if config.offload in ("optimizer", "all"):
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         settings["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which needs no compiler
     if config.offload == "all":

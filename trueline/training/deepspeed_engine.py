@@ -27,7 +27,14 @@ from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
 from trueline.training.engines import StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
-from trueline.training.optimizer import MOMENTS, learning_rate_at, make_optimizer, moments_of, set_moments
+from trueline.training.optimizer import (
+    MOMENTS,
+    HostMomentsAdamW,
+    learning_rate_at,
+    make_optimizer,
+    moments_of,
+    set_moments,
+)
 from trueline.training.worker import WorkerSpec
 
 SHARDED = MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
@@ -55,6 +62,8 @@ class DeepSpeedEngine:
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
+        if isinstance(optimizer, HostMomentsAdamW):
+            optimizer.reserve(self._shards())
         self.steps = 0
         self.average: MovingAverage | None = None
         if isinstance(config, TrainingConfig) and config.ema_decay:
@@ -98,6 +107,23 @@ class DeepSpeedEngine:
         # With an offloaded optimizer DeepSpeed 0.19 would add the next step's gradients to these.
         self.optimizer.averaged_gradients.clear()
         return math.nan
+
+    def discard(self) -> bool:
+        """Forget gradients, also those that lie in buckets; ZeRO 3 and offload have more under way than can be told."""
+        if self.stage == 3 or self.config.offload in ("optimizer", "all"):
+            return False
+        self.engine.zero_grad()
+        if not self.plain:
+            zero = self.optimizer
+            zero.zero_grad(set_to_none=True)
+            for bucket in zero.ipg_buckets.values():
+                bucket.clear()
+            zero._release_ipg_buffers()
+            for kept in (zero.extra_large_param_to_reduce, zero.averaged_gradients, zero.all_grad_tensors):
+                kept.clear()
+            zero.params_already_reduced = [False] * len(zero.params_already_reduced)
+            zero._backward_active_depth = 0
+        return True
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.stage < 3:
@@ -152,8 +178,9 @@ class DeepSpeedEngine:
         if not steps or self.plain:
             return
         for shard in self._shards():
-            moments = {key: torch.zeros_like(shard) for key in SHARDED}
-            self.base.state[shard] = {"step": torch.tensor(float(steps), device=shard.device), **moments}
+            state = self.base.state[shard]
+            state.update({key: torch.zeros_like(shard) for key in SHARDED if key not in state})
+            set_moments(self.base, shard, {}, steps)
         self._link_moments()
 
     def _link_moments(self) -> None:

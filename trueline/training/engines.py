@@ -34,6 +34,9 @@ class TrainEngine(Protocol):
 
     def step(self) -> StepInfo: ...
 
+    def discard(self) -> bool:
+        """Forget gradients after a pass that failed half way, or return that this engine cannot."""
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under their Hugging Face names, each valid until the next one is asked for."""
 
@@ -74,7 +77,7 @@ class TrainRow:
     local: bool = False  # it can live in the process of the run
     several_ranks: bool = True  # that have met in torch.distributed before it is made
     masters: bool = True  # float32 weights beside those that compute in bfloat16
-    offloads: bool = True
+    offloads: tuple[str, ...] = ("moments", "optimizer", "all")
     # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
@@ -89,6 +92,10 @@ TRAIN_ENGINES = {
         environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
     ),
     "torch": TrainRow(
-        "trueline.training.torch_engine:TorchEngine", local=True, several_ranks=False, masters=False, offloads=False
+        "trueline.training.torch_engine:TorchEngine",
+        local=True,
+        several_ranks=False,
+        masters=False,
+        offloads=("moments",),
     ),
 }

@@ -14,7 +14,7 @@ from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
-from trueline.runtime.actors import Actor, Given, Result, share, wait_all
+from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Report
 from trueline.training.worker import Worker
@@ -35,6 +35,7 @@ class ModelGroup:
         self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
         tokens = config.tokens_per_pass() * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
+        self.halved = 0  # times that passes were made smaller because memory ran out
 
     def start(self) -> None:
         start_groups([self])
@@ -69,9 +70,24 @@ class ModelGroup:
     def update(
         self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
     ) -> dict[str, float]:
-        """Make exactly one optimizer step on the whole minibatch."""
+        """Make exactly one optimizer step on the whole minibatch; once in a run, smaller passes make up for memory."""
         plan = self.plan(samples, together)
-        return joined(self._submit(Worker.update, samples, plan, loss, self._routed(samples, plan, settings)))
+        reports = self._submit(Worker.update, samples, plan, loss, self._routed(samples, plan, settings))
+        if found := reports[0].out_of_memory:
+            self._halve(samples, together, found)
+            return self.update(samples, loss, settings, together=together)
+        return joined(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
+
+    def _halve(self, samples: list[Sample], together: int, found: str) -> None:
+        """Halve the passes; raise what was found if they were halved before, or if half is too little for a sample."""
+        whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
+        try:
+            self.plan(samples, together)
+        except ValueError:
+            self.budget = whole
+        if self.halved or self.budget == whole:
+            raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {found}")
+        self.halved += 1
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
         """Accumulate the gradients of `update` without its step."""

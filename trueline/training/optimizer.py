@@ -3,15 +3,19 @@
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from trueline.config.model import TrainingConfig
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 IN_LAYER = re.compile(r"(^|\.)\d+\.")  # a numbered layer; embeddings, the last norm and heads stand outside
+PIECE = 64 * 2**20  # elements of each moment that are on the device at a time; twice, while two pieces overlap
+PINNED_APART = 2**24  # elements from which memory is pinned in place: PyTorch's pool rounds up to powers of two
 
 Parameters = list[nn.Parameter]
 
@@ -36,13 +40,11 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
         {"params": [one for one in parameters if one.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.epsilon,
-        fused=True,
-    )
+    kept = [group for group in groups if group["params"]]
+    rate, betas = config.learning_rate, (config.betas[0], config.betas[1])
+    if config.offload == "moments":
+        return HostMomentsAdamW(kept, rate, betas, config.epsilon)
+    return torch.optim.AdamW(kept, lr=rate, betas=betas, eps=config.epsilon, fused=True)
 
 
 def make_muon(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
@@ -56,6 +58,80 @@ MAKERS: dict[str, Callable[[Parameters, TrainingConfig], torch.optim.Optimizer]]
     "adamw": make_adamw,
     "muon": make_muon,
 }
+
+
+class HostMomentsAdamW(torch.optim.Optimizer):
+    """AdamW with the arithmetic of PyTorch's fused one: pieces of a tensor are stepped as the whole would be."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        # One piece leaves the device while the next arrives; always the same two, as each keeps memory of its own.
+        self.streams = [torch.cuda.Stream() for _ in range(2)] if torch.cuda.is_available() else []
+
+    def reserve(self, parameters: Iterable[Tensor]) -> None:
+        """Take the memory of the moments before the first step, so that a lack of it ends the run at its start."""
+        for parameter in parameters:
+            self.state[parameter] = {
+                "step": torch.tensor(0.0),
+                **{key: host_zeros(parameter) for key in MOMENTS["adamw"]},
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+
+    def _step(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self.reserve([parameter])
+        state = self.state[parameter]
+        flats = [
+            tensor.reshape(-1) for tensor in (parameter.data, parameter.grad, *(state[key] for key in MOMENTS["adamw"]))
+        ]
+        streams = self.streams if parameter.device.type == "cuda" else []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(parameter.device))
+        for number, start in enumerate(range(0, len(flats[0]), PIECE)):
+            with torch.cuda.stream(streams[number % 2]) if streams else nullcontext():
+                self._step_piece([flat[start : start + PIECE] for flat in flats], state["step"], group)
+        for stream in streams:
+            stream.synchronize()  # the host may read the moments as soon as this returns
+        state["step"] += 1
+
+    def _step_piece(self, piece: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
+        weight, gradient, *kept = piece
+        first, second = (moment.to(weight.device, non_blocking=True, copy=True) for moment in kept)
+        adamw(
+            [weight],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [torch.full((), float(step), device=weight.device)],  # counted up in place
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for moment, stepped in zip(kept, (first, second), strict=True):
+            moment.copy_(stepped, non_blocking=True)
+
+
+def host_zeros(like: Tensor) -> Tensor:
+    """Return zeros in the machine's memory that a GPU can copy to and from while it computes."""
+    size = like.numel()
+    if like.device.type != "cuda" or size < PINNED_APART:
+        return torch.zeros(like.shape, dtype=torch.float32, pin_memory=like.device.type == "cuda")
+    zeros = torch.zeros(like.shape, dtype=torch.float32)
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(zeros.data_ptr(), 4 * size, 0))
+    return zeros
 
 
 class Together(torch.optim.Optimizer):
@@ -77,12 +153,15 @@ def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dic
     return {key: value for key, value in optimizer.state.get(parameter, {}).items() if key != "step"}
 
 
-def set_moments(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, moments: dict[str, Tensor], steps: int
-) -> None:
-    """Let the optimizer go on from copies of moments that it had after `steps`."""
-    step = torch.tensor(float(steps), device=parameter.device)
-    optimizer.state[parameter] = {"step": step} | {key: value.clone() for key, value in moments.items()}
+def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: dict[str, Tensor], steps: int) -> None:
+    """Let the optimizer go on from copies of moments that it had after `steps`, in memory that it has for them."""
+    state = optimizer.state[parameter]
+    state["step"] = torch.full_like(state.get("step", torch.tensor(0.0, device=parameter.device)), steps)
+    for key, value in moments.items():
+        if key in state:
+            state[key].copy_(value)
+        else:
+            state[key] = value.to(parameter.device).clone()
 
 
 def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> float:

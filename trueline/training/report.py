@@ -1,5 +1,7 @@
 """What controller and ranks tell each other of a step: what the loss needs, and what came of it."""
 
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,7 @@ class Report:
     sums: dict[str, float]
     maxima: dict[str, float]
     step: dict[str, float]
+    out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
 
     def add(self, loss: LossOutput, batch: Batch) -> None:
         weights = weights_of(loss, batch)
@@ -41,3 +44,38 @@ class Report:
 
 def weights_of(loss: LossOutput, batch: Batch) -> Tensor:
     return batch.shares if loss.per_sequence else batch.token_weights()
+
+
+def attempted(work: Callable[[], Report], discard: Callable[[], bool]) -> Report:
+    """Do the only rank's work; where memory runs out, forget its gradients and say so, and it can be tried again.
+
+    Of several ranks the others would wait for this one in a collective.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        found = str(error)
+    if not discard():
+        raise torch.OutOfMemoryError(found)
+    if torch.cuda.is_available():
+        released()
+    return Report({}, {}, {}, out_of_memory=found)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return the peak of this process's tensors, and what all have in use of a GPU; on a CPU, this process's peak."""
+    if device.type == "cuda":
+        return {"memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30, "memory/device_gib": in_use_gib()}
+    return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def in_use_gib() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def released() -> tuple[float, float]:
+    """Empty the allocator's cache; return what all processes had in use before, and what this one gave back."""
+    before, held = in_use_gib(), torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    return before, (held - torch.cuda.memory_reserved()) / 2**30

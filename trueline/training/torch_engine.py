@@ -11,7 +11,7 @@ from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
 from trueline.training.engines import StepInfo, TensorState, model_output
 from trueline.training.moving_average import MovingAverage
-from trueline.training.optimizer import learning_rate_at, make_optimizer, moments_of, set_moments
+from trueline.training.optimizer import HostMomentsAdamW, learning_rate_at, make_optimizer, moments_of, set_moments
 from trueline.training.worker import WorkerSpec
 
 
@@ -26,6 +26,8 @@ class TorchEngine:
         self.average: MovingAverage | None = None
         if isinstance(config, TrainingConfig):
             self.optimizer = make_optimizer(self.trained.items(), config)
+            if isinstance(self.optimizer, HostMomentsAdamW):
+                self.optimizer.reserve(self.trained.values())
             if config.ema_decay:
                 self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
@@ -50,6 +52,11 @@ class TorchEngine:
         if finite and self.average is not None:
             self.average.update()
         return StepInfo(norm, rate, skipped=not finite)
+
+    def discard(self) -> bool:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        return True
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named.items():

@@ -2,10 +2,10 @@
 
 import datetime
 import math
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensor
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
-from trueline.training.report import LossSettings, Report, weights_of
+from trueline.training.report import LossSettings, Report, attempted, memory_metrics, released, weights_of
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
@@ -157,16 +157,23 @@ class Worker:
         return adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
 
     def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
-        """Make one optimizer step on this rank's share of a minibatch."""
-        report = self.accumulate(packed, passes, loss, settings)
+        """Make one optimizer step on this rank's share of a minibatch, or none where its passes are too large."""
+        work = partial(self.accumulate, packed, passes, loss, settings)
+        report = work() if self.spec.world > 1 else attempted(work, self.engine.discard)
+        if report.out_of_memory:
+            return report
         info = self.engine.step()
         report.step = {
             "grad_norm": info.grad_norm,
             "learning_rate": info.learning_rate,
             "skipped": float(info.skipped),
-            "memory/peak_gib": peak_memory_gib(self.device),
+            **memory_metrics(self.device),
         }
         return report
+
+    def release(self) -> tuple[float, float]:
+        """Give memory that no tensor needs back to the device; return GiB in use of it before, and given back."""
+        return released() if self.device.type == "cuda" else (0.0, 0.0)
 
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
@@ -356,13 +363,6 @@ def restore_random(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of the device since the start; on a CPU, that of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def only(output: ModelOutput) -> Tensor:

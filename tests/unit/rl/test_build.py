@@ -1,5 +1,6 @@
 """What a plan's samplers are made of, with no process started."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,14 @@ import pytest
 
 from trueline.config.rl import RLConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.rl.build import make_evaluator, make_rollouts
+from trueline.rl.build import make_evaluator, make_rollouts, start_models
 from trueline.rl.plan import RLPlan, plan_rl
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import Sampling
 from trueline.runs.state import RLState
+from trueline.runtime.actors import LocalActor
+from trueline.runtime.event_loop import EventLoop
 
 NOTHING: Any = None
 
@@ -48,3 +51,38 @@ def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, gre
     assert (sampler.size, sampler.seed, sampler.greedy) == (3, 5, False)  # an evaluation can always be repeated
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.25, 7, "evaluate")
     assert (sampler.params.stop, sampler.params.top_p) == (("b",), 0.75)
+
+
+class Recorder:
+    """Starts nothing, and remembers what is asked of processes."""
+
+    def __init__(self, layout: Any) -> None:
+        self.layout = layout
+        self.heard: list[str] = []
+
+    def policy(self, target: Any, specs: list[Any]) -> list[Any]:
+        return [LocalActor("policy", self) for _ in specs]
+
+    engines = policy
+
+    def listen(self) -> tuple[str, int]:
+        return "", 0
+
+    def start(self, address: Any) -> None:
+        self.heard.append("model starts")
+
+    async def processes(self) -> int:
+        self.heard.append("engine is there")
+        return 1
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_models_load_after_an_engine_that_shares_their_gpu_is_there(planned: Any, colocated: bool) -> None:
+    """It takes its share of what is free, and would count what others take meanwhile as its own."""
+    plan = planned("algorithm.kl.coefficient=0")  # no reference
+    machine, layout = replace(plan.machine, gpus=2), replace(plan.layout, colocated=colocated)
+    processes: Any = Recorder(layout)
+    loop = EventLoop(timeout_seconds=60)
+    start_models(replace(plan, machine=machine, layout=layout), processes, loop)
+    loop.stop()
+    assert processes.heard == (["engine is there"] if colocated else []) + ["model starts"]

@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +29,17 @@ def loop() -> Iterator[EventLoop]:
     made.stop()
 
 
+class Holder:
+    """A model of which only the memory matters."""
+
+    def __init__(self, heard: list[str], used: float) -> None:
+        self.heard, self.used = heard, used
+
+    def call(self, method: Callable[..., Any]) -> list[tuple[float, float]]:
+        self.heard.append(method.__name__)
+        return [(self.used, 0.5), (self.used + len(self.heard), 0.25)]
+
+
 def heard(loop: EventLoop, *, shared: bool) -> list[list[str]]:
     """What two engines are told while a step trains and its weights are sent."""
     engines: list[Any] = [Sleeper(), Sleeper()]
@@ -48,3 +59,30 @@ def test_engines_sleep_while_models_train_and_get_their_cache_back_after_the_wei
 
 def test_engines_with_gpus_of_their_own_stay_awake(loop: EventLoop) -> None:
     assert heard(loop, shared=False) == [["train", "send"], []]
+
+
+def test_models_give_back_memory_before_an_engine_takes_any(loop: EventLoop) -> None:
+    """What is in use is told at the end of each phase: before the engine sleeps, and before it wakes."""
+    engine, said = Sleeper(), []
+    models: list[Any] = [Holder(engine.heard, 20.0), Holder(engine.heard, 10.0)]
+    sharing = DeviceSharing(EnginePool([LocalActor("engine", engine)]), loop, True, models, said.append)
+    assert sharing.metrics() == {}
+    for _ in range(2):
+        with sharing.syncing():
+            pass
+        with sharing.training():
+            pass
+    released = ["release", "release"]
+    assert engine.heard == [*released, "weights", "kv_cache", *released, "sleep"] * 2
+    assert said == ["memory     models give back 1.5 GiB before the engine wakes"]  # once in a run
+    phases = {"memory/start_gib": 21.0, "memory/training_gib": 28.0, "memory/rollout_gib": 32.0}
+    assert sharing.metrics() == phases | {"memory/device_gib": 32.0}
+
+
+def test_models_with_gpus_of_their_own_keep_their_memory(loop: EventLoop) -> None:
+    calls: list[str] = []
+    model: Any = Holder(calls, 1.0)
+    sharing = DeviceSharing(EnginePool([]), loop, False, [model])
+    with sharing.training(), sharing.syncing():
+        pass
+    assert calls == [] and sharing.metrics() == {}

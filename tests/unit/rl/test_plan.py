@@ -20,6 +20,7 @@ from trueline.rl.recipe import describe_recipe
 from trueline.runs import roles as role_planning
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
+from trueline.runs.processes import engine_specs
 from trueline.runtime.cluster import Machine
 
 GIB = 2**30
@@ -426,11 +427,28 @@ def test_a_plan_holds_what_its_configuration_says(elsewhere: Any, gpus: int) -> 
     assert [one.ranks for one in plan.layout.roles] == [role.world for role in plan.roles]
 
 
-def test_engines_on_the_same_gpu_leave_less_to_the_passes(elsewhere: Any) -> None:
-    alone = elsewhere(24, gpus=2).config
-    together = elsewhere(24, "rollout.gpu_memory_utilization=0.7", gpus=1).config
-    assert (alone.placement, alone.model.gradient_checkpointing) == ("separate", False)
-    assert (together.placement, together.model.gradient_checkpointing) == ("colocated", True)
+def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
+    """An engine alone takes most of its GPU; one beside models leaves them theirs, and is told what it gets."""
+    alone, together = elsewhere(24, gpus=2), elsewhere(24, gpus=1)
+    assert (alone.config.placement, alone.rollout.gpu_memory_utilization) == ("separate", 0.9)
+    assert list(alone.forecast.room.phases(alone.forecast.choice)) == ["training"]
+    assert together.config.placement == "colocated"
+    (spec,) = engine_specs(together.config.model, together.rollout, together.layout, 0)
+    share = together.forecast.choice.share
+    assert spec.gpu_memory_utilization == together.config.rollout.gpu_memory_utilization == share < 0.6
+    phases = together.forecast.room.phases(together.forecast.choice)
+    assert set(phases) == {"rollout", "training"} and max(phases.values()) <= 0.9 * 24 * GIB
+    assert f"rollout {phases['rollout'] / GIB:.1f} GiB, training" in describe_plan(together)
+    assert elsewhere(24, "rollout.gpu_memory_utilization=0.7", gpus=1).rollout.gpu_memory_utilization == 0.7
+    assert "GiB on each GPU" not in describe_plan(elsewhere(24))
+
+
+def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:
+    for words, expected in (([], "moments"), (["training.offload=none"], "none")):
+        plan = elsewhere(11, "algorithm.kl.coefficient=0", *words, gpus=1)
+        assert plan.config.training.offload == expected
+        assert ("moments live on the host" in describe_plan(plan)) == (expected == "moments")
+    assert elsewhere(24, gpus=1).config.training.offload == "none"
 
 
 def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> None:

@@ -165,8 +165,10 @@ def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:
     """One that has a configuration and counters, and no models."""
     nothing: Any = None
     parts = (nothing,) * 8
-    rollout = ResolvedRollout.parse(config.rollout.model_dump() | {"engines": 1, "max_prompt_tokens": 8})
-    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None)
+    rollout = ResolvedRollout.parse(
+        config.rollout.model_dump(exclude_none=True) | {"engines": 1, "max_prompt_tokens": 8}
+    )
+    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None, nothing)
 
 
 def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = False) -> Sample:

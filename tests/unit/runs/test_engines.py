@@ -129,7 +129,7 @@ TORCH_REFUSES: dict[str, tuple[list[str], list[str]]] = {
         [TORCH, "model.dtype=bfloat16"],
         ["training.engine=torch", "model.dtype=float32 (got bfloat16)", "or training.engine=deepspeed"],
     ),
-    "offload": ([TORCH, "training.offload=optimizer"], ["training.offload=none (got optimizer)"]),
+    "offload": ([TORCH, "training.offload=optimizer"], ["training.offload=none or moments (got optimizer)"]),
 }
 
 

@@ -5,18 +5,24 @@ import pty
 import re
 import signal
 import sys
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
 from trueline.config.run import CheckpointConfig
+from trueline.monitoring.timing import Timer
 from trueline.rollout.hf_engine import HFEngine
+from trueline.runs.memory import GIB, Choice, EngineRoom, Forecast, Room
+from trueline.runs.rescue import MemoryWatch, Rescue
+from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
+from trueline.training.torch_engine import TorchEngine
 from trueline.training.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,3 +140,66 @@ def test_a_dropped_connection_ends_the_run_with_a_checkpoint(tmp_path: Path) -> 
     steps = [row["step"] for row in rows_of(tmp_path)]
     assert newest(tmp_path) == f"step_{steps[-1]:06d}"
     assert steps[-1] < 100000
+
+
+def out_of_memory(monkeypatch: pytest.MonkeyPatch, *passes: int) -> None:
+    """Memory runs out in the backward passes of these numbers, counted from 1."""
+    whole, calls = TorchEngine.backward, []
+
+    def backward(self: TorchEngine, loss: Any, *, last: bool) -> None:
+        calls.append(1)
+        if len(calls) in passes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        whole(self, loss, last=last)
+
+    monkeypatch.setattr(TorchEngine, "backward", backward)
+
+
+def test_a_step_that_ran_out_of_memory_is_made_again_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_of_memory(monkeypatch, 2)
+    assert run_letters(tmp_path, "grpo", "steps=3") == 0
+    rows = rows_of(tmp_path)
+    assert [row.get("memory/halved") for row in rows] == [None, None, 1.0, 1.0]
+    said = capsys.readouterr().out
+    tokens = re.findall(r"passes have up to (\d+) tokens from now on: set training\.micro_batch_tokens", said)
+    assert tokens == ["8192"]
+    assert "memory: forecast" not in said  # nothing was measured: there is no GPU
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_memory_that_runs_out_is_answered(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
+    out_of_memory(monkeypatch, 2, 3)
+    words = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/rows.jsonl", f"folder={tmp_path}", "name=run"]
+    sft = partial(main, ["sft", *words, "samples_per_step=2", "runtime=local", "checkpoint.every=0", "epochs=3"])
+    assert (run_letters(tmp_path, "grpo", "steps=3") if verb == "grpo" else sft()) == 1
+    said = capsys.readouterr().out
+    assert re.search(
+        r"error: out of memory in step 2 \(train\): forecast [\d.]+ GiB \(training\) of [\d.]+ GiB, most in use before "
+        r"0\.0 GiB: lower training\.micro_batch_tokens or model\.head_chunk_tokens, or set",
+        said,
+    )
+    assert "out of memory in passes of up to 8192 tokens" in said
+
+
+def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_share() -> None:
+    plan: Any = Forecast(
+        Room(10 * GIB, "cpu", [], 1, EngineRoom(GIB, GIB, GIB)), Choice({}, False), Choice({}, False), []
+    )
+    timer = Timer()
+    watch = MemoryWatch(plan, timer)
+    for used in (2.0, 5.0, 3.0):
+        watch.see({"memory/device_gib": used})
+    watch.see({"loss": 1.0})
+    said: list[str] = []
+    with Rescue(RLState(), [], lambda: None, said.append, watch):
+        pass
+    assert said == ["memory: forecast 1.0 GiB (training), most in use 5.0 GiB"]
+    with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, said.append, watch), timer.phase("sync"):
+        raise ActorFailure("engine-0.wake: RuntimeError: CUDA Error: out of memory")
+    assert re.search(r"in step 1 \(sync\).* lower rollout\.gpu_memory_utilization or", said[-1])

@@ -6,7 +6,15 @@ import torch
 from torch import nn
 
 from trueline.config.model import TrainingConfig
-from trueline.training.optimizer import MOMENTS, learning_rate_at, make_optimizer, moments_of, set_moments
+from trueline.training import optimizer as optimizing
+from trueline.training.optimizer import (
+    MOMENTS,
+    HostMomentsAdamW,
+    learning_rate_at,
+    make_optimizer,
+    moments_of,
+    set_moments,
+)
 
 
 def config(**settings: Any) -> TrainingConfig:
@@ -157,3 +165,47 @@ def test_moments_are_taken_up_again_by_the_optimizer_that_keeps_them() -> None:
         optimizer.step()
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def stepped(parameters: list[nn.Parameter], settings: TrainingConfig, steps: int) -> torch.optim.Optimizer:
+    optimizer = make_optimizer(((str(at), one) for at, one in enumerate(parameters)), settings)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (number + 1)
+        optimizer.step()
+    return optimizer
+
+
+def test_moments_on_the_host_step_as_those_on_the_device_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with pieces that end inside a tensor."""
+    monkeypatch.setattr(optimizing, "PIECE", 4096)
+    ends = []
+    for offload in ("none", "moments"):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((100, 133), (4096,), (7,))]
+        optimizer = stepped(parameters, config(offload=offload, weight_decay=0.1), 3)
+        kept = [optimizer.state[parameter] for parameter in parameters]
+        assert [float(state["step"]) for state in kept] == [3.0] * 3
+        ends.append([*parameters, *(state[key] for state in kept for key in MOMENTS["adamw"])])
+    assert isinstance(optimizer, HostMomentsAdamW)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*ends, strict=True))
+
+
+def test_moments_are_loaded_into_the_memory_that_was_reserved() -> None:
+    """And taken as they are where there is none, at the step that they were saved."""
+    for offload in ("none", "moments"):
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = make_optimizer([("weight", parameter)], config(offload=offload))
+        if isinstance(optimizer, HostMomentsAdamW):
+            optimizer.reserve([parameter])
+        place = optimizer.state[parameter].get("exp_avg")
+        values = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.full((3,), 2.0)}
+        set_moments(optimizer, parameter, values, 5)
+        state = optimizer.state[parameter]
+        assert float(state["step"]) == 5.0 and all(torch.equal(state[key], values[key]) for key in values)
+        assert (state["exp_avg"] is place) == (offload == "moments")
+        values["exp_avg"].zero_()
+        assert torch.equal(state["exp_avg"], torch.ones(3))  # a copy

@@ -2,6 +2,7 @@ import importlib.util
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -28,7 +29,7 @@ from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, Training
 from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample
 from trueline.models.divergence import load_teacher
-from trueline.runtime.actors import LocalActor
+from trueline.runtime.actors import ActorFailure, LocalActor
 from trueline.training.group import ModelGroup, write_model
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
@@ -605,3 +606,55 @@ def test_a_model_that_is_only_scored_has_no_optimizer(model_folder: Path) -> Non
     ours = make_group(reference).score(samples, 1.0)
     theirs = make_group(make_worker(model_folder)).score(samples, 1.0)
     assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
+
+
+def short_of_memory(worker: Worker, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of more tokens than this do not fit; the second of an update fails, when the first left gradients."""
+    whole, calls = worker.engine.forward, []
+
+    def forward(batch: Any, *args: Any, **named: Any) -> Any:
+        calls.append(len(batch.tokens))
+        if len(calls) > 1 and calls[-1] > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(batch, *args, **named)
+
+    monkeypatch.setattr(worker.engine, "forward", forward)
+
+
+def test_an_update_that_runs_out_of_memory_is_made_in_smaller_passes(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = make_samples(8, seed=0)
+    longest = max(sample.length() for sample in samples)
+    plain, tight = make_worker(model_folder), make_worker(model_folder)
+    expected = make_group(plain, 2 * longest).update(samples, "policy", SETTINGS)
+    short_of_memory(tight, longest, monkeypatch)
+    group = make_group(tight, 2 * longest)
+    found = group.update(samples, "policy", SETTINGS)
+    assert found.pop("memory/halved") == 1.0 and group.budget.tokens == longest
+    assert without_memory([found])[0] == pytest.approx(without_memory([expected])[0], rel=1e-5)
+    for name, tensor in weights(tight).items():
+        torch.testing.assert_close(tensor, weights(plain)[name], rtol=1e-5, atol=1e-6)
+    assert group.update(samples, "policy", SETTINGS)["memory/halved"] == 1.0  # it stays counted
+
+
+@pytest.mark.parametrize(("tokens", "largest"), [(2, 0.5), (1, 0.5)])  # of the longest sample
+def test_memory_that_half_the_pass_does_not_save_ends_the_run(
+    tokens: float, largest: float, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = make_samples(8, seed=0)
+    longest = max(sample.length() for sample in samples)
+    worker = make_worker(model_folder)
+    short_of_memory(worker, int(largest * longest), monkeypatch)
+    before = weights(worker)
+    with pytest.raises(ActorFailure, match=rf"out of memory in passes of up to {longest} tokens: CUDA out of memory"):
+        make_group(worker, tokens * longest).update(samples, "policy", SETTINGS)
+    assert same(weights(worker), before) and worker.engine.steps == 0
+
+
+def test_one_of_several_ranks_raises_at_once(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make_worker(model_folder)
+    worker.spec = replace(worker.spec, world=2)
+    short_of_memory(worker, 1, monkeypatch)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_group(worker, 30).update(make_samples(8, seed=0), "policy", SETTINGS)

@@ -1,0 +1,68 @@
+"""RL steps with three flags on one GPU: what the plan forecasts of its memory, phase by phase, and what is in use.
+
+    python benchmarks/gpu_memory.py FOLDER [--shape 135M | 1.5B | 7B | tiny] [--model PATH] [--steps 3] [key=value ...]
+
+Without --model, one of that shape with random weights is made in FOLDER; a second run there takes it up again. Prompts
+are short and completions have 512 tokens. Exits 1 if forecast and peak differ by more than 15 % of the peak.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from gpu_rl import make_data
+from random_model import SHAPES, make_model
+
+from trueline.cli import main as trueline
+
+LARGEST_GAP = 0.15  # of the peak
+
+
+def report(run: Path) -> int:
+    log = (run / "logs" / "run.log").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "memory/device_gib" in row]
+    forecast = re.search(r"^.*memory     .*GiB on each GPU.*$", log, re.MULTILINE)
+    if forecast is None or not rows:
+        print("no GPU: nothing was forecast or measured")
+        return 0
+    print(forecast.group())
+    expected = {name: float(size) for name, size in re.findall(r"(\w+) ([\d.]+) GiB[,; ]", forecast.group())}
+    phases = {name: f"memory/{name}_gib" for name in ("start", "rollout", "training")}
+    for name, key in phases.items():
+        used = max((row[key] for row in rows if key in row), default=0.0)
+        print(f"{name:<10} forecast {expected.get(name, 0.0):6.1f} GiB, in use {used:6.1f} GiB")
+    print(f"policy     peak of its tensors {max(row['memory/peak_gib'] for row in rows):.1f} GiB")
+    peak = max(row["memory/device_gib"] for row in rows)
+    most = max(expected[name] for name in phases if name in expected)
+    print(f"all        forecast {most:6.1f} GiB, in use {peak:6.1f} GiB: {most / peak - 1:+.1%}")
+    for row in rows:
+        print("step", row["step"], *(f"{key[5:]} {value:.2f}" for key, value in row.items() if key.startswith("time/")))
+    return int(abs(most / peak - 1) > LARGEST_GAP)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", default="1.5B", choices=SHAPES)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--steps", type=int, default=3)
+    options, overrides = parser.parse_known_args()
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    model = options.model or folder / f"model-{options.shape}"
+    if not model.exists():
+        make_model(model, options.shape)
+    make_data(folder)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    command = ["grpo", "--model", str(model), "--data", f"{folder}/prompts.jsonl"]
+    command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]
+    command += ["rollout.max_new_tokens=512", "monitoring.tensorboard=false", *overrides]
+    return trueline(command) or report(folder / "run")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A pass that runs out of memory half way leaves nothing behind: the step is made again as if it had not been."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks, started
+from tests.support.tiny import make_samples, make_tiny_model
+from trueline.algorithms.loss_aggregation import set_weights
+from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.data.types import pack_samples
+from trueline.training.report import LossSettings, Report
+from trueline.training.worker import Worker, WorkerSpec
+
+CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "float32")]
+PASSES = [[0, 1], [2, 3], [4, 5]]
+
+
+def make_worker(stage: int, dtype: str, model: str) -> Worker:
+    training = TrainingConfig(zero_stage=stage, learning_rate=1e-3)
+    return started(Worker(WorkerSpec(ModelConfig(path=model, dtype=dtype), training, 0, 1, 10, seed=0)))
+
+
+def train(worker: Worker, seed: int) -> Report:
+    samples = make_samples(6, seed=seed)
+    set_weights(samples, "token_mean", 0)
+    settings = LossSettings(1.0, AlgorithmConfig.parse({"preset": "dr_grpo"}))
+    return worker.update(pack_samples(samples), PASSES, "policy", settings)
+
+
+def run_out(worker: Worker) -> Any:
+    """Memory runs out in the second pass, when half of its layers have their gradients and a bucket holds them."""
+    parameters = list(worker.model.named_parameters())
+    passes: list[int] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        passes.append(1)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return parameters[len(parameters) // 2][1].register_hook(hook)
+
+
+def stumble(rank: int, world: int, model: str) -> dict[Any, tuple[str, bool]]:
+    found = {}
+    for stage, dtype in CASES:
+        worker, plain = make_worker(stage, dtype, model), make_worker(stage, dtype, model)
+        train(worker, 1)
+        hook = run_out(worker)
+        try:
+            said = train(worker, 2).out_of_memory
+        except torch.OutOfMemoryError:
+            said = "raised"
+        hook.remove()
+        if said == "raised":
+            found[stage, dtype] = said, True
+            continue
+        train(worker, 2)
+        train(plain, 1)
+        train(plain, 2)
+        pairs = zip(worker.engine.state(), plain.engine.state(), strict=True)
+        same = all(torch.equal(mine[part], theirs[part]) for (_, mine), (_, theirs) in pairs for part in theirs)
+        found[stage, dtype] = said, same
+    return found
+
+
+def test_the_step_is_made_again_as_if_memory_had_not_run_out(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit at ZeRO 0 to 2; ZeRO 3 has parameters under way, and says so at once."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
+    folder = tmp_path_factory.mktemp("memory")
+    (found,) = run_ranks(stumble, 1, folder / "ranks", str(make_tiny_model(folder / "model", tied=True)))
+    for case, (said, same) in found.items():
+        assert (said, same) == ("raised" if case[0] == 3 else "CUDA out of memory", True), case
