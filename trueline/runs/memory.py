@@ -19,9 +19,8 @@ LEAST_PASS = {"cuda": 4096, "cpu": 1024}  # tokens; fewer are slow, and the last
 SHORTEST = 64  # tokens of a sequence that a refusal still proposes
 
 # What a GPU holds besides what a model's shape tells.
-CONTEXT = 0.9 * GIB  # of a process that trains or scores: CUDA context, cuBLAS, NCCL
+CONTEXT = 1.3 * GIB  # of a process that trains or scores: CUDA context, cuBLAS, NCCL
 SLACK = 0.06  # of a pass's tensors: what the caching allocator holds besides them, in pieces that fit nothing
-BUCKET = 500_000_000  # gradients that DeepSpeed gathers in bfloat16 before it adds them to float32 sums
 ENGINE_WORK = 4.0 * GIB  # inside an engine's share: its context, and activations of the longest prefill; amply
 ENGINE_LOGITS = 4  # float32 rows of logits for each sequence, inside its share: raw, processed, probabilities, sorted
 ENGINE_OUTSIDE = 1.0 * GIB  # above an engine's share: CUDA graphs
@@ -181,9 +180,7 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
     passes = activation_bytes(tenant, min(tokens, tenant.step_tokens), checkpointing, device)
     if device == "cpu":
         return PROCESS_BYTES + model_bytes(tenant) + passes
-    bucket = BUCKET * bytes_of(tenant.model.dtype) + 4 * min(BUCKET, trained_parameters(tenant))
-    trained = trained_parameters(tenant) > 0
-    return CONTEXT + model_bytes(tenant) + (bucket if trained else 0.0) + (1 + SLACK) * passes
+    return CONTEXT + model_bytes(tenant) + (1 + SLACK) * passes
 
 
 def idle_bytes(tenant: Tenant) -> float:
