@@ -112,7 +112,9 @@ def train(worker: Worker, rounds: Iterable[int]) -> list[float]:
 
 def save(worker: Worker, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    assert worker.save(str(folder)) is None
+    worker.save(str(folder))
+    saved = worker.saved(True)
+    assert saved is not None and saved.problem is None
 
 
 def state_of(worker: Worker) -> State:

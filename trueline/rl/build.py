@@ -26,7 +26,7 @@ from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.placement import Processes
 from trueline.sync.weights import Canary, WeightSync
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup, start_groups
+from trueline.training.group import ModelGroup, prepare_saving, start_groups
 from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
@@ -58,6 +58,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.calibrate()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
+        if config.checkpoint.save:
+            prepare_saving(list(models.trained().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
         state.tracker, state.data = tracker.run_ids, data

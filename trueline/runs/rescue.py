@@ -6,6 +6,7 @@ from types import TracebackType
 from trueline.runs.guard import Guard
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
+from trueline.training.checkpoints import Checkpoints
 
 PATIENCE_SECONDS = 60.0
 
@@ -18,9 +19,9 @@ class Rescue:
         state: RLState | SupervisedState,
         guards: list[Guard],
         save: Callable[[], None],
-        note: Callable[[str], None],
+        checkpoints: Checkpoints,
     ) -> None:
-        self.state, self.guards, self.save, self.note = state, guards, save, note
+        self.state, self.guards, self.save, self.checkpoints = state, guards, save, checkpoints
 
     def __enter__(self) -> None:
         pass
@@ -30,14 +31,15 @@ class Rescue:
     ) -> None:
         if kind is None or not issubclass(kind, Exception) or self.state.step == 0:
             return
-        if not all(guard.whole for guard in self.guards):
-            self.note(
-                f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save"
-            )
-            return
+        note = self.checkpoints.note
+        whole = all(guard.whole for guard in self.guards)
+        if not whole:
+            note(f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save")
         try:
             for guard in self.guards:
                 guard.model.wait_until_idle(PATIENCE_SECONDS)
-            self.save()
+            if whole:
+                self.save()
+            self.checkpoints.settle(wait=True)
         except ActorFailure as failure:
-            self.note(f"warning: the steps since the last checkpoint could not be saved: {failure}")
+            note(f"warning: the steps since the last checkpoint could not be saved: {failure}")

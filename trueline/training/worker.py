@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig, RanksConfig
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model
-from trueline.models.lora import adapters_off, add_lora, dequantized, merged
+from trueline.models.lora import adapters_off, add_lora, dequantized, merged, peft_name
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
@@ -35,10 +35,21 @@ from trueline.runtime.transport import (
     bucket_views,
     checksum,
 )
-from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
+from trueline.training.checkpoints import Saved, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Report, weights_of
+from trueline.training.saving import (
+    AVERAGE,
+    LORA,
+    MODEL,
+    TRAINING,
+    Content,
+    ModelFolder,
+    SavedState,
+    Saver,
+    snapshot_bytes,
+)
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
@@ -102,6 +113,7 @@ class Worker:
             values=spec.head == "value",
         )
         self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.saver = Saver(spec.rank, spec.world, self._contents)
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def ready(self) -> None:
@@ -226,48 +238,66 @@ class Worker:
         for name, value in facts.items():
             setattr(self.model.config, name, value)
 
-    def save(self, folder: str) -> str | None:
-        """Gather on every rank; rank 0 writes a Hugging Face folder and the training state.
-
-        Return what goes wrong on the disk, so that the ranks go on together.
-        """
-        spec, target = self.spec, Path(folder)
-        write = spec.rank == 0
-        weights = gathered(self.engine.masters() if self.adapter else self.engine.weights(), write)
-        states = gathered(
-            ((f"{name}/{part}", tensor) for name, state in self.engine.state() for part, tensor in state.items()), write
+    def prepare_saving(self, sharers: int) -> None:
+        """Begin to allocate host memory for what will be saved, on a machine that as many ranks share."""
+        trained, ranks = self._trained_shapes(), self.spec.ranks
+        weights = (
+            0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[self.spec.model.dtype].itemsize
         )
-        states |= gathered(((f"{name}/average", tensor) for name, tensor in self.engine.averages()), write)
-        try:
-            save_tensors(target / f"random-{spec.rank}.safetensors", random_states(), {})
-            if write:
-                ModelFolder(target / "model", spec.model, spec.chat_template).save(self.model, weights, self.adapter)
-                save_tensors(target / "training.safetensors", states, {"steps": str(self.engine.steps)})
-        except (OSError, SafetensorError) as error:
-            return f"rank {spec.rank}: {error}"
-        return None
+        averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
+        elements = sum(map(math.prod, trained.values()))
+        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers)
+
+    def save(self, folder: str) -> None:
+        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them."""
+        target, random = Path(folder), random_states()
+        model = ModelFolder(target / "model", self.spec.model, self.spec.chat_template)
+        describing = model.describing(self.model, self.adapter)
+
+        def describe() -> None:
+            save_tensors(target / f"random-{self.spec.rank}.safetensors", random, {})
+            if self.spec.rank == 0:
+                describing()
+
+        self.saver.save(target, self.engine.steps, describe)
+
+    def saved(self, wait: bool) -> Saved | None:
+        """Return what became of the last `save`, or None while it is being written."""
+        return self.saver.saved(wait=wait)
+
+    def _contents(self) -> Iterator[Content]:
+        """Yield all that a checkpoint holds, gathered on every rank."""
+        if self.adapter is None:
+            yield from ((MODEL, name, tensor) for name, tensor in self.engine.weights())
+        else:
+            yield from ((LORA, peft_name(name), tensor) for name, tensor in self.engine.masters())
+        for name, state in self.engine.state():
+            yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
+        yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in self.engine.averages())
 
     def load(self, folder: str) -> None:
         """Take up what `save` wrote, on any number of ranks."""
-        with load_tensors(Path(folder) / "training.safetensors") as saved:
-            self.engine.start_loading(int(saved.metadata["steps"]))
-            named = saved.by_name()
-            self._check_names(folder, {name: saved.shape(parts["weight"]) for name, parts in named.items()})
-            for name, parts in named.items():
-                self.engine.load_state(
-                    name, {part: saved.read(key) for part, key in parts.items() if part != "average"}
-                )
-            self.engine.load_averages(
-                (name, saved.read(parts["average"])) for name, parts in named.items() if "average" in parts
-            )
+        saved = SavedState(Path(folder))
+        self.engine.start_loading(saved.steps)
+        named = saved.by_name()
+        self._check_names(folder, {name: tuple(saved.shapes[parts["weight"]]) for name, parts in named.items()})
+
+        def read(name: str, part: str) -> Tensor:
+            same = saved.shapes[named[name][part]] == self.shapes[name]
+            return saved.read(named[name][part], self.engine.wanted(name, part) if same else slice(None))
+
+        for name, parts in named.items():
+            self.engine.load_state(name, {part: read(name, part) for part in parts if part != AVERAGE})
+        self.engine.load_averages((name, read(name, AVERAGE)) for name, parts in named.items() if AVERAGE in parts)
         mine = Path(folder) / f"random-{self.spec.rank}.safetensors"
         if mine.exists():
-            with load_tensors(mine) as saved:
-                restore_random({name: saved.read(name) for name in ("cpu", "cuda") if name in saved.names()})
+            restore_random(load_file(mine))
+
+    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
 
     def _check_names(self, folder: str, saved: dict[str, tuple[int, ...]]) -> None:
-        mine = {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        wrong = sorted(set(saved.items()) ^ set(mine.items()))
+        wrong = sorted(set(saved.items()) ^ set(self._trained_shapes().items()))
         if wrong:
             raise ConfigError(
                 f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
@@ -289,11 +319,6 @@ class Worker:
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:
     return Target("trueline.training.worker:Worker", environment=TRAIN_ENGINES[ranks.engine].environment)
-
-
-def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Run a generator to its end, and return copies of what it yields, or nothing without `keep`."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
 
 
 def bits_sum(tensor: Tensor) -> int:
