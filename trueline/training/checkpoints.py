@@ -46,14 +46,11 @@ class Underway:
     """A checkpoint that has no name yet."""
 
     target: Path
+    aside: Path
     state: dict[str, Any]
     metrics: dict[str, float]
     look: Writing
     held: float  # seconds that the run waited
-
-    @property
-    def aside(self) -> Path:
-        return self.target.with_suffix(UNFINISHED)
 
 
 class Checkpoints:
@@ -94,7 +91,7 @@ class Checkpoints:
                 shutil.rmtree(left)
             aside.mkdir(parents=True)
             look = write(aside)
-            self.underway = Underway(target, state, dict(metrics or {}), look, time.monotonic() - start)
+            self.underway = Underway(target, aside, state, dict(metrics or {}), look, time.monotonic() - start)
 
     def settle(self, *, wait: bool = False) -> None:
         """Give a checkpoint under way its name, if all of it is on disk or when it is.
@@ -269,9 +266,10 @@ def hashes(folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
 
     Those that are `known` are not read.
     """
+    found = {} if known is None else dict(known)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
     names = {path.relative_to(folder).as_posix(): path for path in files}
-    return {name: (known or {}).get(name) or digest(path) for name, path in names.items()}
+    return found | {name: digest(path) for name, path in names.items() if name not in found}
 
 
 def digest(file: Path) -> str:

@@ -1,6 +1,5 @@
 """One rank's share of a checkpoint: copied to buffers, written by a thread of its own, and read into any layout."""
 
-import copy
 import hashlib
 import json
 import math
@@ -21,8 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig
-from trueline.models.loading import load_tokenizer
 from trueline.models.lora import ADAPTER, SETTINGS
 from trueline.training.checkpoints import Saved
 
@@ -119,8 +116,8 @@ class Ring:
         self.used = 0
 
     def allocate(self, size: float, room: float) -> None:
-        """Make room for all of `size` and a little more, for whole tensors divide unevenly, or for what room there is."""
-        each = math.ceil(min(BUFFER_BYTES, size / 2))
+        """Make room for all of `size` and a little more, as whole tensors divide unevenly, or as far as room goes."""
+        each = max(math.ceil(min(BUFFER_BYTES, size / 2)), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
             self.free.put(host_buffer(each))
 
@@ -263,32 +260,16 @@ def write_index(folder: Path, owners: dict[str, int], world: int) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A folder that `from_pretrained` opens: configuration and tokenizer, beside weights or adapter."""
-
-    path: Path
-    source: ModelConfig
-    chat_template: str | None = None  # None: the source's own
-
-    def describing(self, model: Any, adapter: Any | None) -> Callable[[], None]:
-        """Return a call that writes all but the tensors, as the model's configuration is now."""
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]  # those of a new head, not of the model it began from
-
-        def describe() -> None:
-            if adapter is not None:
-                adapter.save_pretrained(self.path)
-                config.save_pretrained(self.path / SETTINGS)
-            else:
-                config.save_pretrained(self.path)
-                if model.can_generate():
-                    model.generation_config.save_pretrained(self.path)
-            tokenizer = load_tokenizer(self.source)
-            tokenizer.chat_template = self.chat_template or tokenizer.chat_template
-            tokenizer.save_pretrained(self.path)
-
-        return describe
+def describe_model(folder: Path, model: Any, config: Any, adapter: Any | None, tokenizer: Any) -> None:
+    """Write what `from_pretrained` wants beside weights or adapter."""
+    if adapter is not None:
+        adapter.save_pretrained(folder)
+        config.save_pretrained(folder / SETTINGS)
+    else:
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 class SavedState:

@@ -1,5 +1,6 @@
 """One rank of one model: it scores, updates, hands out weights, saves and loads. It knows no algorithm."""
 
+import copy
 import datetime
 import math
 import resource
@@ -20,7 +21,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
-from trueline.models.loading import DTYPES, load_model
+from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged, peft_name
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
@@ -45,9 +46,9 @@ from trueline.training.saving import (
     MODEL,
     TRAINING,
     Content,
-    ModelFolder,
     SavedState,
     Saver,
+    describe_model,
     snapshot_bytes,
 )
 
@@ -250,14 +251,15 @@ class Worker:
 
     def save(self, folder: str) -> None:
         """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them."""
-        target, random = Path(folder), random_states()
-        model = ModelFolder(target / "model", self.spec.model, self.spec.chat_template)
-        describing = model.describing(self.model, self.adapter)
+        spec, target, random, config = self.spec, Path(folder), random_states(), copy.deepcopy(self.model.config)
+        config.architectures = [type(self.model).__name__]  # those of a new head, not of the model it began from
 
         def describe() -> None:
-            save_tensors(target / f"random-{self.spec.rank}.safetensors", random, {})
-            if self.spec.rank == 0:
-                describing()
+            save_tensors(target / f"random-{spec.rank}.safetensors", random, {})
+            if spec.rank == 0:
+                tokenizer = load_tokenizer(spec.model)
+                tokenizer.chat_template = spec.chat_template or tokenizer.chat_template
+                describe_model(target / "model", self.model, config, self.adapter, tokenizer)
 
         self.saver.save(target, self.engine.steps, describe)
 

@@ -72,6 +72,49 @@ def test_half_a_step_is_not_saved_as_one(
     assert ("stopped inside step 2" in capsys.readouterr().out) == (saved is None)
 
 
+def patch_looks(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Looks at a save under way either wait for its end or never see it."""
+    whole = Worker.saved
+
+    @wraps(whole)
+    def saved(self: Worker, wait: bool) -> Any:
+        return whole(self, True) if wait or waits else None
+
+    monkeypatch.setattr(Worker, "saved", saved)
+
+
+def test_a_checkpoint_under_way_is_waited_for_where_a_step_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_looks(monkeypatch, waits=False)
+    fail_at(monkeypatch, Worker, "update", 4)
+    assert run_letters(tmp_path, "grpo", "steps=3", "minibatches=2", "checkpoint.every=1") == 1
+    assert newest(tmp_path) == "step_000001"
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_a_checkpoint_gets_its_name_before_the_next_step_ends(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch_looks(monkeypatch, waits=True)
+    run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
+    words = ["steps=4", "checkpoint.every=2", "checkpoint.keep=1"]
+    if verb == "sft":
+        words += ["samples_per_step=2", f"data.path={tmp_path}/rows.jsonl"]
+        given = ["--model", f"{tmp_path}/model", "runtime=local", f"folder={tmp_path}", "name=run"]
+        assert main(["sft", *given, *words]) == 0
+    else:
+        assert run_letters(tmp_path, "grpo", *words) == 0
+    said = re.findall(r"run (\d)/4|saved +step_00000(\d)", capsys.readouterr().out)
+    order = [f"step {step}" if step else f"saved {saved}" for step, saved in said]
+    assert order.index("step 2") < order.index("saved 2") <= order.index("step 3") + (verb == "sft")
+    assert order[-1] == "saved 4"
+    assert newest(tmp_path) == "step_000004"
+    rows = {row["step"]: row for row in rows_of(tmp_path)}
+    assert rows[3 if verb == "grpo" else 4]["time/save"] > 0
+
+
 def test_a_failure_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, HFEngine, "generate", 5)
     assert run_letters(tmp_path, "grpo", "steps=2") == 1

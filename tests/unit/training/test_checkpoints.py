@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -436,3 +437,75 @@ def test_a_metric_of_training_is_looked_for_at_once(tmp_path: Path) -> None:
         {"loss": 1.0},
     )
     assert len(notes) == 1
+
+
+class Slow:
+    """Writes in the background: done once it is told to be, or waited for."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        self.ready, self.waited, self.problem = False, False, problem
+
+    def __call__(self, folder: Path) -> Writing:
+        (folder / "weights").write_text("w")
+        return self.look
+
+    def look(self, wait: bool) -> Saved | None:
+        self.waited = self.waited or (wait and not self.ready)
+        return Saved({"weights": "as the rank says"}, 2.0, self.problem) if self.ready or wait else None
+
+
+def test_a_checkpoint_under_way_has_no_name_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints, slow = Checkpoints(tmp_path, CheckpointConfig(keep=1), notes.append), Slow()
+    checkpoints.save(1, {"step": 1}, slow)
+    checkpoints.settle()
+    assert names(checkpoints) == [] and not notes
+    slow.ready = True
+    checkpoints.settle()
+    assert names(checkpoints) == ["step_000001"] and not slow.waited
+    assert (
+        json.loads((checkpoints.folder / "step_000001" / "manifest.json").read_text())["weights"]
+        == slow.look(False).digests["weights"]
+    )  # type: ignore[union-attr]
+    assert re.fullmatch(r"saved +step_000001: the run waited .* s, writing beside it took 2 s", notes[0])
+    second, third = Slow(), Slow()
+    checkpoints.save(2, {"step": 2}, second)
+    assert names(checkpoints) == ["step_000001"] and not second.waited  # the older goes when the newer is there
+    checkpoints.save(3, {"step": 3}, third)
+    assert names(checkpoints) == ["step_000002"] and second.waited and not third.waited
+    checkpoints.save(3, {"step": 3, "groups": 4}, never)  # of the same step: its counters
+    assert third.waited and names(checkpoints) == ["step_000003"]
+    assert checkpoints.peek(checkpoints.folder / "step_000003")[0] == {"step": 3, "groups": 4}
+
+
+def test_what_is_told_of_a_checkpoint_under_way_counts_when_it_is_done(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep=1, keep_best=1, metric="-evaluation/reward")
+    checkpoints = Checkpoints(tmp_path, config)
+    for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        checkpoints.save(step, {}, Slow(), {"loss": 1.0})
+        checkpoints.tell(step, {"evaluation/reward": reward})
+    checkpoints.settle(wait=True)
+    assert names(checkpoints) == ["step_000001", "step_000003"]
+    assert checkpoints.newest_metrics() == {"loss": 1.0, "evaluation/reward": 0.2}
+
+
+def test_a_disk_that_fills_up_in_the_background_costs_that_checkpoint(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
+    checkpoints.save(1, {}, Slow())
+    checkpoints.save(2, {}, Slow("rank 3: No space left on device"))
+    checkpoints.save(3, {}, Slow())
+    checkpoints.settle(wait=True)
+    assert names(checkpoints) == ["step_000001", "step_000003"]
+    assert [path.name for path in checkpoints.folder.iterdir() if path.suffix] == []
+    assert len(notes) == 1 and "step_000002 could not be saved (rank 3: No space left on device)" in notes[0]
+    assert checkpoints.failures == 1
+
+
+def test_nothing_is_written_where_nothing_is_to_be_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(save=False, every=1))
+    assert not checkpoints.due(1)
+    checkpoints.save(1, {}, never)
+    checkpoints.tell(1, {"loss": 1.0})
+    checkpoints.settle(wait=True)
+    assert list(tmp_path.iterdir()) == []
