@@ -110,6 +110,7 @@ class RLTrainer:
         except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
             self.state.groups += self.rollouts.dropped.group_count()
             self.save({})
+            self.checkpoints.settle(wait=True)
             raise
 
     def guards(self) -> list[Guard]:

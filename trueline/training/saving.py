@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trueline.config.base import ConfigError
-from trueline.models.lora import ADAPTER, SETTINGS
+from trueline.models.lora import ADAPTER, SETTINGS, peft_name
 from trueline.training.checkpoints import Saved
+from trueline.training.engines import TrainEngine
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
 AVERAGE = "average"  # the part of a tensor that no engine calls so itself
@@ -31,6 +32,17 @@ HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less th
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
 Shard = tuple[str, bytes, int]  # a safetensors file: name, head, and how many bytes of tensors follow
+
+
+def contents(engine: TrainEngine, adapted: bool) -> Iterator[Content]:
+    """Yield all that a checkpoint holds, gathered on every rank."""
+    if adapted:
+        yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
+    else:
+        yield from ((MODEL, name, tensor) for name, tensor in engine.weights())
+    for name, state in engine.state():
+        yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
+    yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())
 
 
 def snapshot_bytes(weights: float, trained: float, world: int, averaged: bool) -> float:
@@ -294,6 +306,9 @@ class SavedState:
             names.setdefault(name, {})[part] = key
         return names
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self.shapes[parts["weight"]]) for name, parts in self.by_name().items()}
+
     def read(self, key: str, wanted: slice = slice(None)) -> Tensor:
         """Return a whole tensor, of which only the wanted elements are read; what the others hold is undefined."""
         elements = self.shapes[key].numel()
@@ -308,3 +323,17 @@ class SavedState:
         for begin, values in found:
             whole[begin : begin + len(values)] = values
         return whole.view(self.shapes[key])
+
+
+def load_state(engine: TrainEngine, saved: SavedState) -> None:
+    """Let an engine take up what was saved; of parts that are shaped like their weight, read only what it wants."""
+    named = saved.by_name()
+
+    def read(name: str, part: str) -> Tensor:
+        key, like = named[name][part], saved.shapes[named[name]["weight"]]
+        return saved.read(key, engine.wanted(name, part) if saved.shapes[key] == like else slice(None))
+
+    engine.start_loading(saved.steps)
+    for name, parts in named.items():
+        engine.load_state(name, {part: read(name, part) for part in parts if part != AVERAGE})
+    engine.load_averages((name, read(name, AVERAGE)) for name, parts in named.items() if AVERAGE in parts)

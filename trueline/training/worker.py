@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model, load_tokenizer
-from trueline.models.lora import adapters_off, add_lora, dequantized, merged, peft_name
+from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
@@ -40,17 +41,7 @@ from trueline.training.checkpoints import Saved, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Report, weights_of
-from trueline.training.saving import (
-    AVERAGE,
-    LORA,
-    MODEL,
-    TRAINING,
-    Content,
-    SavedState,
-    Saver,
-    describe_model,
-    snapshot_bytes,
-)
+from trueline.training.saving import SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
@@ -114,7 +105,7 @@ class Worker:
             values=spec.head == "value",
         )
         self.engine = build(row.path, [self.scorer, spec, self.device])
-        self.saver = Saver(spec.rank, spec.world, self._contents)
+        self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def ready(self) -> None:
@@ -267,30 +258,11 @@ class Worker:
         """Return what became of the last `save`, or None while it is being written."""
         return self.saver.saved(wait=wait)
 
-    def _contents(self) -> Iterator[Content]:
-        """Yield all that a checkpoint holds, gathered on every rank."""
-        if self.adapter is None:
-            yield from ((MODEL, name, tensor) for name, tensor in self.engine.weights())
-        else:
-            yield from ((LORA, peft_name(name), tensor) for name, tensor in self.engine.masters())
-        for name, state in self.engine.state():
-            yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
-        yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in self.engine.averages())
-
     def load(self, folder: str) -> None:
         """Take up what `save` wrote, on any number of ranks."""
         saved = SavedState(Path(folder))
-        self.engine.start_loading(saved.steps)
-        named = saved.by_name()
-        self._check_names(folder, {name: tuple(saved.shapes[parts["weight"]]) for name, parts in named.items()})
-
-        def read(name: str, part: str) -> Tensor:
-            same = saved.shapes[named[name][part]] == self.shapes[name]
-            return saved.read(named[name][part], self.engine.wanted(name, part) if same else slice(None))
-
-        for name, parts in named.items():
-            self.engine.load_state(name, {part: read(name, part) for part in parts if part != AVERAGE})
-        self.engine.load_averages((name, read(name, AVERAGE)) for name, parts in named.items() if AVERAGE in parts)
+        self._check_names(folder, saved.weight_shapes())
+        load_state(self.engine, saved)
         mine = Path(folder) / f"random-{self.spec.rank}.safetensors"
         if mine.exists():
             restore_random(load_file(mine))

@@ -97,6 +97,10 @@ def test_a_checkpoint_gets_its_name_before_the_next_step_ends(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patch_looks(monkeypatch, waits=True)
+    prepared: list[int] = []
+    monkeypatch.setattr(
+        Worker, "prepare_saving", wraps(Worker.prepare_saving)(lambda self, sharers: prepared.append(sharers))
+    )
     run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
     words = ["steps=4", "checkpoint.every=2", "checkpoint.keep=1"]
@@ -112,6 +116,7 @@ def test_a_checkpoint_gets_its_name_before_the_next_step_ends(
     assert order[-1] == "saved 4"
     assert newest(tmp_path) == "step_000004"
     rows = {row["step"]: row for row in rows_of(tmp_path)}
+    assert prepared == [1]
     assert rows[3 if verb == "grpo" else 4]["time/save"] > 0
 
 
