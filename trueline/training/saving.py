@@ -25,7 +25,7 @@ from trueline.training.checkpoints import Saved
 from trueline.training.engines import TrainEngine
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
-AVERAGE = "average"  # the part of a tensor that no engine calls so itself
+AVERAGE = "average"  # the part of a tensor that engines keep apart from the others
 INDEX = "model/model.safetensors.index.json"
 BUFFER_BYTES = 256 * 2**20
 HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less than a share, copying waits for writing
@@ -186,10 +186,11 @@ class Saver:
         self.writing: Future[Saved] | None = None
         self.divisions: dict[bool, tuple[list[Part], dict[str, int]]] = {}
 
-    def allocate(self, size: float, sharers: int = 1) -> None:
+    def allocate(self, size: float, sharers: int = 1) -> "Future[None]":
         """Begin to allocate the buffers, on a machine that as many ranks share."""
         room = HOST_SHARE * psutil.virtual_memory().available / sharers
         self.allocated = self.thread.submit(self.ring.allocate, size, room)
+        return self.allocated
 
     def save(self, folder: Path, steps: int, describe: Callable[[], None]) -> None:
         """Copy this rank's share and return; the thread writes it, and calls `describe` for files of other kinds.
@@ -200,10 +201,7 @@ class Saver:
         if (steps > 0) not in self.divisions:
             self.divisions[steps > 0] = divide(self.contents(), self.rank, self.world)
         parts, owners = self.divisions[steps > 0]
-        if self.allocated is None:
-            self.allocate(sum(part.size() for part in parts))
-        assert self.allocated is not None
-        self.allocated.result()
+        (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
         self.writing = self.thread.submit(self._write, folder, self._shards(parts, steps), owners, describe)
         with self.ring.filling():
             for part, (stem, key, tensor) in zip(parts, self.contents(), strict=True):
