@@ -1,5 +1,6 @@
 """Six steps are three steps, a checkpoint and three more: on the same ranks bit for bit, on others within rounding."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import pack_samples
 from trueline.training.report import LossSettings
+from trueline.training.saving import SavedState
 from trueline.training.worker import Worker, WorkerSpec
 
 STAGES = (0, 1, 2, 3)
@@ -121,7 +123,9 @@ def train(worker: Worker, rounds: Iterable[int]) -> list[float]:
 
 def save(worker: Worker, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    assert worker.save(str(folder)) is None
+    worker.save(str(folder))
+    saved = worker.saved(True)
+    assert saved is not None and saved.problem is None
 
 
 def state_of(worker: Worker) -> State:
@@ -258,3 +262,42 @@ def test_bfloat16_follows_float32(model: str, tmp_path: Path, monkeypatch: pytes
     exact = losses.pop(EXACT)
     for case, lower in losses.items():
         np.testing.assert_allclose(lower, exact, atol=0.02, err_msg=case.name())
+
+
+FOUR = Case(stage=3, ranks=4, tensor=2)
+FEWER = {ranks: [Case(stage=stage, ranks=ranks) for stage in (1, 2, 3)] for ranks in (1, 2, 3)}
+
+
+def save_and_go_on(rank: int, world: int, model: str, folder: Path) -> float:
+    """The loss of the step behind the checkpoint."""
+    worker = FOUR.worker(rank, model)
+    train(worker, FIRST)
+    save(worker, folder)
+    return train(worker, [REST.start])[0]
+
+
+def take_up(rank: int, world: int, model: str, folder: Path, cases: list[Case]) -> dict[Case, tuple[float, int]]:
+    """The loss of the step behind the checkpoint, and how many elements of a moment this rank reads."""
+    found = {}
+    for case in cases:
+        worker = case.worker(rank, model)
+        worker.load(str(folder))
+        sizes = {name: math.prod(shape) for name, shape in worker.shapes.items()}
+        read = sum(len(range(*worker.engine.wanted(name, "moment").indices(size))) for name, size in sizes.items())
+        found[case] = train(worker, [REST.start])[0], read
+    return found
+
+
+@pytest.mark.slow
+def test_what_four_ranks_saved_goes_on_with_one_two_and_three(model: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    losses = run_ranks(save_and_go_on, 4, tmp_path / "four", model, saved)
+    expected = sum(losses[:: FOUR.tensor])  # of each data place
+    sizes = [sum(file.stat().st_size for file in saved.rglob(f"*-0000{rank}-of-00004.*")) for rank in range(1, 5)]
+    assert max(sizes) < 1.05 * sum(sizes) / 4, sizes
+    elements = sum(shape.numel() for key, shape in SavedState(saved).shapes.items() if key.endswith("/weight"))
+    for ranks, cases in FEWER.items():
+        results = run_ranks(take_up, ranks, tmp_path / str(ranks), model, saved, cases)
+        for case in cases:
+            assert abs(sum(result[case][0] for result in results) - expected) < TOLERANCE, case.name()
+            assert sum(result[case][1] for result in results) == elements, case.name()  # each of them once

@@ -173,6 +173,8 @@ def test_a_full_disk_costs_what_was_not_written_and_not_the_run(home: Path, verb
         assert said.count(f"warning: {name} cannot be written ([Errno 27] File too large)") == 1
     lost = total + 1 - first - len(steps)
     assert f"warning: {lost} rows of metrics.jsonl could not be written and are lost" in said
+    failed = [f"warning: step_{step:06d} could not be saved (rank 0: [Errno 27]" for step in range(6, total + 1, 6)]
+    assert all(one in said for one in failed)
     assert f"error: step {total} is trained but not saved" in said
 
 

@@ -50,6 +50,8 @@ class RoundsConfig(SelectionConfig):
     @model_validator(mode="after")
     def check_rounds(self) -> Self:
         check_training(self.training, self.model)
+        if not self.checkpoint.save:
+            raise ValueError("checkpoint.save=false: a round goes on from the checkpoint of the one before; set true")
         return self
 
     def run_keys(self) -> Tree:

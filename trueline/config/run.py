@@ -8,6 +8,9 @@ from trueline.config.base import Config, merge
 
 
 class CheckpointConfig(Config):
+    save: bool = True
+    """Write checkpoints; false for a run that must leave none, which cannot be resumed or exported."""
+
     every: int = Field(50, ge=0)
     """Save every this many steps; 0 saves at the end only."""
 
@@ -25,6 +28,8 @@ class CheckpointConfig(Config):
         if not self.keep_best or not self.metric.removeprefix("-").startswith("evaluation/"):
             return
         asked = f"checkpoint.keep_best={self.keep_best} looks at checkpoint.metric={self.metric}"
+        if not self.save:
+            raise ValueError(f"{asked}, but checkpoint.save=false writes none: set one of the two")
         if not held_out:
             raise ValueError(f"{asked}, but nothing is held out: set evaluation.data, or a metric of training")
         if not self.every or not evaluated_every:

@@ -95,9 +95,14 @@ def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[t
             yield name, tensor
 
 
+def peft_name(name: str) -> str:
+    """Return what a trained tensor is called in a folder that peft opens."""
+    return PEFT_PREFIX + name.replace(".default.", ".")
+
+
 def save_adapter(folder: Path, described: Any, trained: dict[str, Tensor]) -> None:
     """Write a folder that peft, and transformers with peft installed, opens."""
-    tensors = {PEFT_PREFIX + name.replace(".default.", "."): tensor.contiguous() for name, tensor in trained.items()}
+    tensors = {peft_name(name): tensor.contiguous() for name, tensor in trained.items()}
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
     described.save_pretrained(folder)
 

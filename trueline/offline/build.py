@@ -17,6 +17,7 @@ from trueline.runs.processes import model_group, opened
 from trueline.runs.rescue import MemoryWatch
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
+from trueline.training.group import prepare_saving
 from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
@@ -35,6 +36,8 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)
             fill_reference(model, used_samples(plan), cache, progress)
         state = restore(SupervisedState, checkpoints, lambda newest: model.call(Worker.load, str(newest)), progress)
+        if config.checkpoint.save:
+            prepare_saving([model])
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
         state.tracker, state.data = tracker.run_ids, data

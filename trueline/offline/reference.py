@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
-from trueline.training.checkpoints import load_tensors, save_tensors
+from trueline.training.checkpoints import save_tensors
 from trueline.training.group import ModelGroup
 
 SAMPLES_AT_ONCE = 4096
@@ -32,8 +32,9 @@ class ReferenceCache:
     def read(self, samples: list[Sample]) -> torch.Tensor | None:
         if not self.file.exists():
             return None
-        with load_tensors(self.file) as saved:
-            return saved.read("logprobs") if saved.metadata["key"] == self.key(samples) else None
+        with safe_open(self.file, framework="pt") as saved:
+            known = saved.metadata()["key"] == self.key(samples)
+            return saved.get_tensor("logprobs") if known else None
 
     def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
         aside = self.file.with_suffix(".unfinished")

@@ -14,7 +14,7 @@ from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import SupervisedState
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup, write_model
+from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
 
 
@@ -35,8 +35,8 @@ class SupervisedTrainer:
         config = plan.config
         order = train.order(config.seed, config.data.shuffle, state.rows)
         self.guard.watch()
-        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.progress.note, self.watch)
-        with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
+        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.checkpoints, self.watch)
+        with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
                 self.tracker.log(0, metrics)
@@ -57,7 +57,11 @@ class SupervisedTrainer:
                 # After its numbers are written: a kill in between costs the step again, not its row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)
+                elif self.checkpoints.underway is not None:
+                    with self.timer.phase("save"):
+                        self.checkpoints.settle()
             self.save({})
+            self.checkpoints.settle(wait=True)
         return state
 
     def learn(self, rows: list[int]) -> dict[str, float]:
@@ -95,7 +99,7 @@ class SupervisedTrainer:
 
     def save(self, metrics: dict[str, float]) -> None:
         with self.timer.phase("save"):
-            write = partial(write_model, self.model)
+            write = partial(write_models, {"": self.model})
             self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
 
 

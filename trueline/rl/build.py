@@ -30,7 +30,7 @@ from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Processes
 from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import ModelGroup, start_groups
+from trueline.training.group import ModelGroup, prepare_saving, start_groups
 from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
@@ -41,8 +41,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     """Start every process, yield the trainer, and end every process."""
     config = plan.config
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-    data = plan.fingerprint()
-    check_data(checkpoints, data)
+    check_data(checkpoints, data := plan.fingerprint())
     with ExitStack() as stack:
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
@@ -62,6 +61,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
+        if config.checkpoint.save:
+            prepare_saving(list(models.trained().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
         state.tracker, state.data = tracker.run_ids, data

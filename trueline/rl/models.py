@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Sample
-from trueline.training.group import ModelGroup, write_model
+from trueline.training.checkpoints import Writing
+from trueline.training.group import ModelGroup, write_models
 from trueline.training.worker import Worker
 
 CRITIC = "critic"  # folder inside a checkpoint
@@ -50,13 +51,13 @@ class Models:
             return self.reference.score(samples, self.temperature)
         return self.policy.score(samples, self.temperature, reference=True)
 
-    def write(self, folder: Path) -> None:
-        write_model(self.policy, folder)
-        if self.critic is not None:
-            (folder / CRITIC).mkdir()
-            write_model(self.critic, folder / CRITIC)
+    def trained(self) -> dict[str, ModelGroup]:
+        """Return the models that a checkpoint holds, by their folders inside it."""
+        return {"": self.policy} | ({CRITIC: self.critic} if self.critic is not None else {})
+
+    def write(self, folder: Path) -> Writing:
+        return write_models(self.trained(), folder)
 
     def load(self, checkpoint: Path) -> None:
-        self.policy.call(Worker.load, str(checkpoint))
-        if self.critic is not None:
-            self.critic.call(Worker.load, str(checkpoint / CRITIC))
+        for place, model in self.trained().items():
+            model.call(Worker.load, str(checkpoint / place))

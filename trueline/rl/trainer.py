@@ -60,14 +60,15 @@ class RLTrainer:
         state, config = self.state, self.config
         for guard in self.guards():
             guard.watch()
-        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.progress.note, self.watch)
-        with self.progress, Interrupts(self.progress.note) as interrupts, rescue:
+        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch)
+        with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
             self.publish()
             self.catch_up()
             if state.step < config.steps:
                 self.rollouts.start()
             while state.step < config.steps and not interrupts.requested:
                 groups = self.sample()
+                self.settle()
                 trajectories = [trajectory for group in groups for trajectory in group]
                 samples = [to_sample(trajectory) for trajectory in trajectories]
                 with self.sharing.training():
@@ -91,6 +92,7 @@ class RLTrainer:
                     self.rollouts.release()
                 self.report(metrics, trajectories)
             self.save({})
+            self.checkpoints.settle(wait=True)
         return state
 
     def catch_up(self) -> None:
@@ -109,6 +111,7 @@ class RLTrainer:
         except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
             self.state.groups += self.rollouts.dropped.group_count()
             self.save({})
+            self.checkpoints.settle(wait=True)
             raise
 
     def guards(self) -> list[Guard]:
@@ -226,6 +229,12 @@ class RLTrainer:
         if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
             with self.timer.phase("save"):
                 self.save(metrics)
+
+    def settle(self) -> None:
+        """Give the last checkpoint its name, if it was written while this step was sampled."""
+        if self.checkpoints.underway is not None:
+            with self.timer.phase("save"):
+                self.checkpoints.settle()
 
     def save(self, metrics: dict[str, float]) -> None:
         self.checkpoints.save(self.state.step, asdict(self.state), self.models.write, metrics)

@@ -106,6 +106,10 @@ def never(why: str) -> Callable[[Config], str]:
 TRAINING: list[Rule] = [
     ("model.lora.", lambda run: unless(run.model.lora.rank > 0, "model.lora.rank=0 trains all weights")),
     ("training.zero_stage", no_shards("training")),
+    (
+        "checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.metric",
+        lambda run: unless(run.checkpoint.save, "checkpoint.save=false writes no checkpoint"),
+    ),
     ("training.decay_share", lambda run: unless(run.training.schedule == "wsd", "it is for training.schedule=wsd")),
 ]
 

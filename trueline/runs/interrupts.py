@@ -13,8 +13,8 @@ from typing import Any, Self
 class Interrupts:
     """Inside this context a first signal only sets `requested`."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self.note = note
+    def __init__(self, note: Callable[[str], None], saves: bool = True) -> None:
+        self.note, self.saves = note, saves
         self.requested = False
         self.previous: dict[int, Any] = {}
 
@@ -34,4 +34,5 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self.note("stopping after this step, with a checkpoint; interrupt again to stop at once")
+        how = "with" if self.saves else "without"
+        self.note(f"stopping after this step, {how} a checkpoint; interrupt again to stop at once")

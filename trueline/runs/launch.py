@@ -89,12 +89,16 @@ def training(
     def work(folder: RunFolder, progress: Progress) -> int:
         with trainer(folder, progress) as running:
             state = running.fit()
+        finished = state.step == steps
+        ended = f"{'done' if finished else 'stopped'}: step {state.step} of {steps}"
+        if not config.checkpoint.save:
+            progress.note(f"{ended}; nothing was saved (checkpoint.save=false)")
+            return 0 if finished else 130
         newest = Checkpoints(folder.path, config.checkpoint).newest()
         if newest is None or int(newest.name.removeprefix("step_")) < state.step:
             progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
             return 1
-        finished = state.step == steps
-        progress.note(f"{'done' if finished else 'stopped'}: step {state.step} of {steps}; model in {newest}/model")
+        progress.note(f"{ended}; model in {newest}/model")
         if not finished:
             progress.note(f"go on with: {folder.resume_command()}")
         return 0 if finished else 130

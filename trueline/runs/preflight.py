@@ -78,6 +78,10 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
     if best := checkpoints.best():
         return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
     newest = checkpoints.newest()
+    if newest is None and not asked.save:
+        raise ConfigError(
+            f"{named} is a run of {run.verb()} that saved nothing (checkpoint.save=false): name another one"
+        )
     if newest is None:
         raise ConfigError(
             f"{named} is a run of {run.verb()} without a checkpoint yet: let it go on until it has one (trueline "

@@ -9,6 +9,7 @@ from trueline.runs.guard import Guard
 from trueline.runs.memory import GIB, Forecast
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
+from trueline.training.checkpoints import Checkpoints
 
 PATIENCE_SECONDS = 60.0
 
@@ -54,10 +55,10 @@ class Rescue:
         state: RLState | SupervisedState,
         guards: list[Guard],
         save: Callable[[], None],
-        note: Callable[[str], None],
+        checkpoints: Checkpoints,
         watch: MemoryWatch,
     ) -> None:
-        self.state, self.guards, self.save, self.note, self.watch = state, guards, save, note, watch
+        self.state, self.guards, self.save, self.checkpoints, self.watch = state, guards, save, checkpoints, watch
 
     def __enter__(self) -> None:
         pass
@@ -65,20 +66,21 @@ class Rescue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        note = self.checkpoints.note
         if kind is None and self.watch.most:
-            self.note(self.watch.summary())
+            note(self.watch.summary())
         if "CUDA" in str(error) and "out of memory" in str(error):  # rewards can run out of their own
-            self.note(f"error: {self.watch.answer(self.state.step + 1)}")
+            note(f"error: {self.watch.answer(self.state.step + 1)}")
         if kind is None or not issubclass(kind, Exception) or self.state.step == 0:
             return
-        if not all(guard.whole for guard in self.guards):
-            self.note(
-                f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save"
-            )
-            return
+        whole = all(guard.whole for guard in self.guards)
+        if not whole:
+            note(f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save")
         try:
             for guard in self.guards:
                 guard.model.wait_until_idle(PATIENCE_SECONDS)
-            self.save()
+            if whole:
+                self.save()
+            self.checkpoints.settle(wait=True)
         except ActorFailure as failure:
-            self.note(f"warning: the steps since the last checkpoint could not be saved: {failure}")
+            note(f"warning: the steps since the last checkpoint could not be saved: {failure}")

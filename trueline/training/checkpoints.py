@@ -6,56 +6,23 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig
 from trueline.config.run import CheckpointConfig
-from trueline.models.loading import load_tokenizer
-from trueline.models.lora import SETTINGS, save_adapter
 from trueline.monitoring.run_folder import UNFINISHED, RunFolder
+from trueline.monitoring.timing import duration
 
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensors:
-    """An open file of tensors named `tensor/part`."""
-
-    handle: Any
-    metadata: dict[str, str]
-
-    def names(self) -> list[str]:
-        return list(self.handle.keys())
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self.handle.get_slice(key).get_shape())
-
-    def by_name(self) -> dict[str, dict[str, str]]:
-        names: dict[str, dict[str, str]] = {}
-        for key in sorted(self.names()):
-            name, _, part = key.rpartition("/")
-            names.setdefault(name, {})[part] = key
-        return names
-
-    def read(self, key: str) -> Tensor:
-        tensor = self.handle.get_tensor(key)
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-
-@contextmanager
-def load_tensors(file: Path) -> Iterator[SavedTensors]:
-    with safe_open(file, framework="pt") as handle:
-        yield SavedTensors(handle, handle.metadata())
+NONE_YET = "There is no checkpoint yet: make room on the disk"
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -63,27 +30,27 @@ def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A folder that `from_pretrained` opens: weights or adapter, configuration and tokenizer."""
+class Saved:
+    """What was written beside the training: the SHA-256 of large files by name, and what went wrong on the disk."""
 
-    path: Path
-    source: ModelConfig
-    chat_template: str | None = None  # None: the source's own
+    digests: dict[str, str]
+    seconds: float
+    problem: str | None = None
 
-    def save(self, model: Any, weights: dict[str, Tensor], adapter: Any | None) -> None:
-        self.path.mkdir(parents=True)
-        model.config.architectures = [type(model).__name__]  # those of a new head, not of the model it began from
-        if adapter is not None:
-            save_adapter(self.path, adapter, weights)
-            model.config.save_pretrained(self.path / SETTINGS)
-        else:
-            save_tensors(self.path / "model.safetensors", weights, {"format": "pt"})
-            model.config.save_pretrained(self.path)
-            if model.can_generate():
-                model.generation_config.save_pretrained(self.path)
-        tokenizer = load_tokenizer(self.source)
-        tokenizer.chat_template = self.chat_template or tokenizer.chat_template
-        tokenizer.save_pretrained(self.path)
+
+Writing = Callable[[bool], Saved | None]  # looks how far it is, or waits for its end; None: still under way
+
+
+@dataclass(slots=True)
+class Underway:
+    """A checkpoint that has no name yet."""
+
+    target: Path
+    aside: Path
+    state: dict[str, Any]
+    metrics: dict[str, float]
+    look: Writing
+    held: float  # seconds that the run waited
 
 
 class Checkpoints:
@@ -94,47 +61,73 @@ class Checkpoints:
     ) -> None:
         self.folder, self.config, self.note = RunFolder(run_folder).checkpoints, config, note
         self.failures = 0  # saves that the disk refused
+        self.underway: Underway | None = None
         self.sought = False  # in vain, the metric that keep_best looks at
 
     def due(self, step: int) -> bool:
-        return self.config.every > 0 and step % self.config.every == 0
+        return self.config.save and self.config.every > 0 and step % self.config.every == 0
 
     def save(
-        self, step: int, state: dict[str, Any], write: Callable[[Path], None], metrics: dict[str, float] | None = None
-    ) -> Path | None:
-        """Let `write` fill a folder that gets its real name only when all of it is on disk. Of a step that is saved
-        already, write only the counters, where they have changed.
-
-        Return None and say so where the disk is full or broken: that costs this checkpoint, not the run.
+        self,
+        step: int,
+        state: dict[str, Any],
+        write: Callable[[Path], Writing],
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        """Let `write` begin to fill a folder, once the one before is done; `settle` gives it its name. Of a step that
+        is saved already, write only the counters, where they have changed.
         """
+        if not self.config.save:
+            return
+        start = time.monotonic()
+        self.settle(wait=True)
         target = self.folder / f"step_{step:06d}"
         if target.exists():
             self._renew(target, state)
-            return target
+            return
         aside = target.with_suffix(UNFINISHED)
-        try:
+        with self._giving_up(aside):
             for left in self.folder.glob(f"*{UNFINISHED}"):  # by a kill
                 shutil.rmtree(left)
             aside.mkdir(parents=True)
-            write(aside)
-            (aside / STATE).write_text(json.dumps(state, indent=2))
-            (aside / METRICS).write_text(json.dumps(metrics or {}, indent=2))
-            (aside / MANIFEST).write_text(json.dumps(hashes(aside), indent=2))
-            flush_tree(aside)
-            aside.rename(target)
+            look = write(aside)
+            self.underway = Underway(target, aside, state, dict(metrics or {}), look, time.monotonic() - start)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Give a checkpoint under way its name, if all of it is on disk or when it is.
+
+        Where the disk is full or broken, say so: that costs this checkpoint, not the run.
+        """
+        one = self.underway
+        saved = one.look(wait) if one is not None else None
+        if one is None or saved is None:
+            return
+        self.underway = None
+        with self._giving_up(one.aside):
+            if saved.problem:
+                raise OSError(saved.problem)
+            (one.aside / STATE).write_text(json.dumps(one.state, indent=2))
+            (one.aside / METRICS).write_text(json.dumps(one.metrics, indent=2))
+            (one.aside / MANIFEST).write_text(json.dumps(hashes(one.aside, saved.digests), indent=2))
+            flush_tree(one.aside)
+            one.aside.rename(one.target)
             flush(self.folder)
-        except OSError as error:
-            self._give_up(aside, error)
-            return None
+        if one.target.exists():
+            self._tell_of(one, saved)
+
+    def _tell_of(self, one: Underway, saved: Saved) -> None:
+        waited, took = duration(one.held), duration(saved.seconds)
+        self.note(f"saved      {one.target.name}: the run waited {waited}, writing beside it took {took}")
         with self._bearing("older checkpoints could not be removed"):
             self.rotate()
-        self._look_for_metric(metrics or {})
-        return target
+        self._look_for_metric(one.metrics)
 
     def tell(self, step: int, metrics: dict[str, float]) -> None:
         """Add what became known of a step after it was saved, such as its evaluation, and choose the best anew."""
         target = self.folder / f"step_{step:06d}"
-        if target.is_dir():
+        if self.underway is not None and self.underway.target == target:
+            self.underway.metrics |= metrics
+        elif target.is_dir():
             with self._bearing(f"what became known of {target.name} could not be written"):
                 replace_file(target / METRICS, read_metrics(target) | metrics)
                 self.rotate()
@@ -172,14 +165,16 @@ class Checkpoints:
             f"{self.config.keep_best} keeps nothing; there are {near}"
         )
 
-    def _give_up(self, aside: Path, error: OSError) -> None:
-        self.failures += 1
-        shutil.rmtree(aside, ignore_errors=True)
-        last = self.newest()
-        self.note(
-            f"warning: {aside.stem} could not be saved ({error}); the run goes on. "
-            + (f"The last good checkpoint is {last}" if last else "There is no checkpoint yet: make room on the disk")
-        )
+    @contextmanager
+    def _giving_up(self, aside: Path) -> Iterator[None]:
+        """Let the disk refuse a checkpoint, and say so."""
+        try:
+            yield
+        except OSError as error:
+            self.failures += 1
+            shutil.rmtree(aside, ignore_errors=True)
+            last = f"The last good checkpoint is {self.newest()}" if self.newest() else NONE_YET
+            self.note(f"warning: {aside.stem} could not be saved ({error}); the run goes on. {last}")
 
     def rotate(self) -> None:
         finished = self.finished()
@@ -266,10 +261,15 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
         return {}
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below by its relative name, except the manifest and the metrics, which grow."""
+def hashes(folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the SHA-256 of every file below by its relative name, except the manifest and the metrics, which grow.
+
+    Those that are `known` are not read.
+    """
+    found = {} if known is None else dict(known)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
-    return {path.relative_to(folder).as_posix(): digest(path) for path in files}
+    names = {path.relative_to(folder).as_posix(): path for path in files}
+    return found | {name: digest(path) for name, path in names.items() if name not in found}
 
 
 def digest(file: Path) -> str:

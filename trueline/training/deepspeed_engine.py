@@ -199,6 +199,23 @@ class DeepSpeedEngine:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
 
+    def wanted(self, name: str, part: str) -> slice:
+        parameter, dim, place = self.trained[name], self.cuts.dims.get(name), dist.get_rank() // self.cuts.size
+        elements = parameter.ds_numel if self.stage == 3 else parameter.numel()
+        before = self.cuts.rank * elements if dim == 0 else 0  # of other tensor-parallel ranks
+        computes = part == "weight" and (self.stage < 3 or place == 0)  # under ZeRO 3, place 0 hands it to the others
+        if dim == 1:
+            return slice(None)  # a few elements of every row
+        if self.plain or computes:
+            return slice(before, before + elements)
+        if self.stage == 3:
+            length = parameter.ds_tensor.ds_numel
+            return slice(before + place * length, before + min((place + 1) * length, elements))
+        if parameter._hp_mapping is None:
+            return slice(0)  # other ranks step it
+        address = parameter._hp_mapping.lp_fragment_address
+        return slice(before + address.start, before + address.start + address.numel)
+
     def load_state(self, name: str, state: TensorState) -> None:
         parameter = self.trained[name]
         values = {key: self.cuts.part(name, value).to(self.device) for key, value in state.items()}

@@ -52,6 +52,9 @@ class TrainEngine(Protocol):
     def averages(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the moving average of each trained tensor, or nothing where none is kept."""
 
+    def wanted(self, name: str, part: str) -> slice:
+        """Return the elements of a whole tensor, laid out flat, that this rank needs to load it as this part."""
+
     def load_state(self, name: str, state: TensorState) -> None: ...
 
     def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None: ...

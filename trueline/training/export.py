@@ -13,9 +13,10 @@ from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
-from trueline.training.checkpoints import Checkpoints, load_tensors, save_tensors
+from trueline.training.checkpoints import Checkpoints, save_tensors
+from trueline.training.saving import AVERAGE, SavedState
 
-WEIGHTS = "model.safetensors"
+FORMAT = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +52,28 @@ def find_checkpoint(source: Path) -> Path:
         return source
     newest = Checkpoints(source, CheckpointConfig()).newest()
     if newest is None:
-        raise ConfigError(f"{source}: neither a checkpoint nor a run folder with checkpoints in it; name runs/NAME")
+        raise ConfigError(
+            f"{source}: neither a checkpoint nor a run folder with checkpoints in it; name runs/NAME, of a "
+            "run without checkpoint.save=false"
+        )
     return newest
 
 
 def read_averages(checkpoint: Path) -> dict[str, Tensor]:
-    with load_tensors(checkpoint / "training.safetensors") as saved:
-        keys = {name: parts["average"] for name, parts in saved.by_name().items() if "average" in parts}
-        if not keys:
-            raise ConfigError(f"{checkpoint}: no moving average was kept; train with training.ema_decay above 0")
-        return {name: saved.read(key) for name, key in keys.items()}
+    saved = SavedState(checkpoint)
+    keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
+    if not keys:
+        raise ConfigError(f"{checkpoint}: no moving average was kept; train with training.ema_decay above 0")
+    return {name: saved.read(key) for name, key in keys.items()}
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
-    weights = load_file(folder / WEIGHTS)
-    weights |= {name: tensor.to(weights[name].dtype) for name, tensor in averages.items()}
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        weights |= {name: averages[name].to(tensor.dtype) for name, tensor in weights.items() if name in averages}
+        save_tensors(file, {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}, FORMAT)
     if dtype is not None:
-        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         declare(folder, dtype)
-    save_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 
 
 def write_adapter(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:

@@ -15,6 +15,7 @@ from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
 from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
+from trueline.training.checkpoints import Saved, Writing
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Report
 from trueline.training.worker import Worker
@@ -138,11 +139,28 @@ class ModelGroup:
             actor.stop()
 
 
-def write_model(model: ModelGroup, folder: Path) -> None:
-    """Let every rank take part in a checkpoint, and raise the disk's refusal when all have done so."""
-    problems = [problem for problem in model.call(Worker.save, str(folder)) if problem]
-    if problems:
-        raise OSError(problems[0])
+def write_models(models: dict[str, ModelGroup], folder: Path) -> Writing:
+    """Let every rank copy its share of a checkpoint, of each model to its place in the folder, and begin to write."""
+    for place, model in models.items():
+        (folder / place).mkdir(exist_ok=True)
+        model.call(Worker.save, str(folder / place))
+
+    def look(wait: bool) -> Saved | None:
+        found = [(Path(place), one) for place, model in models.items() for one in model.call(Worker.saved, wait)]
+        shares = [(place, one) for place, one in found if one is not None]
+        if len(shares) < len(found):
+            return None
+        digests = {(place / name).as_posix(): value for place, one in shares for name, value in one.digests.items()}
+        problem = next((one.problem for _, one in shares if one.problem), None)
+        return Saved(digests, max(one.seconds for _, one in shares), problem)
+
+    return look
+
+
+def prepare_saving(models: Sequence[ModelGroup]) -> None:
+    """Let the ranks of all models that will be saved allocate the memory for it."""
+    for model in models:
+        model.call(Worker.prepare_saving, sum(len(model.actors) for model in models))
 
 
 def start_groups(groups: Sequence[ModelGroup]) -> None:

@@ -1,5 +1,6 @@
 """One rank of one model: it scores, updates, hands out weights, saves and loads. It knows no algorithm."""
 
+import copy
 import datetime
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
@@ -21,7 +22,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
-from trueline.models.loading import DTYPES, load_model
+from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
@@ -42,11 +43,12 @@ from trueline.runtime.transport import (
     gpu_name,
     shared_memory,
 )
-from trueline.training.checkpoints import ModelFolder, load_tensors, save_tensors
+from trueline.training.checkpoints import Saved, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report, attempted, memory_metrics, released, weights_of
+from trueline.training.saving import SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
@@ -112,6 +114,7 @@ class Worker:
         if self._router_coefficient():
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
         probe.compare(self._forward, self.model.get_input_embeddings())
 
     def _router_coefficient(self) -> float:
@@ -273,49 +276,50 @@ class Worker:
         for name, value in facts.items():
             setattr(self.model.config, name, value)
 
-    def save(self, folder: str) -> str | None:
-        """Gather on every rank; rank 0 writes a Hugging Face folder and the training state.
-
-        Return what goes wrong on the disk, so that the ranks go on together.
-        """
-        spec, target = self.spec, Path(folder)
-        write = spec.rank == 0
-        weights = gathered(self.engine.masters() if self.adapter else self.engine.weights(), write)
-        states = gathered(
-            ((f"{name}/{part}", tensor) for name, state in self.engine.state() for part, tensor in state.items()), write
+    def prepare_saving(self, sharers: int) -> None:
+        """Begin to allocate host memory for what will be saved, on a machine that as many ranks share."""
+        trained, ranks = self._trained_shapes(), self.spec.ranks
+        weights = (
+            0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[self.spec.model.dtype].itemsize
         )
-        states |= gathered(((f"{name}/average", tensor) for name, tensor in self.engine.averages()), write)
-        try:
-            save_tensors(target / f"random-{spec.rank}.safetensors", random_states(), {})
-            if write:
-                ModelFolder(target / "model", spec.model, spec.chat_template).save(self.model, weights, self.adapter)
-                save_tensors(target / "training.safetensors", states, {"steps": str(self.engine.steps)})
-        except (OSError, SafetensorError) as error:
-            return f"rank {spec.rank}: {error}"
-        return None
+        averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
+        elements = sum(map(math.prod, trained.values()))
+        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers)
+
+    def save(self, folder: str) -> None:
+        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them."""
+        spec, target, random, config = self.spec, Path(folder), random_states(), copy.deepcopy(self.model.config)
+        config.architectures = [type(self.model).__name__]  # those of a new head, not of the model it began from
+
+        def describe() -> None:
+            save_tensors(target / f"random-{spec.rank}.safetensors", random, {})
+            if spec.rank == 0:
+                tokenizer = load_tokenizer(spec.model)
+                tokenizer.chat_template = spec.chat_template or tokenizer.chat_template
+                describe_model(target / "model", self.model, config, self.adapter, tokenizer)
+
+        self.saver.save(target, self.engine.steps, describe)
+
+    def saved(self, wait: bool) -> Saved | None:
+        """Return what became of the last `save`, or None while it is being written."""
+        return self.saver.saved(wait=wait)
 
     def load(self, folder: str) -> None:
         """Take up what `save` wrote, on any number of ranks."""
-        with load_tensors(Path(folder) / "training.safetensors") as saved:
-            self.engine.start_loading(int(saved.metadata["steps"]))
-            named = saved.by_name()
-            self._check_names(folder, {name: saved.shape(parts["weight"]) for name, parts in named.items()})
-            self._check_moments(folder, {name: parts.keys() - {"weight", "average"} for name, parts in named.items()})
-            for name, parts in named.items():
-                self.engine.load_state(
-                    name, {part: saved.read(key) for part, key in parts.items() if part != "average"}
-                )
-            self.engine.load_averages(
-                (name, saved.read(parts["average"])) for name, parts in named.items() if "average" in parts
-            )
+        saved = SavedState(Path(folder))
+        self._check_names(folder, saved.weight_shapes())
+        parts = saved.by_name().items()
+        self._check_moments(folder, {name: found.keys() - {"weight", "average"} for name, found in parts})
+        load_state(self.engine, saved)
         mine = Path(folder) / f"random-{self.spec.rank}.safetensors"
         if mine.exists():
-            with load_tensors(mine) as saved:
-                restore_random({name: saved.read(name) for name in ("cpu", "cuda") if name in saved.names()})
+            restore_random(load_file(mine))
+
+    def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
 
     def _check_names(self, folder: str, saved: dict[str, tuple[int, ...]]) -> None:
-        mine = {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        wrong = sorted(set(saved.items()) ^ set(mine.items()))
+        wrong = sorted(set(saved.items()) ^ set(self._trained_shapes().items()))
         if wrong:
             raise ConfigError(
                 f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
@@ -347,11 +351,6 @@ class Worker:
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:
     return Target("trueline.training.worker:Worker", environment=TRAIN_ENGINES[ranks.engine].environment)
-
-
-def gathered(pairs: Iterator[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Run a generator to its end, and return copies of what it yields, or nothing without `keep`."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in pairs if keep}
 
 
 def random_states() -> dict[str, Tensor]:

@@ -68,7 +68,11 @@ def test_without_a_word_nothing_is_held_out() -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "nothing is held out"), (["evaluation.share=0.1", "evaluation.every=0"], "got 50 and 0")],
+    [
+        ([], "nothing is held out"),
+        (["evaluation.share=0.1", "evaluation.every=0"], "got 50 and 0"),
+        (["checkpoint.save=false"], "writes none"),
+    ],
 )
 def test_the_best_is_not_looked_for_where_nothing_tells_it(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

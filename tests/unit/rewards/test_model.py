@@ -257,5 +257,7 @@ def test_what_training_saves_is_a_reward_model(tmp_path: Path, head: str) -> Non
     worker = Worker(WorkerSpec(config, TrainingConfig(engine="torch"), 0, 1, 1, 0, head=head))
     worker.start(("", 0))
     (tmp_path / "checkpoint").mkdir()
-    assert worker.save(str(tmp_path / "checkpoint")) is None
+    worker.save(str(tmp_path / "checkpoint"))
+    saved = worker.saved(True)
+    assert saved is not None and saved.problem is None
     assert reward_model_head(str(tmp_path / "checkpoint" / "model")) == head

@@ -109,6 +109,12 @@ def test_adapters_need_no_reference_and_plain_torch_shards_nothing() -> None:
     assert "critic.engine=torch" in found
 
 
+def test_a_run_that_saves_nothing_reads_no_key_of_checkpoints() -> None:
+    for verb in ("grpo", "sft"):
+        (found,) = idle_keys(load(verb, "checkpoint.save=false", "checkpoint.every=5"))
+        assert found == "checkpoint.every=5 has no effect: checkpoint.save=false writes no checkpoint"
+
+
 def test_greedy_evaluation_of_a_training_run_narrows_nothing() -> None:
     held_out = ["evaluation.data=rows.jsonl", "reward.function=exact"]
     (found,) = idle_keys(load("grpo", *held_out, "evaluation.top_p=0.5", "evaluation.repetition_penalty=1.5"))

@@ -21,6 +21,17 @@ def test_the_first_interrupt_is_a_request_and_the_second_an_end(number: signal.S
             signal.raise_signal(number)
 
 
+def test_no_checkpoint_is_promised_where_none_is_written() -> None:
+    notes: list[str] = []
+    for saves in (True, False):
+        with Interrupts(notes.append, saves):
+            signal.raise_signal(signal.SIGINT)
+    assert [note.partition(";")[0].partition(", ")[2] for note in notes] == [
+        "with a checkpoint",
+        "without a checkpoint",
+    ]
+
+
 def test_the_two_signals_count_together() -> None:
     with Interrupts(lambda note: None), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)

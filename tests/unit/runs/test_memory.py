@@ -141,8 +141,8 @@ def room(gib: float, *tenants: Tenant, device: str = "cpu", engines: int = 0) ->
         (6, "cpu", (1277, False)),
         (5, "cpu", (4096, True)),  # a CPU likes 1024 and more
         (24, "cuda", (8192, False)),
-        (12, "cuda", (16384, True)),  # a GPU likes 4096 and more
-        (7.2, "cuda", (1277, True)),
+        (11, "cuda", (16384, True)),  # a GPU likes 4096 and more
+        (5, "cuda", (1277, True)),
     ],
 )
 def test_passes_follow_memory(gib: float, device: str, expected: tuple[int, bool]) -> None:

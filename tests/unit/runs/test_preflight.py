@@ -74,6 +74,11 @@ def test_a_run_without_a_checkpoint_is_refused_and_other_names_stay(
     make_run(tmp_path / "new", {})
     with pytest.raises(ConfigError, match=r"model.path=new is a run of sft without a checkpoint yet: .*--resume"):
         chained(RLConfig.parse({"model": {"path": "new"}}))
+    make_run(tmp_path / "bare", {}, "{save: false}")
+    with pytest.raises(
+        ConfigError, match=r"model.path=bare is a run of sft that saved nothing \(checkpoint.save=false"
+    ):
+        chained(RLConfig.parse({"model": {"path": "bare"}}))
     make_run(tmp_path / "math", {1: 0.0})  # a built-in wins over a folder of its name
     (tmp_path / "model").mkdir()
     config = RLConfig.parse({"model": {"path": "model"}, "teacher": {"path": "a/b"}, "reward": {"function": "math"}})

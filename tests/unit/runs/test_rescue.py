@@ -78,6 +78,54 @@ def test_half_a_step_is_not_saved_as_one(
     assert ("stopped inside step 2" in capsys.readouterr().out) == (saved is None)
 
 
+def patch_looks(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """Looks at a save under way either wait for its end or never see it."""
+    whole = Worker.saved
+
+    @wraps(whole)
+    def saved(self: Worker, wait: bool) -> Any:
+        return whole(self, True) if wait or waits else None
+
+    monkeypatch.setattr(Worker, "saved", saved)
+
+
+def test_a_checkpoint_under_way_is_waited_for_where_a_step_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_looks(monkeypatch, waits=False)
+    fail_at(monkeypatch, Worker, "update", 4)
+    assert run_letters(tmp_path, "grpo", "steps=3", "minibatches=2", "checkpoint.every=1") == 1
+    assert newest(tmp_path) == "step_000001"
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_a_checkpoint_gets_its_name_before_the_next_step_ends(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch_looks(monkeypatch, waits=True)
+    prepared: list[int] = []
+    monkeypatch.setattr(
+        Worker, "prepare_saving", wraps(Worker.prepare_saving)(lambda self, sharers: prepared.append(sharers))
+    )
+    run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
+    words = ["steps=4", "checkpoint.every=2", "checkpoint.keep=1"]
+    if verb == "sft":
+        words += ["samples_per_step=2", f"data.path={tmp_path}/rows.jsonl"]
+        given = ["--model", f"{tmp_path}/model", "runtime=local", f"folder={tmp_path}", "name=run"]
+        assert main(["sft", *given, *words]) == 0
+    else:
+        assert run_letters(tmp_path, "grpo", *words) == 0
+    said = re.findall(r"run (\d)/4|saved +step_00000(\d)", capsys.readouterr().out)
+    order = [f"step {step}" if step else f"saved {saved}" for step, saved in said]
+    assert order.index("step 2") < order.index("saved 2") <= order.index("step 3") + (verb == "sft")
+    assert order[-1] == "saved 4"
+    assert newest(tmp_path) == "step_000004"
+    rows = {row["step"]: row for row in rows_of(tmp_path)}
+    assert prepared == [1]
+    assert rows[3 if verb == "grpo" else 4]["time/save"] > 0
+
+
 def test_a_failure_before_the_first_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, HFEngine, "generate", 5)
     assert run_letters(tmp_path, "grpo", "steps=2") == 1
@@ -187,7 +235,7 @@ def test_memory_that_runs_out_is_answered(
     assert "out of memory in passes of up to 8192 tokens" in said
 
 
-def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_share() -> None:
+def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_share(tmp_path: Path) -> None:
     plan: Any = Forecast(
         Room(10 * GIB, "cpu", [], 1, EngineRoom(GIB, GIB, GIB)), Choice({}, False), Choice({}, False), []
     )
@@ -197,9 +245,10 @@ def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_s
         watch.see({"memory/device_gib": used})
     watch.see({"loss": 1.0})
     said: list[str] = []
-    with Rescue(RLState(), [], lambda: None, said.append, watch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), said.append)
+    with Rescue(RLState(), [], lambda: None, checkpoints, watch):
         pass
     assert said == ["memory: forecast 1.0 GiB (training), most in use 5.0 GiB"]
-    with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, said.append, watch), timer.phase("sync"):
+    with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, checkpoints, watch), timer.phase("sync"):
         raise ActorFailure("engine-0.wake: RuntimeError: CUDA Error: out of memory")
     assert re.search(r"in step 1 \(sync\).* lower rollout\.gpu_memory_utilization or", said[-1])

@@ -1,21 +1,46 @@
 import json
 import os
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.disk import files_up_to
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
-from trueline.training.checkpoints import Checkpoints, flush, load_tensors, save_tensors
+from trueline.training.checkpoints import Checkpoints, Saved, Writing, flush
 
 
-def write_nothing(folder: Path) -> None:
+def done(wait: bool) -> Saved | None:
+    return Saved({}, 0.0)
+
+
+def write_nothing(folder: Path) -> Writing:
     (folder / "model").mkdir()
     (folder / "model" / "weights").write_text("w")
+    return done
+
+
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    state: dict[str, Any],
+    write: Callable[[Path], Writing],
+    metrics: dict[str, float] | None = None,
+) -> Path | None:
+    """Save, wait for it, and return the checkpoint of this step where there is one."""
+    checkpoints.save(step, state, write, metrics)
+    checkpoints.settle(wait=True)
+    target = checkpoints.folder / f"step_{step:06d}"
+    return target if target.exists() else None
+
+
+def warn(notes: list[str]) -> Callable[[str], None]:
+    """Keep the warnings among what is said."""
+    return lambda note: notes.append(note) if note.startswith("warning") else None
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
@@ -24,7 +49,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 def test_a_checkpoint_is_named_by_its_step_and_keeps_its_state(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    saved = checkpoints.save(50, {"step": 50, "groups": 7}, write_nothing)
+    saved = save(checkpoints, 50, {"step": 50, "groups": 7}, write_nothing)
     assert saved is not None
     assert saved == tmp_path / "checkpoints" / "step_000050" == checkpoints.newest()
     assert checkpoints.read_state(saved) == {"step": 50, "groups": 7}
@@ -35,12 +60,13 @@ def test_it_has_another_name_until_all_of_it_is_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     seen: list[list[str]] = []
 
-    def look(folder: Path) -> None:
+    def look(folder: Path) -> Writing:
         assert folder.is_dir()
         assert folder.parent == checkpoints.folder
         seen.append(names(checkpoints))
+        return done
 
-    checkpoints.save(3, {}, look)
+    save(checkpoints, 3, {}, look)
     assert seen == [[]]
     assert names(checkpoints) == ["step_000003"]
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000003"]
@@ -70,9 +96,9 @@ def test_files_are_on_disk_before_the_name_and_the_name_before_an_older_one_goes
 ) -> None:
     """A power cut at any moment leaves a checkpoint that is whole: the new one, or the one before it."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
-    checkpoints.save(1, {}, write_nothing)
+    save(checkpoints, 1, {}, write_nothing)
     calls = recorded(monkeypatch)
-    saved = checkpoints.save(2, {"step": 2}, write_nothing)
+    saved = save(checkpoints, 2, {"step": 2}, write_nothing)
     assert saved is not None
     aside = str(saved.with_suffix(".unfinished"))
     named = calls.index(("rename", aside, 0))
@@ -86,7 +112,7 @@ def test_files_are_on_disk_before_the_name_and_the_name_before_an_older_one_goes
     assert calls[named + 1 :] == [("flush", str(checkpoints.folder), 0), older]
 
 
-def fail(folder: Path) -> None:
+def fail(folder: Path) -> Writing:
     (folder / "stale").write_text("half")
     raise OSError(28, "No space left on device")
 
@@ -95,10 +121,10 @@ def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), notes.append)
-    checkpoints.save(1, {"step": 1}, write_nothing)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), warn(notes))
+    save(checkpoints, 1, {"step": 1}, write_nothing)
     monkeypatch.setattr(Checkpoints, "rotate", lambda self: fail(self.folder))
-    saved = checkpoints.save(2, {"step": 2}, write_nothing)
+    saved = save(checkpoints, 2, {"step": 2}, write_nothing)
     assert saved is not None and saved == checkpoints.newest()
     assert checkpoints.failures == 0
     assert "older checkpoints could not be removed ([Errno 28]" in notes[0]
@@ -106,9 +132,9 @@ def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_removed(
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
     notes: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
-    first = checkpoints.save(1, {"step": 1}, write_nothing)
-    assert checkpoints.save(2, {"step": 2}, fail) is None
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
+    first = save(checkpoints, 1, {"step": 1}, write_nothing)
+    assert save(checkpoints, 2, {"step": 2}, fail) is None
     assert checkpoints.failures == 1
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000001"]
     assert first is not None
@@ -120,14 +146,14 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> Non
 
 def test_without_an_older_checkpoint_the_note_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
-    assert Checkpoints(tmp_path, CheckpointConfig(), notes.append).save(1, {}, fail) is None
+    assert save(Checkpoints(tmp_path, CheckpointConfig(), warn(notes)), 1, {}, fail) is None
     assert "There is no checkpoint yet: make room on the disk" in notes[0]
 
 
 def test_a_step_whose_save_failed_can_be_saved_later(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(2, {}, fail)
-    saved = checkpoints.save(2, {}, write_nothing)
+    save(checkpoints, 2, {}, fail)
+    saved = save(checkpoints, 2, {}, write_nothing)
     assert saved is not None
     assert not (saved / "stale").exists()
     assert names(checkpoints) == ["step_000002"]
@@ -135,39 +161,39 @@ def test_a_step_whose_save_failed_can_be_saved_later(tmp_path: Path) -> None:
 
 def test_what_a_kill_left_behind_is_ignored_and_written_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(1, {}, write_nothing)
+    save(checkpoints, 1, {}, write_nothing)
 
-    def killed(folder: Path) -> None:
+    def killed(folder: Path) -> Writing:
         (folder / "stale").write_text("half")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(2, {}, killed)
+        save(checkpoints, 2, {}, killed)
     assert names(checkpoints) == ["step_000001"]
-    saved = checkpoints.save(2, {}, write_nothing)
+    saved = save(checkpoints, 2, {}, write_nothing)
     assert saved is not None
     assert not (saved / "stale").exists()
 
 
 def test_a_mistake_in_the_program_is_no_broken_disk(tmp_path: Path) -> None:
-    def mistaken(folder: Path) -> None:
+    def mistaken(folder: Path) -> Writing:
         raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
-        Checkpoints(tmp_path, CheckpointConfig()).save(1, {}, mistaken)
+        save(Checkpoints(tmp_path, CheckpointConfig()), 1, {}, mistaken)
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
     for step in (9, 10, 100, 101):
-        checkpoints.save(step, {}, write_nothing)
+        save(checkpoints, step, {}, write_nothing)
     assert names(checkpoints) == ["step_000100", "step_000101"]
 
 
 def save_scored(checkpoints: Checkpoints, scores: list[float | None], name: str = "evaluation/loss") -> None:
     """One checkpoint per score; None has none."""
     for step, score in enumerate(scores, 1):
-        checkpoints.save(step, {}, write_nothing, {"loss": 0.5} | ({} if score is None else {name: score}))
+        save(checkpoints, step, {}, write_nothing, {"loss": 0.5} | ({} if score is None else {name: score}))
 
 
 def steps(checkpoints: Checkpoints) -> list[int]:
@@ -209,13 +235,13 @@ def test_the_best_are_found_again_by_another_process(tmp_path: Path) -> None:
     config = CheckpointConfig(keep=1, keep_best=1)
     save_scored(Checkpoints(tmp_path, config), [0.1, 0.4])
     resumed = Checkpoints(tmp_path, config)
-    resumed.save(3, {}, write_nothing, {"evaluation/loss": 0.2})
+    save(resumed, 3, {}, write_nothing, {"evaluation/loss": 0.2})
     assert steps(resumed) == [1, 3]
 
 
 def test_metrics_are_saved_with_a_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    saved, bare = checkpoints.save(1, {}, write_nothing, {"loss": 0.25}), checkpoints.save(2, {}, write_nothing)
+    saved, bare = save(checkpoints, 1, {}, write_nothing, {"loss": 0.25}), save(checkpoints, 2, {}, write_nothing)
     assert saved is not None and bare is not None
     assert json.loads((saved / "metrics.json").read_text()) == {"loss": 0.25}
     assert json.loads((bare / "metrics.json").read_text()) == {}
@@ -230,25 +256,25 @@ def test_a_rotated_checkpoint_goes_as_a_whole(tmp_path: Path) -> None:
 def test_a_failed_save_rotates_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     save_scored(checkpoints, [None])
-    checkpoints.save(2, {}, fail)
+    save(checkpoints, 2, {}, fail)
     assert steps(checkpoints) == [1]
 
 
 def test_newest_is_by_number_and_not_by_spelling(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
-    checkpoints.save(999_999, {}, write_nothing)
-    checkpoints.save(1_000_000, {}, write_nothing)
+    save(checkpoints, 999_999, {}, write_nothing)
+    save(checkpoints, 1_000_000, {}, write_nothing)
     assert names(checkpoints) == ["step_1000000"]
 
 
-def never(folder: Path) -> None:
+def never(folder: Path) -> Writing:
     raise AssertionError("written twice")
 
 
 def test_a_step_is_saved_once_and_its_counters_are_renewed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    checkpoints.save(4, {"step": 4, "groups": 8}, write_nothing)
-    again = checkpoints.save(4, {"step": 4, "groups": 20}, never)
+    save(checkpoints, 4, {"step": 4, "groups": 8}, write_nothing)
+    again = save(checkpoints, 4, {"step": 4, "groups": 20}, never)
     assert again is not None
     assert Checkpoints(tmp_path, CheckpointConfig()).read_state(again) == {"step": 4, "groups": 20}
     assert sorted(path.name for path in again.iterdir()) == ["manifest.json", "metrics.json", "model", "state.json"]
@@ -263,7 +289,7 @@ def test_a_kill_at_any_moment_of_a_renewal_leaves_one_of_the_two(
 ) -> None:
     """Before the nth thing that is done to the disk; the files are whole and agree with each other."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-    saved = checkpoints.save(4, OLD, write_nothing)
+    saved = save(checkpoints, 4, OLD, write_nothing)
     assert saved is not None
     done = 0
 
@@ -281,28 +307,28 @@ def test_a_kill_at_any_moment_of_a_renewal_leaves_one_of_the_two(
         patch.setattr(Path, "write_text", counted(Path.write_text))
         patch.setattr(Path, "rename", counted(Path.rename))
         patch.setattr("trueline.training.checkpoints.flush", counted(flush))
-        checkpoints.save(4, NEW, never)
+        save(checkpoints, 4, NEW, never)
     renamed = 5  # the counters are written and flushed, the manifest is written, flushed and gets its name
     assert checkpoints.read_state(saved) == (NEW if operation > renamed else OLD)
-    assert checkpoints.save(4, NEW, never) == saved
+    assert save(checkpoints, 4, NEW, never) == saved
     assert checkpoints.read_state(saved) == NEW
 
 
 def test_counters_that_the_disk_refuses_stay_what_they_were(tmp_path: Path) -> None:
     notes: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
-    saved = checkpoints.save(4, OLD, write_nothing)
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
+    saved = save(checkpoints, 4, OLD, write_nothing)
     assert saved is not None
     with files_up_to(5):
-        assert checkpoints.save(4, NEW, never) == saved
+        assert save(checkpoints, 4, NEW, never) == saved
     assert checkpoints.read_state(saved) == OLD
     assert len(notes) == 1 and "the counters of step_000004 could not be written" in notes[0]
 
 
 def test_what_is_told_to_a_full_disk_costs_only_that(tmp_path: Path) -> None:
     notes: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), notes.append)
-    saved = checkpoints.save(4, OLD, write_nothing, {"loss": 1.0})
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
+    saved = save(checkpoints, 4, OLD, write_nothing, {"loss": 1.0})
     assert saved is not None
     with files_up_to(5):
         checkpoints.tell(4, {"evaluation/reward": 0.5})
@@ -332,7 +358,7 @@ def test_a_folder_without_readable_state_is_named(tmp_path: Path, text: str | No
 
 
 def test_a_manifest_cut_short_is_named(tmp_path: Path) -> None:
-    saved = Checkpoints(tmp_path, CheckpointConfig()).save(1, {}, write_nothing)
+    saved = save(Checkpoints(tmp_path, CheckpointConfig()), 1, {}, write_nothing)
     assert saved is not None
     manifest = saved / "manifest.json"
     manifest.write_text(manifest.read_text()[:-5])
@@ -341,32 +367,23 @@ def test_a_manifest_cut_short_is_named(tmp_path: Path) -> None:
 
 
 def test_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
-    saved = Checkpoints(tmp_path, CheckpointConfig()).save(1, {"step": 1}, write_nothing)
+    saved = save(Checkpoints(tmp_path, CheckpointConfig()), 1, {"step": 1}, write_nothing)
     assert saved is not None
     (saved / "state.json").write_text(json.dumps({"step": 2}))
     with pytest.raises(ConfigError, match=r"state\.json is missing or not what was saved"):
         Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
 
 
-def test_tensors_are_found_by_name_and_part(tmp_path: Path) -> None:
-    tensors = {"a.b/weight": torch.arange(6.0).view(2, 3).T, "a.b/exp_avg": torch.ones(2), "c/weight": torch.zeros(1)}
-    save_tensors(tmp_path / "t.safetensors", tensors, {"steps": "5"})
-    with load_tensors(tmp_path / "t.safetensors") as saved:
-        assert saved.metadata["steps"] == "5"
-        parts = saved.by_name()
-        assert {name: set(part) for name, part in parts.items()} == {"a.b": {"weight", "exp_avg"}, "c": {"weight"}}
-        assert torch.equal(saved.read(parts["a.b"]["weight"]), tensors["a.b/weight"])
-
-
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
 def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
 
-    def write(folder: Path) -> None:
+    def write(folder: Path) -> Writing:
         (folder / "model").mkdir()
         (folder / "model" / "weights").write_bytes(b"0123456789")
+        return done
 
-    saved = checkpoints.save(1, {"step": 1}, write)
+    saved = save(checkpoints, 1, {"step": 1}, write)
     assert saved is not None
     weights = saved / "model" / "weights"
     if damage == "missing":
@@ -381,7 +398,7 @@ def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
     config = CheckpointConfig(keep=1, keep_best=1, metric="-evaluation/reward")
     checkpoints = Checkpoints(tmp_path, config)
     for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
-        saved = checkpoints.save(step, {"step": step}, lambda folder: None, {"loss": 1.0})
+        saved = save(checkpoints, step, {"step": step}, lambda folder: done, {"loss": 1.0})
         assert saved is not None
         checkpoints.tell(step, {"evaluation/reward": reward})
         assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0, "evaluation/reward": reward}
@@ -392,8 +409,8 @@ def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
 def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> None:
     notes: list[str] = []
     config = CheckpointConfig(keep_best=1, metric="-evaluation/rewrad")
-    checkpoints = Checkpoints(tmp_path, config, notes.append)
-    checkpoints.save(1, {}, write_nothing, {"loss": 1.0})
+    checkpoints = Checkpoints(tmp_path, config, warn(notes))
+    save(checkpoints, 1, {}, write_nothing, {"loss": 1.0})
     assert not notes  # an evaluation may still come
     for _ in range(2):
         checkpoints.tell(1, {"evaluation/reward": 0.5})
@@ -404,11 +421,91 @@ def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> No
 
 def test_a_metric_of_training_is_looked_for_at_once(tmp_path: Path) -> None:
     notes: list[str] = []
-    Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="los"), notes.append).save(
-        1, {}, write_nothing, {"loss": 1.0}
+    save(
+        Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="los"), warn(notes)),
+        1,
+        {},
+        write_nothing,
+        {"loss": 1.0},
     )
     assert len(notes) == 1
-    Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="loss"), notes.append).save(
-        2, {}, write_nothing, {"loss": 1.0}
+    save(
+        Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="loss"), warn(notes)),
+        2,
+        {},
+        write_nothing,
+        {"loss": 1.0},
     )
     assert len(notes) == 1
+
+
+class Slow:
+    """Writes in the background: done once it is told to be, or waited for."""
+
+    def __init__(self, problem: str | None = None) -> None:
+        self.ready, self.waited, self.problem = False, False, problem
+
+    def __call__(self, folder: Path) -> Writing:
+        (folder / "weights").write_text("w")
+        return self.look
+
+    def look(self, wait: bool) -> Saved | None:
+        self.waited = self.waited or (wait and not self.ready)
+        return Saved({"weights": "as the rank says"}, 2.0, self.problem) if self.ready or wait else None
+
+
+def test_a_checkpoint_under_way_has_no_name_and_the_next_waits_for_it(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints, slow = Checkpoints(tmp_path, CheckpointConfig(keep=1), notes.append), Slow()
+    checkpoints.save(1, {"step": 1}, slow)
+    checkpoints.settle()
+    assert names(checkpoints) == [] and not notes
+    slow.ready = True
+    checkpoints.settle()
+    assert names(checkpoints) == ["step_000001"] and not slow.waited
+    assert (
+        json.loads((checkpoints.folder / "step_000001" / "manifest.json").read_text())["weights"]
+        == slow.look(False).digests["weights"]
+    )  # type: ignore[union-attr]
+    assert re.fullmatch(r"saved +step_000001: the run waited .* s, writing beside it took 2 s", notes[0])
+    second, third = Slow(), Slow()
+    checkpoints.save(2, {"step": 2}, second)
+    assert names(checkpoints) == ["step_000001"] and not second.waited  # the older goes when the newer is there
+    checkpoints.save(3, {"step": 3}, third)
+    assert names(checkpoints) == ["step_000002"] and second.waited and not third.waited
+    checkpoints.save(3, {"step": 3, "groups": 4}, never)  # of the same step: its counters
+    assert third.waited and names(checkpoints) == ["step_000003"]
+    assert checkpoints.peek(checkpoints.folder / "step_000003")[0] == {"step": 3, "groups": 4}
+
+
+def test_what_is_told_of_a_checkpoint_under_way_counts_when_it_is_done(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep=1, keep_best=1, metric="-evaluation/reward")
+    checkpoints = Checkpoints(tmp_path, config)
+    for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        checkpoints.save(step, {}, Slow(), {"loss": 1.0})
+        checkpoints.tell(step, {"evaluation/reward": reward})
+    checkpoints.settle(wait=True)
+    assert names(checkpoints) == ["step_000001", "step_000003"]
+    assert checkpoints.newest_metrics() == {"loss": 1.0, "evaluation/reward": 0.2}
+
+
+def test_a_disk_that_fills_up_in_the_background_costs_that_checkpoint(tmp_path: Path) -> None:
+    notes: list[str] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
+    checkpoints.save(1, {}, Slow())
+    checkpoints.save(2, {}, Slow("rank 3: No space left on device"))
+    checkpoints.save(3, {}, Slow())
+    checkpoints.settle(wait=True)
+    assert names(checkpoints) == ["step_000001", "step_000003"]
+    assert [path.name for path in checkpoints.folder.iterdir() if path.suffix] == []
+    assert len(notes) == 1 and "step_000002 could not be saved (rank 3: No space left on device)" in notes[0]
+    assert checkpoints.failures == 1
+
+
+def test_nothing_is_written_where_nothing_is_to_be_saved(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(save=False, every=1))
+    assert not checkpoints.due(1)
+    checkpoints.save(1, {}, never)
+    checkpoints.tell(1, {"loss": 1.0})
+    checkpoints.settle(wait=True)
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from trueline.data.types import Sample
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.export import Export, export
-from trueline.training.group import ModelGroup, write_model
+from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
@@ -38,10 +38,11 @@ def make_run(folder: Path, run: Path, lora: LoraConfig = LoraConfig(), decay: fl
     group, checkpoints = make_group(folder, lora, decay), Checkpoints(run, CheckpointConfig())
     sample = Sample(TOKENS[0], torch.ones(6, dtype=torch.bool))
     set_weights([sample], "token_mean", 0)
-    saved = None
     for step in (1, 2):
         group.update([sample], "sft", LossSettings())
-        saved = checkpoints.save(step, {"step": step}, lambda aside: write_model(group, aside))
+        checkpoints.save(step, {"step": step}, lambda aside: write_models({"": group}, aside))
+    checkpoints.settle(wait=True)
+    saved = checkpoints.newest()
     assert saved is not None
     return saved
 
