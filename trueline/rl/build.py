@@ -109,9 +109,9 @@ def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[d
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
+    groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     if shares_gpus(plan):
         loop.run(pool.call(RolloutEngine.processes), "start of the engines")
-    groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     start_groups(list(groups.values()))
     return groups, pool
 
