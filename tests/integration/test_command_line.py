@@ -74,10 +74,10 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
         text=True,
     )
     assert started.stdout is not None
-    lines = []
+    lines, children = [], []
     for line in started.stdout:
         lines.append(line)
-        if re.match(r"mine 1/100000 ", line):
+        if re.match(r"mine 1/100000 ", line) and not children:
             children = psutil.Process(started.pid).children(recursive=True)
             started.send_signal(signal.SIGINT)
     assert started.wait() == 130, "".join(lines)

@@ -35,4 +35,6 @@ class Interrupts:
             raise KeyboardInterrupt
         self.requested = True
         how = "with" if self.saves else "without"
-        self.note(f"stopping after this step, {how} a checkpoint; interrupt again to stop at once")
+        said = f"stopping after this step, {how} a checkpoint; interrupt again to stop at once"
+        # In a thread: the signal may have come in the middle of a line, which would be written twice.
+        threading.Thread(target=self.note, args=[said]).start()
