@@ -202,7 +202,7 @@ def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     second = run(home, *TRUELINE, "dpo", "--resume", "--name", "pairs", *narrow)
     assert second.returncode == 0, second.stdout + second.stderr
     rows = rows_of(home / "runs" / "pairs" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["evaluation/loss"] < rows[0]["evaluation/loss"]
     AutoModelForCausalLM.from_pretrained(home / "runs" / "pairs" / "checkpoints" / "step_000004" / "model")
 
