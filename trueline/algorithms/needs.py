@@ -17,6 +17,16 @@ def reads_reward(config: AlgorithmConfig) -> bool:
     return "teacher" not in needs(config) or "reward" in needs(config)
 
 
+def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> bool:
+    """Tell whether the update itself brings the log-probs before it: its completions are used once, so ratios are 1.
+
+    Not where rewards or advantages read them, nor where training and scoring see different functions.
+    """
+    in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
+    read = in_reward or "teacher" in needs(config) or ":" in config.advantage  # one's own may read anything
+    return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
+
+
 def policy_waits(config: AlgorithmConfig) -> int:
     """Return the number of first steps in which only the critic learns."""
     return config.critic_warmup_steps if "critic" in needs(config) else 0

@@ -25,10 +25,13 @@ class Models:
     teacher: ModelGroup | None
     critic: ModelGroup | None
 
-    def score(self, samples: list[Sample]) -> None:
-        """Set the log-probs and values of samples before the update; models in processes of their own work at once."""
+    def score(self, samples: list[Sample], *, fresh: bool = False) -> None:
+        """Set the log-probs and values of samples before the update; models in processes of their own work at once.
+
+        Old log-probs that are `fresh` come from the update itself.
+        """
         wanted: dict[str, Callable[[], list[Tensor]]] = {}
-        if self.algorithm.old_logprobs == "recompute":
+        if self.algorithm.old_logprobs == "recompute" and not fresh:
             wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)
         if self.algorithm.needs_reference():
             wanted["ref_logprobs"] = lambda: self._reference(samples)

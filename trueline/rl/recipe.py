@@ -3,6 +3,7 @@
 from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.entries import lookup
 from trueline.algorithms.loss_aggregation import AGGREGATIONS
+from trueline.algorithms.needs import fresh_logprobs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.rl import RLConfig
@@ -21,9 +22,19 @@ def describe_recipe(config: RLConfig) -> str:
             f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
             f"KL         {describe_kl(algorithm)}",
             f"importance {algorithm.importance_sampling.mode} (engine against trainer); old log-probs: "
-            + ("computed again by the trainer" if algorithm.old_logprobs == "recompute" else "the engine's"),
+            + describe_old_logprobs(config),
         ]
     )
+
+
+def fresh_old_logprobs(config: RLConfig) -> bool:
+    return fresh_logprobs(config.algorithm, config.minibatches * config.epochs, config.model.lora.dropout)
+
+
+def describe_old_logprobs(config: RLConfig) -> str:
+    if fresh_old_logprobs(config):
+        return "those of the update, which is the only one"
+    return "computed again by the trainer" if config.algorithm.old_logprobs == "recompute" else "the engine's"
 
 
 def describe_trace(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> str:

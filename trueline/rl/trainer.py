@@ -24,6 +24,7 @@ from trueline.rl.metrics import (
     uniform_warning,
 )
 from trueline.rl.models import Models
+from trueline.rl.recipe import fresh_old_logprobs
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import NothingToLearn
 from trueline.rollout.groups import Group
@@ -73,7 +74,7 @@ class RLTrainer:
                 samples = [to_sample(trajectory) for trajectory in trajectories]
                 with self.sharing.training():
                     with self.timer.phase("score"):
-                        self.models.score(samples)
+                        self.models.score(samples, fresh=self.fresh())
                     self.assess(samples)
                     metrics = self.learn(samples)
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
@@ -161,8 +162,12 @@ class RLTrainer:
 
     def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
-        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics)
+        fresh = loss == "policy" and self.fresh()
+        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh)
         return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
+
+    def fresh(self) -> bool:
+        return self.policy_learns() and fresh_old_logprobs(self.config)
 
     def policy_learns(self) -> bool:
         return policy_learns(self.config.algorithm, self.state.step, self.state.critic_ready)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Concatenate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,13 +55,7 @@ class ModelGroup:
     def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
         """Return [T] log-probs of each sample's tokens under this model, or [T, K] scores of a scoring head."""
         plan = self.plan(samples)
-        flats = self._submit(Worker.score, samples, plan, temperature, reference)
-        scores: dict[int, Tensor] = {}
-        for passes, flat in zip(plan, flats, strict=True):
-            places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
-            pieces = torch.tensor(flat).split([samples[at].length() for at in places])
-            scores.update(zip(places, pieces, strict=False))
-        return [scores[at] for at in range(len(samples))]
+        return ordered(samples, plan, self._submit(Worker.score, samples, plan, temperature, reference))
 
     def prepared(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
         """Return the settings with what the loss itself wants to know of the whole minibatch."""
@@ -77,6 +72,9 @@ class ModelGroup:
         if found := reports[0].out_of_memory:
             self._halve(samples, together, found)
             return self.update(samples, loss, settings, together=together)
+        if settings.fresh:
+            for sample, mine in zip(samples, ordered(samples, plan, [one.logprobs for one in reports]), strict=True):
+                sample.old_logprobs = mine
         return joined(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
 
     def _halve(self, samples: list[Sample], together: int, found: str) -> None:
@@ -137,6 +135,16 @@ class ModelGroup:
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
+
+
+def ordered(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
+    """Cut what ranks computed of their tokens into samples, in the samples' own order."""
+    found: dict[int, Tensor] = {}
+    for passes, flat in zip(plan, flats, strict=True):
+        places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
+        pieces = torch.tensor(flat).split([samples[at].length() for at in places])
+        found.update(zip(places, pieces, strict=False))
+    return [found[at] for at in range(len(samples))]
 
 
 def write_models(models: dict[str, ModelGroup], folder: Path) -> Writing:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class LossSettings:
     temperature: float = 1.0
     section: Any = None  # of the configuration, that the loss reads
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
+    fresh: bool = False  # the old log-probs are those of the pass itself, because it is the only one
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
 
 
@@ -28,6 +30,7 @@ class Report:
     sums: dict[str, float]
     maxima: dict[str, float]
     step: dict[str, float]
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a fresh pass, in plan order
     out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
 
     def add(self, loss: LossOutput, batch: Batch) -> None:

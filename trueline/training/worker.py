@@ -27,22 +27,9 @@ from trueline.models.lora import adapters_off, add_lora, dequantized, merged
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
-from trueline.runtime.fingerprints import as_numbers, bit_sum, wrapped
-from trueline.runtime.transport import (
-    Address,
-    Bucket,
-    Channel,
-    GpuPair,
-    Link,
-    Meeting,
-    SharedMemory,
-    TensorSpec,
-    bucket_buffer,
-    bucket_print,
-    bucket_views,
-    gpu_name,
-    shared_memory,
-)
+from trueline.runtime.fingerprints import bit_sum
+from trueline.runtime.transport import Address, Meeting
+from trueline.sync.sender import WeightSender
 from trueline.training.checkpoints import Saved, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
@@ -72,7 +59,7 @@ class WorkerSpec:
         return Mesh(self.world, self.model.context_parallel, self.model.tensor_parallel)
 
 
-class Worker:
+class Worker(WeightSender):
     """A rank: it is made, told to `listen` (rank 0 alone), then started with the address that came back."""
 
     engine: TrainEngine
@@ -80,8 +67,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.meeting = Meeting()
-        self.channel: Channel | None = None
+        self.rank, self.meeting = spec.rank, Meeting()
 
     def listen(self) -> Address:
         """Return the address at which the other ranks, or later the engines, find rank 0."""
@@ -141,9 +127,7 @@ class Worker:
         with self._judging(), self._as_reference(reference):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
-                values = only(self.engine.forward(batch, temperature, entropy=False)).cpu()
-                parts = zip(micro_batch, values.split(batch.lengths), strict=True)
-                rows += [part for at, part in parts if at != FILLER]
+                rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)).cpu(), batch, micro_batch)
         return torch.cat(rows).numpy() if rows else np.zeros(0, dtype=np.float32)
 
     @contextmanager
@@ -180,8 +164,10 @@ class Worker:
 
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         report = Report({}, {}, {})
+        fresh: list[Tensor] = []
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
+            fresh += rows_of(batch.old_logprobs, batch, micro_batch) if settings.fresh else []
             total = (weights_of(values, batch) * values.values).sum()
             if settings.expert_counts:
                 balance = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
@@ -191,6 +177,7 @@ class Worker:
                 total = total * math.nan  # its gradient may be finite; no rank may step on it
             self.engine.backward(total, last=number == len(passes))
             report.add(values, batch)
+        report.logprobs = torch.cat(fresh).cpu().numpy() if fresh else report.logprobs
         return report
 
     def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
@@ -217,6 +204,8 @@ class Worker:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
         output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
+        if settings.fresh:
+            batch.old_logprobs = output.logprobs.detach()
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -228,48 +217,8 @@ class Worker:
             weights = dequantized(weights, self.model)
         return merged(weights, self.spec.model.lora.alpha / self.spec.model.lora.rank)
 
-    def weight_specs(self, dtype: str) -> list[TensorSpec]:
-        """Return names, shapes and type of the weights as engines will receive them."""
-        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
-
-    def share_memory(self, nbytes: int) -> dict[str, list[SharedMemory]]:
-        """Make two buffers that engines on this GPU can read, and return by which handles."""
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return {gpu_name(self.device): [shared_memory(buffer) for buffer in self.buffers]}
-
-    def connect(self, link: Link) -> None:
-        """Join the engines' group: every rank where GPU memory is shared, else rank 0 alone, which sends to all."""
-        shared = link.transport == "ipc"
-        if self.spec.rank == 0 or shared:
-            group = link.joined(self.spec.rank, self.device, self.meeting)
-            self.channel = GpuPair(group, self.buffers) if shared else group
-
-    def send_weights(self, buckets: list[Bucket]) -> list[int]:
-        """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
-        weights = self.plain_weights()
-        prints: list[Tensor] = []
-        for bucket in buckets:
-            buffer = bucket_buffer(bucket) if self.channel is None else self.channel.room(bucket)
-            for name, view in bucket_views(bucket, buffer):
-                sent, tensor = next(weights)
-                assert sent == name, f"weights come in another order: {sent} instead of {name}"
-                if self.channel is not None:
-                    view.copy_(tensor)
-            if self.channel is not None:
-                prints.append(bucket_print(bucket, buffer))
-                self.channel.send(buffer)
-        next(weights, None)  # lets the last gather end
-        return as_numbers(prints)
-
-    def weight_bits(self, dtype: str) -> tuple[int, int]:
-        """Return the bit sums of the weights as engines should hold them, and of adapters before they are merged."""
-        plain = (bit_sum(tensor.to(DTYPES[dtype])) for _, tensor in self.plain_weights())
-        adapters = (bit_sum(tensor) for _, tensor in (self.engine.masters() if self.adapter else ()))
-        return wrapped(sum(as_numbers(plain))), wrapped(sum(as_numbers(adapters)))
-
-    def copy_weights(self) -> list[tuple[str, Tensor]]:
-        """Return copies of the weights, for an engine in the same process."""
-        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.engine.masters() if self.adapter is not None else iter(())
 
     def annotate(self, facts: dict[str, float]) -> None:
         """Keep numbers that belong to the model and are saved in its configuration."""
@@ -351,6 +300,11 @@ class Worker:
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:
     return Target("trueline.training.worker:Worker", environment=TRAIN_ENGINES[ranks.engine].environment)
+
+
+def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tensor]:
+    """Cut what was computed of all tokens into the samples of a pass, without fillers."""
+    return [part for at, part in zip(micro_batch, values.split(batch.lengths), strict=True) if at != FILLER]
 
 
 def random_states() -> dict[str, Tensor]:

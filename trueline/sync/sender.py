@@ -1,0 +1,83 @@
+"""The sending end, a part of every rank of the policy."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trueline.runtime.fingerprints import as_numbers, bit_sum, wrapped
+from trueline.runtime.transport import (
+    WIRE_DTYPES,
+    Bucket,
+    Channel,
+    GpuPair,
+    Link,
+    Meeting,
+    SharedMemory,
+    TensorSpec,
+    bucket_buffer,
+    bucket_print,
+    bucket_views,
+    gpu_name,
+    shared_memory,
+)
+
+
+class WeightSender:
+    """Hand a model's weights to engines; whose they are, a rank says."""
+
+    rank: int
+    device: torch.device
+    meeting: Meeting
+    channel: Channel | None = None
+
+    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights with which a model without adapters would compute the same, gathered on every rank."""
+        raise NotImplementedError
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is merged into them."""
+        raise NotImplementedError
+
+    def weight_specs(self, dtype: str) -> list[TensorSpec]:
+        """Return names, shapes and type of the weights as engines will receive them."""
+        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
+
+    def share_memory(self, nbytes: int) -> dict[str, list[SharedMemory]]:
+        """Make two buffers that engines on this GPU can read, and return by which handles."""
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return {gpu_name(self.device): [shared_memory(buffer) for buffer in self.buffers]}
+
+    def connect(self, link: Link) -> None:
+        """Join the engines' group: every rank where GPU memory is shared, else rank 0 alone, which sends to all."""
+        shared = link.transport == "ipc"
+        if self.rank == 0 or shared:
+            group = link.joined(self.rank, self.device, self.meeting)
+            self.channel = GpuPair(group, self.buffers) if shared else group
+
+    def send_weights(self, buckets: list[Bucket]) -> list[int]:
+        """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
+        weights = self.plain_weights()
+        prints: list[Tensor] = []
+        for bucket in buckets:
+            buffer = bucket_buffer(bucket) if self.channel is None else self.channel.room(bucket)
+            for name, view in bucket_views(bucket, buffer):
+                sent, tensor = next(weights)
+                assert sent == name, f"weights come in another order: {sent} instead of {name}"
+                if self.channel is not None:
+                    view.copy_(tensor)
+            if self.channel is not None:
+                prints.append(bucket_print(bucket, buffer))
+                self.channel.send(buffer)
+        next(weights, None)  # lets the last gather end
+        return as_numbers(prints)
+
+    def weight_bits(self, dtype: str) -> tuple[int, int]:
+        """Return the bit sums of the weights as engines should hold them, and of adapters before they are merged."""
+        plain = (bit_sum(tensor.to(WIRE_DTYPES[dtype])) for _, tensor in self.plain_weights())
+        adapters = (bit_sum(tensor) for _, tensor in self.adapter_weights())
+        return wrapped(sum(as_numbers(plain))), wrapped(sum(as_numbers(adapters)))
+
+    def copy_weights(self) -> list[tuple[str, Tensor]]:
+        """Return copies of the weights, for an engine in the same process."""
+        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
