@@ -10,7 +10,9 @@ import torch
 
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
+from trueline.algorithms.needs import fresh_logprobs
 from trueline.cli import main
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample
@@ -40,6 +42,48 @@ def test_at_another_temperature_a_teacher_that_is_the_policy_has_nothing_to_say(
     words = [f"teacher.path={tmp_path}/model", "reward.function=", *FIRST_STEP]
     assert run_letters(tmp_path, "on_policy_distill", *words) == 0
     assert abs(rows_of(tmp_path)[1]["distill/kl_per_token"]) < 1e-5
+
+
+def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy does not score before it, and every number is that of a run in which it does."""
+    asked: list[str] = []
+    scored = ModelGroup.score
+
+    def spy(self: ModelGroup, samples: list[Sample], *args: Any, **named: Any) -> list[torch.Tensor]:
+        asked.extend([self.name] * (len(samples) > 1))  # one alone is the canary
+        return scored(self, samples, *args, **named)
+
+    monkeypatch.setattr(ModelGroup, "score", spy)
+    found = []
+    for fresh in (True, False):
+        folder = tmp_path / str(fresh)
+        folder.mkdir()
+        asked.clear()
+        if not fresh:
+            monkeypatch.setattr("trueline.rl.trainer.fresh_old_logprobs", lambda config: False)
+        assert run_letters(folder, "grpo", "algorithm.kl.coefficient=0.1", "steps=3") == 0
+        assert asked.count("policy") == (0 if fresh else 3)
+        assert asked.count("reference") == 3
+        found.append(rows_of(folder))
+    for one, other in zip(*found, strict=True):
+        same = [name for name in one if not name.startswith(("time/", "speed/", "memory/", "sync/seconds", "sync/gb"))]
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    assert found[0][3]["mismatch/logprob_gap_mean"] > 0
+
+
+def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() -> None:
+    grpo = AlgorithmConfig.parse({"preset": "grpo"})
+    in_reward = {"preset": "grpo", "kl": {"place": "reward", "coefficient": 0.1}}
+    assert fresh_logprobs(grpo, updates=1, dropout=0.0)
+    assert not fresh_logprobs(grpo, updates=2, dropout=0.0)
+    assert not fresh_logprobs(grpo, updates=1, dropout=0.1)
+    engines = AlgorithmConfig.parse(
+        {"preset": "grpo", "old_logprobs": "rollout", "importance_sampling": {"mode": "none"}}
+    )
+    own = {"preset": "grpo", "advantage": "trueline.algorithms.advantages:group_norm"}
+    for other in (in_reward, {"preset": "on_policy_distill"}, own):
+        assert not fresh_logprobs(AlgorithmConfig.parse(other), 1, 0.0)
+    assert not fresh_logprobs(engines, 1, 0.0)
 
 
 @pytest.mark.parametrize(("minibatches", "epochs"), [(2, 1), (4, 2)])
