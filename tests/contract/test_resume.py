@@ -299,5 +299,5 @@ def test_what_four_ranks_saved_goes_on_with_one_two_and_three(model: str, tmp_pa
     for ranks, cases in FEWER.items():
         results = run_ranks(take_up, ranks, tmp_path / str(ranks), model, saved, cases)
         for case in cases:
-            assert abs(sum(result[case][0] for result in results) - expected) < TOLERANCE, case.name()
+            assert abs(sum(result[case][0] for result in results) - expected) < TOLERANCE["adamw"], case.name()
             assert sum(result[case][1] for result in results) == elements, case.name()  # each of them once
