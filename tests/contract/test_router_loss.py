@@ -52,6 +52,7 @@ def balance(rank: int, world: int, model: str, cases: list[Case]) -> dict[Case, 
     return found
 
 
+@pytest.mark.slow
 def test_every_division_has_the_same_gradient(tmp_path: Path) -> None:
     model = str(make_tiny_mixture(tmp_path / "model"))
     loss, gradients = run_ranks(balance, 1, tmp_path / "alone", model, [ALONE])[0][ALONE]

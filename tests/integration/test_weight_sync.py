@@ -61,7 +61,7 @@ def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     group.stop()
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def engines(
     request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, EnginePool]]:
