@@ -76,7 +76,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             models=models,
             rollouts=make_rollouts(plan, sampling, state, folder),
             sync=sync,
-            sharing=DeviceSharing(pool, loop, shares_gpus(plan), list(groups.values()), progress.note),
+            sharing=DeviceSharing(pool, loop, plan.shares_gpus(), list(groups.values()), progress.note),
             evaluator=make_evaluator(plan, sampling),
             checkpoints=checkpoints,
             tracker=tracker,
@@ -87,10 +87,6 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
         )
-
-
-def shares_gpus(plan: RLPlan) -> bool:
-    return plan.layout.colocated and plan.machine.gpus > 0
 
 
 def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[dict[str, ModelGroup], EnginePool]:
@@ -110,7 +106,7 @@ def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[d
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
-    if shares_gpus(plan):
+    if plan.shares_gpus():
         loop.run(pool.call(RolloutEngine.processes), "start of the engines")
     start_groups(list(groups.values()))
     return groups, pool

@@ -57,8 +57,11 @@ class RLDraft:
     def transport(self) -> str:
         """Return by what weights travel from the trainer's processes to the engines'."""
         asked = self.config.sync.transport
-        shared = self.layout.colocated and self.machine.gpus > 0
-        return asked if asked != "auto" else "ipc" if shared else "gloo"
+        return asked if asked != "auto" else "ipc" if self.shares_gpus() else "gloo"
+
+    def shares_gpus(self) -> bool:
+        """Tell whether models and engines take turns on the same GPUs."""
+        return self.layout.colocated and self.machine.gpus > 0
 
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
@@ -211,7 +214,7 @@ def settle_memory(draft: RLDraft, share: float | None) -> RLPlan:
     again = {"gradient_checkpointing": choice.checkpointing}
     sections, rollout = config.roles(), draft.rollout
     roles = [replace(one, model=one.model.replaced(again), ranks=sections[one.section]) for one in draft.roles]
-    if draft.layout.colocated and draft.machine.gpus:
+    if draft.shares_gpus():
         rollout = rollout.replaced({"gpu_memory_utilization": choice.share})
         config = config.replaced({"rollout": rollout.model_dump()})
     settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.warnings, forecast)

@@ -143,7 +143,6 @@ class BroadcastGroup:
 
 
 SharedMemory = list[Any]  # bytes and numbers by which another process opens a tensor on the same GPU
-TRANSPORTS = ("gloo", "nccl", "ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class Link:
     address: Address
     world: int
     timeout_seconds: float
-    transport: str = "gloo"  # one of TRANSPORTS
+    transport: str = "gloo"  # or "nccl", "ipc"
     shared: dict[str, list[SharedMemory]] = field(default_factory=dict)  # by GPU, where weights travel by ipc
 
     def joined(self, rank: int, device: torch.device, meeting: Meeting | None = None) -> BroadcastGroup:

@@ -1,5 +1,6 @@
 """The sending end, a part of every rank of the policy."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -23,7 +24,7 @@ from trueline.runtime.transport import (
 )
 
 
-class WeightSender:
+class WeightSender(ABC):
     """Hand a model's weights to engines; whose they are, a rank says."""
 
     rank: int
@@ -31,13 +32,13 @@ class WeightSender:
     meeting: Meeting
     channel: Channel | None = None
 
+    @abstractmethod
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights with which a model without adapters would compute the same, gathered on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what is merged into them."""
-        raise NotImplementedError
 
     def weight_specs(self, dtype: str) -> list[TensorSpec]:
         """Return names, shapes and type of the weights as engines will receive them."""

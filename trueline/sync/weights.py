@@ -41,7 +41,7 @@ class Way:
     """In which form weights travel, by what, and why the trainer's may not be the checkpoint's bit for bit."""
 
     dtype: str
-    transport: str  # "local" within one process, or one of transport.TRANSPORTS
+    transport: str  # "local" within one process, or that of a transport.Link
     differs: str = ""  # empty: they are the same
 
 

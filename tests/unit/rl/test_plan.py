@@ -13,6 +13,7 @@ from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.models.loading import ModelFacts
 from trueline.rl import plan as planning
+from trueline.rl.build import way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.rl.metrics import transcript
 from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
@@ -22,6 +23,7 @@ from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
 from trueline.runs.processes import engine_specs
 from trueline.runtime.cluster import Machine
+from trueline.sync.weights import Way
 
 GIB = 2**30
 FACTS = ModelFacts(
@@ -441,6 +443,29 @@ def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
     assert f"rollout {phases['rollout'] / GIB:.1f} GiB, training" in describe_plan(together)
     assert elsewhere(24, "rollout.gpu_memory_utilization=0.7", gpus=1).rollout.gpu_memory_utilization == 0.7
     assert "GiB on each GPU" not in describe_plan(elsewhere(24))
+
+
+def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) -> None:
+    """The way is told to the sync, with why the trainer's weights are not the checkpoint's, where they are not."""
+    ways = {
+        "ipc": elsewhere(24, gpus=1),
+        "gloo": elsewhere(24, gpus=2),
+        "nccl": elsewhere(24, "sync.transport=nccl", gpus=2),
+    }
+    assert {name: way_of(plan) for name, plan in ways.items()} == {name: Way("bfloat16", name) for name in ways}
+    assert way_of(elsewhere(24)) == Way("float32", "gloo")
+    assert way_of(elsewhere(24, "runtime=local")).transport == "local"
+    wider = way_of(elsewhere(24, "rollout.dtype=float32", gpus=1))
+    assert wider == Way("float32", "ipc", "the trainer holds them in bfloat16, the engines in float32")
+    four_bits = way_of(elsewhere(24, "model.lora.rank=4", "model.lora.quantize=true", gpus=1))
+    assert four_bits.differs == "the trainer holds them in 4 bits"
+    for asked, gpus, said in (("ipc", 2, "the same GPUs"), ("ipc", 0, "the same GPUs"), ("nccl", 1, "of its own")):
+        ("ipc", 2, "on the same GPUs"),
+        ("ipc", 0, "on the same GPUs"),
+        ("nccl", 1, "of its own"),
+    ):
+        with pytest.raises(ConfigError, match=rf"sync\.transport={asked} needs .*{said}.*: set sync\.transport=auto"):
+            elsewhere(24, f"sync.transport={asked}", gpus=gpus)
 
 
 def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:
