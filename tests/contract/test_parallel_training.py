@@ -70,8 +70,7 @@ PAIR = [
 PAIR_CUT = [
     Case(stage=stage, tensor=2, tied=tied, rows=rows, world=2)
     for stage in (0, 1, 2, 3)
-    for tied in (True, False)
-    for rows in (None, 2)
+    for tied, rows in ((True, 2), (False, None))
 ]
 FOUR = [*(Case(stage=stage, ring=4, world=4) for stage in (0, 2, 3)), Case(stage=3, ring=2, rows=2, world=4)]
 FOUR_CUT = [Case(stage=stage, ring=2, tensor=2, rows=2, world=4) for stage in (1, 3)]
