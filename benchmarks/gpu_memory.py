@@ -13,8 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gpu_rl import make_data
-from random_model import SHAPES, make_model
+from random_model import SHAPES, make_model, make_prompts
 
 from trueline.cli import main as trueline
 
@@ -56,7 +55,7 @@ def main() -> int:
     model = options.model or folder / f"model-{options.shape}"
     if not model.exists():
         make_model(model, options.shape)
-    make_data(folder)
+    make_prompts(folder)
     shutil.rmtree(folder / "run", ignore_errors=True)
     command = ["grpo", "--model", str(model), "--data", f"{folder}/prompts.jsonl"]
     command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]

@@ -9,27 +9,15 @@ Exits 1 if the mean log-prob gap between engine and trainer reaches 0.05 after a
 
 import argparse
 import json
-import random
 import sys
 from pathlib import Path
 
-from random_model import make_model
+from random_model import make_model, make_prompts
 from transformers import Qwen2ForSequenceClassification
 
 from trueline.cli import main as trueline
 
 LARGEST_GAP = 0.05
-REWARD = """
-def reward(reply: str) -> float:
-    return sum(character.isdigit() for character in reply) / max(len(reply), 1)
-"""
-
-
-def make_data(folder: Path) -> None:
-    generator = random.Random(0)
-    rows = [{"prompt": "".join(generator.choices("abcdefgh 0123456789", k=100))} for _ in range(256)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
 
 
 def report(folder: Path) -> int:
@@ -60,7 +48,7 @@ def main() -> int:
     make_model(folder / "model", shape)
     if options.reward_model:
         make_model(folder / "reward_model", shape, Qwen2ForSequenceClassification)
-    make_data(folder)
+    make_prompts(folder)
     reward = f"{folder}/reward_model" if options.reward_model else f"{folder}/reward.py:reward"
     command = [options.verb, "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
     command += ["--reward", reward, "--name", "run", f"folder={folder}", f"steps={options.steps}"]

@@ -1,5 +1,7 @@
 """Shapes of models with random weights, for benchmarks that need a model's size and not its knowledge."""
 
+import json
+import random
 from pathlib import Path
 
 import torch
@@ -7,6 +9,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from trueline.demo.material import make_tokenizer
 
+REWARD = """
+def reward(reply: str) -> float:
+    return sum(character.isdigit() for character in reply) / max(len(reply), 1)
+"""
 LLAMA_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008}
 SHAPES = {
     "7B": LLAMA_7B | {"num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False},
@@ -20,23 +26,41 @@ SHAPES = {
         "vocab_size": 49152,
     },
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
+    "small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+        "vocab_size": 4096,
+    },
     "tiny": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256},
 }
 
 
-def make_model(folder: Path, shape: str, kind: type[PreTrainedModel] = Qwen2ForCausalLM) -> None:
+def make_model(
+    folder: Path, shape: str, kind: type[PreTrainedModel] = Qwen2ForCausalLM, vocabulary: int | None = None
+) -> None:
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     common = {"vocab_size": 1024 if shape == "tiny" else 151936, "num_key_value_heads": 2, "tie_word_embeddings": True}
     config = Qwen2Config(
-        **(common | SHAPES[shape]),
+        **(common | SHAPES[shape] | ({"vocab_size": vocabulary} if vocabulary else {})),
         max_position_embeddings=4096,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         **({} if kind is Qwen2ForCausalLM else {"num_labels": 1}),
     )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = kind._from_config(config, dtype=torch.bfloat16)
+    gpu = torch.cuda.is_available()
+    with torch.device("cuda" if gpu else "cpu"):
+        model = kind._from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def make_prompts(folder: Path) -> None:
+    """Write prompts.jsonl, 256 of 100 characters, and reward.py, which likes digits."""
+    generator = random.Random(0)
+    rows = [{"prompt": "".join(generator.choices("abcdefgh 0123456789", k=100))} for _ in range(256)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)

@@ -1,0 +1,102 @@
+"""Seconds that the controller itself spends on a step of 1,024 answers of 8,192 tokens each, without any model.
+
+    python benchmarks/controller.py [--answers 1024] [--tokens 8192] [--runs 5]
+
+From completions as they come from the engines to what the trainer's ranks are sent, and the metrics. Prints medians of
+the whole and of its parts on one thread.
+"""
+
+import argparse
+import pickle
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+
+from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.loss_aggregation import set_weights
+from trueline.algorithms.reward_shaping import shape_rewards
+from trueline.config.rl import RLConfig
+from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.types import Completion, Prompt, Trajectory, pack_samples, to_sample
+from trueline.rl.metrics import describe_models, describe_step
+from trueline.rollout.rollouts import Dropped
+
+GROUP, PROMPT = 8, 256
+
+
+class Step:
+    """The controller's part of one step, in the order of `RLTrainer.fit`."""
+
+    def __init__(self, answers: int, tokens: int) -> None:
+        random = np.random.default_rng(0)
+        self.config = RLConfig.parse({"algorithm": {"preset": "grpo"}})
+        self.tokens = tokens
+        self.arrived = [
+            pickle.dumps(Completion(random.integers(0, 50_000, tokens), -random.random(tokens, np.float32), 3, "stop"))
+            for _ in range(answers)
+        ]
+        self.parts: dict[str, Callable[[], None]] = {
+            "receive": self.receive,
+            "samples": self.make_samples,
+            "advantages": self.assess,
+            "weights, passes, packing": self.pack,
+            "metrics": self.describe,
+        }
+
+    def receive(self) -> None:
+        prompt = list(range(PROMPT))
+        self.trajectories = []
+        for number, data in enumerate(self.arrived):
+            trajectory = Trajectory(Prompt(number // GROUP, [{"role": "user", "content": "?"}]), number // GROUP)
+            trajectory.add_observation(prompt)
+            trajectory.add_action(pickle.loads(data))
+            trajectory.add_reward(float(number % 3))
+            self.trajectories.append(trajectory)
+
+    def make_samples(self) -> None:
+        self.samples = [to_sample(trajectory) for trajectory in self.trajectories]
+        for sample in self.samples:
+            sample.old_logprobs = sample.rollout_logprobs
+
+    def assess(self) -> None:
+        shape_rewards(self.samples, self.config.algorithm, self.tokens, 0.0)
+        assign_advantages(self.samples, self.config.algorithm)
+
+    def pack(self) -> None:
+        set_weights(self.samples, self.config.algorithm.loss_aggregation, self.tokens)
+        plan_micro_batches([sample.length() for sample in self.samples], 8, Budget(16384))
+        pack_samples(self.samples)
+
+    def describe(self) -> None:
+        groups = [self.trajectories[start : start + GROUP] for start in range(0, len(self.trajectories), GROUP)]
+        describe_step(groups, self.samples, Dropped(), 3)
+        describe_models(self.samples, self.config)
+
+    def seconds(self) -> dict[str, float]:
+        found = {}
+        for name, work in self.parts.items():
+            start = time.perf_counter()
+            work()
+            found[name] = time.perf_counter() - start
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--runs", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    step = Step(given.answers, given.tokens)
+    runs = [step.seconds() for _ in range(given.runs)]
+    for name in step.parts:
+        print(f"{name:<26} {median(run[name] for run in runs):.3f} s")
+    print(f"{'all':<26} {median(sum(run.values()) for run in runs):.3f} s")
+
+
+if __name__ == "__main__":
+    main()
