@@ -35,19 +35,23 @@ GIB = 2**30
 
 @dataclass
 class Stage:
-    """A trainer with adapters, one without, and an engine on the same GPU."""
+    """Trainers of all weights, with adapters, and with adapters that travel alone; an engine for each way of travel."""
 
     whole: ModelGroup
     adapted: ModelGroup
+    apart: ModelGroup
     pool: EnginePool
+    holder: EnginePool  # of adapters
     loop: EventLoop
 
     def sync(self, policy: ModelGroup) -> WeightSync:
-        canary = Canary(TOKENS, 0.1)
-        return WeightSync(policy, self.pool, self.loop, SyncConfig(), canary, Way("bfloat16", "ipc"))
+        apart = policy is self.apart
+        way, pool = Way("bfloat16", "ipc", apart=apart), self.holder if apart else self.pool
+        return WeightSync(policy, pool, self.loop, SyncConfig(), Canary(TOKENS, 0.1), way)
 
-    def break_engine(self, fault: str) -> None:
-        self.loop.run(self.pool.actors[0].call(Breakable.break_with, fault), "breaking the engine")
+    def break_engine(self, fault: str, apart: bool = False) -> None:
+        pool = self.holder if apart else self.pool
+        self.loop.run(pool.actors[0].call(Breakable.break_with, fault), "breaking the engine")
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +66,26 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         processes = Processes(machine, Layout(1, 1, 1, colocated=True), logs, local=False)
         groups = []
         specs = [
-            WorkerSpec(ModelConfig(path=model, dtype="bfloat16", lora=LoraConfig(rank=rank)), training, 0, 1, 100, 0)
-            for rank in (0, 8)
+            WorkerSpec(ModelConfig(path=model, dtype="bfloat16", lora=lora), training, 0, 1, 100, 0)
+            for lora in (LoraConfig(), LoraConfig(rank=8), LoraConfig(rank=8, alpha=12, sync="adapter"))
         ]
-        beside = RoleRanks("adapted", 1, shared=True)
-        actors = [processes.policy(target, specs[:1]), processes.role(beside, target, specs[1:])]
-        for name, ranks in zip(("whole", "adapted"), actors, strict=True):
+        actors = [
+            processes.policy(target, specs[:1]),
+            processes.role(RoleRanks("adapted", 1, shared=True), target, specs[1:2]),
+            processes.role(RoleRanks("apart", 1, shared=True), target, specs[2:]),
+        ]
+        for name, ranks in zip(("whole", "adapted", "apart"), actors, strict=True):
             groups.append(ModelGroup(name, ranks, training, SECONDS))
             groups[-1].start()
-        pool = EnginePool(processes.engines(engine.target(RolloutConfig()), [spec]))
-        yield Stage(*groups, pool, loop)
-        pool.stop()
+        pools = []
+        for rank in (0, 8):
+            pools.append(
+                EnginePool(processes.engines(engine.target(RolloutConfig()), [replace(spec, adapter_rank=rank)]))
+            )
+            loop.run(pools[-1].call(RolloutEngine.processes), "start of an engine")
+        yield Stage(*groups, *pools, loop)
+        for pool in pools:
+            pool.stop()
     loop.stop()
 
 
@@ -136,6 +149,25 @@ def test_adapters_arrive_merged_and_unmerged_ones_are_noticed(stage: Stage) -> N
     stage.adapted.call(FaultyWorker.break_with, "unmerged")
     with pytest.raises(SyncFailure, match="they were not merged"):
         sync.publish(2)
+
+
+def test_adapters_travel_alone_and_wrong_ones_are_noticed(stage: Stage) -> None:
+    sync = stage.sync(stage.apart)
+    said = sync.attest()
+    assert "stay as loaded, and adapters are sent" in said
+    assert "packed" not in said
+    for version in (1, 2):
+        update(stage.apart)
+        sync.publish(version)
+        sync.verify()
+        stage.loop.run(stage.holder.call(RolloutEngine.sleep), "sleep")
+        stage.loop.run(stage.holder.call(RolloutEngine.wake, "weights"), "wake")
+        stage.loop.run(stage.holder.call(RolloutEngine.wake, "kv_cache"), "wake")
+    for fault in ("skipped", "flipped", "narrowed"):
+        stage.break_engine(fault, apart=True)
+        with pytest.raises(SyncFailure, match="engine 0 holds other adapters than the trainer"):
+            sync.publish(3)
+    stage.break_engine("", apart=True)
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from tests.support.restartable import RestartableWorker
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import RolloutConfig, SyncConfig
 from trueline.data.types import Completion, Sample
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
@@ -96,9 +96,9 @@ def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
     )
 
 
-def restart(trainer: ModelGroup, model: str, stage: int) -> None:
+def restart(trainer: ModelGroup, model: str, stage: int, lora: LoraConfig | None = None) -> None:
     config = TrainingConfig(zero_stage=stage, learning_rate=1e-2)  # type: ignore[arg-type]
-    model_config = ModelConfig(path=model, dtype="float32")
+    model_config = ModelConfig(path=model, dtype="float32", lora=lora or LoraConfig())
     specs = [WorkerSpec(model_config, config, rank, 2, 100, 0) for rank in range(2)]
     calls = [actor.submit(RestartableWorker.restart, spec) for actor, spec in zip(trainer.actors, specs, strict=True)]
     for call in calls:
@@ -124,9 +124,9 @@ def sample_all(pool: EnginePool, loop: EventLoop, temperature: float, round_: in
 
 
 def as_sample(prompt: list[int], completion: Completion) -> Sample:
-    tokens = torch.tensor(prompt + completion.tokens)
+    tokens = torch.tensor(prompt + completion.tokens.tolist())
     sample = Sample(tokens, torch.arange(len(tokens)) >= len(prompt), version=completion.version)
-    sample.rollout_logprobs = torch.tensor([0.0] * len(prompt) + completion.logprobs)
+    sample.rollout_logprobs = torch.tensor([0.0] * len(prompt) + completion.logprobs.tolist())
     return sample
 
 
@@ -205,3 +205,30 @@ def test_what_vllm_loads_wrongly_is_noticed(
         loop.run(pool.actors[1].call(Breakable.break_with, ""), "healing")
         sync.publish(number)
         assert sync.verify()["sync/canary_gap"] < TOLERANCE, fault
+
+
+@pytest.mark.slow
+def test_adapters_alone_reach_an_engine_that_holds_them(
+    trainer: ModelGroup, cluster: None, loop: EventLoop, tmp_path: Path
+) -> None:
+    """The engine computes with its own weights and the adapters it is sent, and wrong adapters are noticed at once."""
+    model = str(make_tiny_model(tmp_path / "model", tied=True))
+    spot = Spot(environment=process_environment(ENGINE, this_machine()) | {"PYTHONPATH": str(ROOT)})
+    spec = replace(engine_spec(model, 1), adapter_rank=4)
+    pool = EnginePool([RayActor("engine-adapters", ENGINE, [spec], spot, tmp_path / "engine.log")])
+    restart(trainer, model, 2, LoraConfig(rank=4, alpha=12, sync="adapter"))
+    canary = Canary(list(range(5, 37)), 1e-3)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), canary, Way("float32", "gloo", apart=True))
+    assert "stay as loaded, and adapters are sent" in sync.attest()
+    for version in range(1, 4):
+        samples = sample_all(pool, loop, 1.0, version)
+        train_once(trainer, samples, version)
+        assert largest_gap(trainer, samples, 1.0) > 100 * TOLERANCE
+        sync.publish(version)
+        assert sync.verify()["sync/canary_gap"] < TOLERANCE
+        assert largest_gap(trainer, sample_all(pool, loop, 1.0, 100 + version), 1.0) < TOLERANCE
+    for fault in ("skipped", "flipped", "narrowed"):
+        loop.run(pool.actors[0].call(Breakable.break_with, fault), fault)
+        with pytest.raises(SyncFailure, match="engine 0 holds other adapters than the trainer"):
+            sync.publish(4)
+    pool.stop()

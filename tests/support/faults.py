@@ -10,7 +10,7 @@ LAST = "layers.1."
 
 
 def skipped(weights: Weights) -> Weights:
-    return [(name, tensor) for name, tensor in weights if not name.endswith(LAST + "mlp.down_proj.weight")]
+    return [(name, tensor) for name, tensor in weights if LAST + "mlp.down_proj." not in name]
 
 
 def swapped(weights: Weights) -> Weights:
@@ -26,7 +26,7 @@ def swapped(weights: Weights) -> Weights:
 
 def flipped(weights: Weights) -> Weights:
     """One bit of one weight changes: in float32 the highest of the exponent, so that it can be seen in log-probs."""
-    return [(name, flip(tensor) if name.endswith(LAST + "mlp.up_proj.weight") else tensor) for name, tensor in weights]
+    return [(name, flip(tensor) if LAST + "mlp.up_proj." in name else tensor) for name, tensor in weights]
 
 
 def flip(tensor: Tensor) -> Tensor:

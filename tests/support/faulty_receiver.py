@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from tests.support.faults import FAULTS, Weights
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec
@@ -17,6 +19,9 @@ class FaultyReceiver(receiving.WeightReceiver):
     def load_tensors(self, model: Any, weights: Weights) -> None:
         super().load_tensors(model, FAULTS[self.fault](weights) if self.fault else weights)
 
+    def load_adapter(self, tensors: dict[str, Tensor]) -> None:
+        super().load_adapter(dict(FAULTS[self.fault](list(tensors.items()))) if self.fault else tensors)
+
 
 class FaultyEngine(vllm_engine.VllmEngine):
     def __init__(self, spec: EngineSpec) -> None:
@@ -27,7 +32,7 @@ class FaultyEngine(vllm_engine.VllmEngine):
     async def break_with(self, fault: str) -> None:
         """Load by this fault from now on, `cached` keeps the prefix cache, none is an honest engine."""
         self.forgetful = fault == "cached"
-        await self.llm.collective_rpc("break_loading", args=("" if self.forgetful else fault,))
+        await self._ask(self.llm.collective_rpc, "break_loading", args=("" if self.forgetful else fault,))
 
     async def pause(self) -> None:
         if not self.forgetful:
@@ -43,5 +48,5 @@ class FaultyEngine(vllm_engine.VllmEngine):
             self.llm.reset_prefix_cache = emptied  # type: ignore[method-assign]
 
 
-async def keep_cache() -> bool:
+def keep_cache() -> bool:
     return True

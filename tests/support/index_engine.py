@@ -36,7 +36,7 @@ class IndexEngine:
         await asyncio.sleep(self.delay(prompt))
         self.running -= 1
         answer = [*self.tokenizer(request.split("-")[2])["input_ids"], STOP]
-        return Completion(answer, [-1.0] * len(answer), 0, "stop")
+        return Completion.of(answer, [-1.0] * len(answer), 0, "stop")
 
     def submit(self, method: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError

@@ -27,6 +27,15 @@ class LoraConfig(Config):
     quantize: bool = False
     """QLoRA: hold the frozen weights in 4 bits (bitsandbytes)."""
 
+    sync: Literal["merged", "adapter"] = "merged"
+    """What RL sends to engines: plain weights, adapters merged into them; or adapters alone, which vLLM holds apart."""
+
+    def apart(self) -> bool:
+        return self.rank > 0 and self.sync == "adapter"
+
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
 
 class ModelConfig(Config):
     path: str = ""
@@ -76,7 +85,7 @@ class RanksConfig(Config):
     """DeepSpeed ZeRO stage: what is sharded over ranks (1 optimizer, 2 and gradients, 3 and weights)."""
 
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Hard limit of tokens, padding included, in one forward pass of one rank; null: up to 16384, as memory allows."""
+    """Hard limit of tokens, padding included, in a forward pass of a rank; null: up to 16384 (CPUs 4096) that fit."""
 
     micro_batch_samples: int | None = Field(None, ge=1)
     """Optional limit of sequences in one forward pass of one rank."""

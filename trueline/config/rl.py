@@ -79,8 +79,8 @@ class RolloutConfig(SamplingControls):
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a trained completion may lag behind; 0 is synchronous training."""
 
-    seeded: bool = True
-    """Give every completion its own seed, so that a run can be repeated; costs speed in very large GPU batches."""
+    seeded: bool | None = None
+    """Give every completion its own seed, so that it can be drawn again; null: unless that slows sampling (GPUs)."""
 
     max_sequences: int = Field(256, ge=1)
     """Completions that one engine works on at a time."""
@@ -102,6 +102,7 @@ class ResolvedRollout(RolloutConfig):
     gpu_memory_utilization: float = OWN_GPU
     max_new_tokens: int
     max_prompt_tokens: int
+    seeded: bool = True
 
     def longest(self) -> int:
         """Return the number of tokens of the longest sequence that sampling can make."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.types import Batch, PackedSamples
+from trueline.data.types import Batch, PackedSamples, moved
 
 FILLER = -1  # in a plan: a sample of weight zero, so that every rank does the same number of passes
 FILLER_TOKENS = 2
@@ -116,19 +116,21 @@ def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device
     def joined(array: np.ndarray) -> Tensor:
         filler = np.zeros(FILLER_TOKENS, dtype=array.dtype)
         pieces = [filler if span is None else array[span] for span in spans]
-        return torch.from_numpy(np.concatenate(pieces)).to(device)
+        return torch.from_numpy(np.concatenate(pieces))
 
     def per_sequence(array: np.ndarray) -> Tensor:
         values = [0.0 if at == FILLER else float(array[at]) for at in micro_batch]
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return moved(torch.tensor(values, dtype=torch.float32), device)
 
-    fields = {name: joined(array) for name, array in packed.arrays.items()}
+    mask = joined(packed.arrays["mask"])
+    fields = {name: moved(joined(array), device) for name, array in packed.arrays.items() if name != "mask"}
     batch = Batch(
         tokens=fields.pop("tokens"),
-        mask=fields.pop("mask"),
+        mask=moved(mask, device),
         lengths=[FILLER_TOKENS if at == FILLER else int(packed.lengths[at]) for at in micro_batch],
         shares=per_sequence(packed.weights),
         labels=per_sequence(packed.labels),
+        host_mask=mask,
     )
     for name, tensor in fields.items():
         setattr(batch, name, tensor)

@@ -56,27 +56,35 @@ class Prompt:
         return f"row {self.id + 1} of {self.source}"
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Completion:
     """One sampled continuation, as the engine sampled it."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: np.ndarray  # [T] int64
+    logprobs: np.ndarray  # [T] float32
     version: int  # policy version of the weights
     finish_reason: str  # "stop" or "length"
 
+    @classmethod
+    def of(cls, tokens: list[int], logprobs: list[float], version: int, finish_reason: str) -> "Completion":
+        return cls(np.array(tokens, np.int64), np.array(logprobs, np.float32), version, finish_reason)
 
-@dataclass(slots=True)
+    def cut(self, length: int) -> "Completion":
+        """Return its first tokens, as one that ends there."""
+        return Completion(self.tokens[:length], self.logprobs[:length], self.version, "stop")
+
+
+@dataclass(slots=True, eq=False)
 class Trajectory:
-    """One run of an environment. The lists have one entry per token."""
+    """One run of an environment. The arrays have one entry per token."""
 
     prompt: Prompt
     group: int
-    tokens: list[int]
-    mask: list[bool]  # True on tokens that the policy sampled
-    logprobs: list[float]
-    versions: list[int]
-    rewards: list[float]  # of a turn, on its last token
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))  # True on tokens that the policy sampled
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # -1 where it did not sample
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a turn, on its last token
     reward: float | None = None  # the task reward: that of all turns
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
@@ -85,26 +93,19 @@ class Trajectory:
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def start(cls, prompt: Prompt, group: int, tokens: list[int]) -> "Trajectory":
-        count = len(tokens)
-        return cls(prompt, group, list(tokens), [False] * count, [0.0] * count, [-1] * count, [0.0] * count)
-
     def add_action(self, completion: Completion) -> None:
-        count = len(completion.tokens)
-        self.tokens += completion.tokens
-        self.mask += [True] * count
-        self.logprobs += completion.logprobs
-        self.versions += [completion.version] * count
-        self.rewards += [0.0] * count
+        self._add(completion.tokens, completion.logprobs, completion.version)
 
     def add_observation(self, tokens: list[int]) -> None:
-        count = len(tokens)
-        self.tokens += tokens
-        self.mask += [False] * count
-        self.logprobs += [0.0] * count
-        self.versions += [-1] * count
-        self.rewards += [0.0] * count
+        self._add(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32), -1)
+
+    def _add(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        more = np.full(len(tokens), version, np.int32)
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        self.versions = np.concatenate([self.versions, more])
+        self.mask = self.versions >= 0
+        self.rewards = np.concatenate([self.rewards, np.zeros(len(tokens), np.float32)])
 
     def add_reward(self, reward: float) -> None:
         """Add the reward of the turn that the last token ends."""
@@ -112,7 +113,15 @@ class Trajectory:
         self.reward = (self.reward or 0.0) + reward
 
     def oldest_version(self) -> int:
-        return min(version for version in self.versions if version >= 0)
+        return int(self.versions[self.mask].min())
+
+    def sampled_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a tensor from the host to the device without waiting for what the device has to do before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def later() -> Any:
@@ -176,6 +185,8 @@ class Batch:
     shares: Tensor  # [B] float32, weight of each sequence
     labels: Tensor  # [B] float32
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
+    host_mask: Tensor | None = None  # the mask, where it can be read without waiting for the device
+    sizes: Tensor | None = None  # [B] int64, the lengths on the device
     rollout_logprobs: Tensor = later()  # [N]
     old_logprobs: Tensor = later()  # [N]
     ref_logprobs: Tensor = later()  # [N]
@@ -198,11 +209,20 @@ class Batch:
 
     def spread(self, values: Tensor) -> Tensor:
         """Put each sequence's value on all of its tokens, [B] -> [N]."""
-        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
+        return values.repeat_interleave(self.counted(), output_size=len(self.tokens))
 
     def last_of(self, values: Tensor) -> Tensor:
         """Take the value at each sequence's last token, [N] -> [B]."""
-        return values[torch.tensor(self.lengths, device=values.device).cumsum(0) - 1]
+        return values[self.counted().cumsum(0) - 1]
+
+    def counted(self) -> Tensor:
+        if self.sizes is None:
+            self.sizes = moved(torch.tensor(self.lengths), self.tokens.device)
+        return self.sizes
+
+    def learnt(self) -> Tensor:
+        """Return the mask on the host."""
+        return self.mask.cpu() if self.host_mask is None else self.host_mask
 
 
 def filled_fields(sample: Sample) -> list[str]:
@@ -240,8 +260,8 @@ def to_sample(trajectory: Trajectory) -> Sample:
     if trajectory.reward is None:
         raise ValueError(f"a trajectory that ended in {trajectory.outcome} has no reward and cannot be trained on")
     sample = Sample(
-        tokens=torch.tensor(trajectory.tokens),
-        mask=torch.tensor(trajectory.mask),
+        tokens=torch.from_numpy(trajectory.tokens),
+        mask=torch.from_numpy(trajectory.mask),
         group=trajectory.group,
         version=trajectory.oldest_version(),
         task_reward=trajectory.reward,
@@ -249,8 +269,8 @@ def to_sample(trajectory: Trajectory) -> Sample:
         baseline=trajectory.baseline or 0.0,
         truncated=trajectory.truncated,
     )
-    sample.rollout_logprobs = torch.tensor(trajectory.logprobs)
-    sample.token_rewards = torch.tensor(trajectory.rewards)
+    sample.rollout_logprobs = torch.from_numpy(trajectory.logprobs)
+    sample.token_rewards = torch.from_numpy(trajectory.rewards)
     return sample
 
 

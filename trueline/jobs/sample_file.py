@@ -50,7 +50,7 @@ def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
         "parts": parts,
         "outcome": str(trajectory.outcome),
         "truncated": trajectory.truncated,
-        "tokens": sum(trajectory.mask),
+        "tokens": trajectory.sampled_tokens(),
         **({"error": trajectory.error} if trajectory.error else {}),
     }
 

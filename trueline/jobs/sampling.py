@@ -181,7 +181,7 @@ class Pace:
 
     def add(self, group: Group) -> None:
         self.done += 1
-        self.tokens += sum(sum(one.mask) for one in group)
+        self.tokens += sum(one.sampled_tokens() for one in group)
         self.rewards += [one.reward for one in group if one.reward is not None and self.scored]
         if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
             self.said = time.monotonic()

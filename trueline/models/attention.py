@@ -4,7 +4,6 @@ The layout of the forward pass under way is one object that the attention functi
 forward pass, because gradient checkpointing computes attention again during the backward pass.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trueline.config.base import ConfigError
+from trueline.models.attention_blocks import boundaries, takes_flash
 from trueline.models.ring_attention import Ring, ring_attention
 
 NAME = "trueline_packed"
@@ -82,27 +82,21 @@ def refuse(others: dict[str, Any]) -> None:
 
 def whole_attention(parts: list[Tensor], lengths: list[int], scale: float, window: int | None) -> Tensor:
     query, key, value = parts
-    flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    attend = varlen_attention if flash else sequence_by_sequence
+    attend = varlen_attention if takes_flash(query) else sequence_by_sequence
     return attend(query, key, value, lengths, scale, window)
 
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Run torch's own flash attention over sequences of different lengths."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415  (only torch built for GPUs needs it)
-
-    ends = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
-    longest = max(lengths)
-    repeats = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    span = (window - 1, 0) if window is not None and window < longest else (-1, 0)
-    known = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": span} if "window_size" in known else {"is_causal": True}
-    if "window_size" not in known and span != (-1, 0):
-        raise ConfigError(f"torch {torch.__version__} has no windows in varlen attention: set training.packing=false")
-    return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, **causal)  # type: ignore[return-value]
+    """Run torch's flash kernels over sequences of different lengths; several heads may share one of keys."""
+    ends, longest = boundaries(tuple(lengths), query.device), max(lengths)
+    near = window is not None and window < longest
+    span = {"window_size_left": window - 1, "window_size_right": 0} if near else {}  # type: ignore[operator]
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, ends, ends, longest, longest, 0.0, not near, False, scale=scale, **span
+    )
+    return out  # type: ignore[no-any-return]
 
 
 def sequence_by_sequence(

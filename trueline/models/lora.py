@@ -81,6 +81,18 @@ def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tupl
             yield name, tensor
 
 
+def frozen(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what adapters stand beside, under the plain names."""
+    return ((name.replace(BASE, "."), tensor) for name, tensor in weights if not name.endswith((A, B)))
+
+
+def scaled(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield adapters alone, under peft's names, so that their product needs no scaling any more."""
+    for name, tensor in weights:
+        if name.endswith((A, B)):
+            yield peft_name(name), tensor.float() * scale if name.endswith(B) else tensor
+
+
 def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, those in 4 bits as plain numbers."""
     from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415  (an optional package)

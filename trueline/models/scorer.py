@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trueline.algorithms.router_loss import routing
 from trueline.config.base import ConfigError
+from trueline.data.types import moved
 from trueline.models.attention import Current
 from trueline.models.divergence import Teacher, chunked_divergence
 from trueline.models.head import ChunkedHead, HeadWork
@@ -48,17 +49,19 @@ class Scorer(nn.Module):
     def forward(
         self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float, entropy: bool = True
     ) -> Outputs:
+        """Run over tokens on the model's device; the mask of those that count is on the host."""
         arrangement = self.arrange(lengths, tokens.device)
         states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
         hidden, routed = arrangement.hidden(states.last_hidden_state), self.routed(states, arrangement)
         if not self.speaks:
             scores = arrangement.whole(scoring_head(self.model)[1](hidden).float())
             return routed | ({"values": moved_on(scores[:, 0], lengths)} if self.values else {"scores": scores})
-        wanted = arrangement.local(predicting(mask, lengths))
+        # On the host, where positions can be counted without waiting for the device.
+        wanted = moved(arrangement.local(predicting(mask, lengths)).nonzero()[:, 0], tokens.device)
         targets = arrangement.local(tokens.roll(-1))[wanted]
         work = HeadWork(temperature, self.chunk, entropy)
-        found = self.outputs(hidden[wanted], targets, work, self.taught(arrangement, tokens, wanted))
-        return routed | {name: place(values, wanted, arrangement) for name, values in found.items()}
+        found = self.outputs(hidden.index_select(0, wanted), targets, work, self.taught(arrangement, tokens, wanted))
+        return routed | {name: place(values, wanted, len(hidden), arrangement) for name, values in found.items()}
 
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
         if not self.packed:
@@ -110,7 +113,7 @@ def apply_head(head: nn.Linear, hidden: Tensor, goal: Tensor | tuple[Teacher, Te
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
     """Mark the positions, [N] bool, whose next token in the same sequence is masked."""
-    ends = torch.tensor(lengths, device=mask.device).cumsum(0) - 1
+    ends = torch.tensor(lengths).cumsum(0) - 1
     following = mask.roll(-1)
     following[ends] = False
     return following
@@ -118,13 +121,13 @@ def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
 
 def moved_on(values: Tensor, lengths: list[int]) -> Tensor:
     """Give each token the value at the one before it, [N]; the first of a sequence gets 0."""
-    firsts = torch.tensor([0, *lengths[:-1]], device=values.device).cumsum(0)
+    firsts = moved(torch.tensor([0, *lengths[:-1]]).cumsum(0), values.device)
     return values.roll(1).index_fill(0, firsts, 0.0)
 
 
-def place(values: Tensor, wanted: Tensor, arrangement: Arrangement) -> Tensor:
-    """Move values of the local predicting positions on to the tokens that they speak of, [N]."""
-    local = torch.zeros(wanted.shape, dtype=values.dtype, device=values.device).masked_scatter(wanted, values)
+def place(values: Tensor, wanted: Tensor, count: int, arrangement: Arrangement) -> Tensor:
+    """Move values of the predicting positions, of `count` local ones, on to the tokens that they speak of, [N]."""
+    local = torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, wanted, values)
     return arrangement.whole(local).roll(1)
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trueline.data.types import moved
 from trueline.models.attention import Current, Layout
 from trueline.models.ring_attention import Ring, gather_ring, local_positions, padded_lengths
 
@@ -72,14 +73,15 @@ class Ringed:
         for length in self.stretched:
             starts.append(starts[-1] + length)
         self.total = starts[-1]
-        self.real = torch.cat(
-            [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
-        ).to(device)
-        self.here = local_positions(self.stretched, ring.rank, ring.size).to(device)
+        real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)])
+        here = local_positions(self.stretched, ring.rank, ring.size)
+        cpu = torch.device("cpu")
+        self.real = {cpu: real, device: moved(real, device)}
+        self.here = {cpu: here, device: moved(here, device)}
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         Current.layout = Layout([length // self.ring.size for length in self.stretched], self.ring)
-        places = positions(self.stretched, tokens.device)[self.here]
+        places = positions(self.stretched, tokens.device)[self.here[tokens.device]]
         return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
 
     def hidden(self, states: Tensor) -> Tensor:
@@ -87,12 +89,12 @@ class Ringed:
 
     def local(self, values: Tensor) -> Tensor:
         stretched = torch.zeros(self.total, dtype=values.dtype, device=values.device)
-        stretched[self.real] = values
-        return stretched[self.here]
+        stretched[self.real[values.device]] = values
+        return stretched[self.here[values.device]]
 
     def whole(self, values: Tensor) -> Tensor:
-        return gather_ring(values, self.stretched, self.ring)[self.real]
+        return gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
 
 
 def positions(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return moved(torch.cat([torch.arange(length) for length in lengths]), device)

@@ -144,7 +144,8 @@ def way_of(plan: RLPlan) -> Way:
     differs = "the trainer holds them in 4 bits" if config.model.lora.quantize else ""
     if config.model.dtype == "bfloat16" and config.rollout.dtype == "float32":
         differs = "the trainer holds them in bfloat16, the engines in float32"
-    return Way(config.rollout.dtype, "local" if config.runtime == "local" else plan.transport(), differs)
+    transport = "local" if config.runtime == "local" else plan.transport()
+    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart())
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

@@ -10,6 +10,7 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import check_engines
 from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, engine_room, settled
 from trueline.runs.preflight import (
@@ -99,6 +100,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
     check_transport(config, layout, machine)
+    check_adapters(config)
     check_routers("training", config.training, config.model, facts)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
@@ -143,6 +145,25 @@ def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:
         raise ConfigError("sync.transport=nccl needs a GPU of its own for every process: set sync.transport=auto")
 
 
+def check_adapters(config: RLConfig) -> None:
+    """Refuse adapters sent apart where engines cannot hold them, or would hold other weights beside them."""
+    lora, row = config.model.lora, ROLLOUT_ENGINES[config.rollout.engine]
+    if not lora.apart():
+        return
+    largest, dtypes = max(row.adapter_ranks, default=0), (config.model.dtype, config.rollout.dtype)
+    reason = ""
+    if lora.rank > largest:
+        reason = f"rollout.engine={config.rollout.engine} has no room for rank {lora.rank} (up to {largest})"
+    elif lora.quantize:
+        reason = "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold"
+    elif dtypes == ("bfloat16", "float32"):
+        reason = (
+            "model.dtype=bfloat16 rounds the weights that adapters stand beside, and rollout.dtype=float32 does not"
+        )
+    if reason:
+        raise ConfigError(f"model.lora.sync=adapter: {reason}; set model.lora.sync=merged")
+
+
 def resolve(
     config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
 ) -> tuple[RLConfig, ResolvedRollout, Layout, list[RoleModel]]:
@@ -153,14 +174,15 @@ def resolve(
     roles = roles_of(config)
     ranks, engines, colocated = share_devices(config, machine, own_gpus(roles))
     roles = [role.spread(ranks) for role in roles]
-    rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype)
+    rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype, machine.gpus)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
         "training": {"ranks": ranks},
         "rollout": rollout.model_dump(),
         **{role.section: {"ranks": role.world} for role in roles},
     }
-    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, tuple(role.layout() for role in roles))
+    beside, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, beside, in_turns)
     config = config.replaced(values)
     check_critic(config)
     return config, rollout, layout, roles

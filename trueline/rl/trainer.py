@@ -1,5 +1,6 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -72,6 +73,7 @@ class RLTrainer:
                 self.settle()
                 trajectories = [trajectory for group in groups for trajectory in group]
                 samples = [to_sample(trajectory) for trajectory in trajectories]
+                learns = self.policy_learns()
                 with self.sharing.training():
                     with self.timer.phase("score"):
                         self.models.score(samples, fresh=self.fresh())
@@ -79,13 +81,14 @@ class RLTrainer:
                     metrics = self.learn(samples)
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
                     metrics |= describe_models(samples, config) | self.adapt(samples)
-                    state.advance(len(groups) + self.rollouts.dropped.group_count())
+                    state.advance(len(groups) + self.rollouts.dropped.group_count(), learns)
                     self.judge_critic(metrics)
                     state.skipped_steps = self.guard.skipped
                     for guard in self.guards():
                         guard.whole = True
                     self.save_if_due(metrics)
-                metrics |= self.publish()
+                if learns or self.sharing.shared:  # engines that sleep forget their weights
+                    metrics |= self.publish()
                 if self.evaluation_due():
                     metrics |= self.evaluate()
                     self.checkpoints.tell(state.step, metrics)
@@ -152,13 +155,15 @@ class RLTrainer:
         set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
             return {}  # too few groups were left to fill this minibatch, or all its completions are filtered
-        metrics: dict[str, float] = {}
-        if self.critic_guard is not None:
-            found = self.make_step(self.critic_guard, minibatch, "value")
-            metrics |= {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
+        learners = {"value": self.critic_guard} if self.critic_guard is not None else {}
         if self.policy_learns():
-            metrics |= self.make_step(self.guard, minibatch, "policy")
-        return metrics
+            learners["policy"] = self.guard
+        # At once where each has devices of its own.
+        with ThreadPoolExecutor(len(learners) if config.critic.placement == "separate" else 1) as threads:
+            made = {loss: threads.submit(self.make_step, guard, minibatch, loss) for loss, guard in learners.items()}
+        metrics = made["policy"].result() if "policy" in made else {}
+        found = made["value"].result() if "value" in made else {}
+        return metrics | {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
 
     def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}

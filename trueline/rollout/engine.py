@@ -37,6 +37,7 @@ class EngineSpec:
     cuda_graphs: bool
     sleeps: bool  # gives its GPU memory back between steps
     trust_remote_code: bool
+    adapter_rank: int = 0  # of adapters that it holds beside its weights, and is sent in their place
 
 
 class RolloutEngine(Protocol):

@@ -29,6 +29,8 @@ class RolloutRow:
     brought_by: str = ""  # what installs it
     local: bool = False  # it can live in the process of the run
     tensor_parallel: bool = True
+    adapter_ranks: tuple[int, ...] = ()  # sizes of the room that it has for adapters beside its weights
+    slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
     cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
     memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
@@ -38,6 +40,9 @@ class RolloutRow:
         return Target(self.path, asynchronous=True, environment=partial(self.environment, rollout))
 
 
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
+
+
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     quiet |= {"VLLM_HOST_IP": "127.0.0.1"} if LOOPBACK else {}
@@ -45,7 +50,9 @@ def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
         # FlashInfer's sampler compiles kernels at its first use, for minutes.
         return quiet | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     cache = str(max(round(rollout.cpu_cache_gib), 1))
-    return quiet | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
+    # One process fewer, which would have to import vLLM too and to be sent every token.
+    within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return quiet | within | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
 
 
 ROLLOUT_ENGINES = {
@@ -53,6 +60,8 @@ ROLLOUT_ENGINES = {
         "trueline.rollout.vllm_engine:VllmEngine",
         package="vllm",
         brought_by="trueline[gpu], or trueline[cpu] where there is no GPU",
+        adapter_ranks=ADAPTER_RANKS,
+        slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         environment=vllm_environment,
     ),

@@ -36,14 +36,15 @@ class Episodes:
         self.pool, self.chat = pool, chat
 
     async def run(self, environment: Environment, prompt: Prompt, ticket: Ticket, params: SamplingParams) -> Trajectory:
-        trajectory = Trajectory.start(prompt, ticket.group, [])
+        trajectory = Trajectory(prompt, ticket.group)
         try:
             messages = await attempt(environment.reset(prompt), trajectory)
             if messages is None:
                 return trajectory
-            trajectory.add_observation(self.chat.prompt_tokens(messages, prompt.tools))
+            tokens = self.chat.prompt_tokens(messages, prompt.tools)
+            trajectory.add_observation(tokens)
             sampling = replace(params, seed=ticket.seed)
-            completion = await self.pool.generate(trajectory.tokens, sampling, ticket.group, ticket.request(0))
+            completion = await self.pool.generate(tokens, sampling, ticket.group, ticket.request(0))
             completion, trajectory.reply = ended(completion, params.stop, self.chat.reply_text)
             trajectory.add_action(completion)
             trajectory.truncated = completion.finish_reason == "length"
@@ -59,7 +60,7 @@ def ended(completion: Completion, stops: Sequence[str], text_of: Callable[[list[
     """Return the completion up to the token that completes a stop string, and its text before that string."""
 
     def text_up_to(length: int) -> str:
-        return text_of(completion.tokens[:length])
+        return text_of(completion.tokens[:length].tolist())
 
     text = text_up_to(len(completion.tokens))
     if stop_place(text, stops) < 0:
@@ -68,8 +69,7 @@ def ended(completion: Completion, stops: Sequence[str], text_of: Callable[[list[
     # Whole prefixes are decoded: a token may be a part of a character, and a stop string of several tokens.
     length = bisect_left(lengths, True, key=lambda length: stop_place(text_up_to(length), stops) >= 0)
     text = text_up_to(length)
-    cut = replace(completion, tokens=completion.tokens[:length], logprobs=completion.logprobs[:length])
-    return replace(cut, finish_reason="stop"), text[: stop_place(text, stops)]
+    return completion.cut(length), text[: stop_place(text, stops)]
 
 
 def stop_place(text: str, stops: Sequence[str]) -> int:

@@ -84,7 +84,7 @@ class HFEngine:
                     reasons[row] = finish_reason(tokens[row], requests[row].params)
                 inputs = torch.tensor(drawn, device=self.device)[:, None]
         parts = zip(tokens, logprobs, reasons, strict=True)
-        return [Completion(row, scores, self.version, reason) for row, scores, reason in parts]
+        return [Completion.of(row, scores, self.version, reason) for row, scores, reason in parts]
 
     async def score(self, tokens: list[int]) -> list[float]:
         async with self.busy:

@@ -1,55 +1,54 @@
-"""vLLM behind the engine protocol. It lives in a process of its own, together with vLLM's."""
+"""vLLM behind the engine protocol. It lives in a process of its own; on GPUs, vLLM starts others beside it."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import AsyncEngineArgs
+from vllm import EngineArgs
 from vllm import SamplingParams as VllmParams
+from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engines import ADAPTER_RANKS
+from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
+from trueline.sync.vllm import ADAPTER
 
 CPU_TOKENS_PER_STEP = 4096
 RECEIVER = "trueline.sync.vllm.WeightReceiver"
 
 
 class VllmEngine:
+    """vLLM's own loop in a thread: it steps while there are requests, and in between does what else it is asked."""
+
     def __init__(self, spec: EngineSpec) -> None:
         self.version = 0
         self.workers = spec.tensor_parallel
         on_gpu = torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
+        self.apart = spec.adapter_rank > 0
+        self.adapter: LoRARequest | None = None  # that requests name, once it is there
         self.asleep = False
         self.open = asyncio.Event()
         self.open.set()
         self.running = 0  # requests, preempted ones included
         self.idle = asyncio.Event()
         self.idle.set()
-        place = on_gpu_options(spec) if on_gpu else on_cpu_options(spec)
-        self.llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=spec.model,
-                dtype=spec.dtype,  # type: ignore[arg-type]
-                max_model_len=spec.context,
-                tensor_parallel_size=spec.tensor_parallel,
-                max_num_seqs=spec.max_sequences,
-                distributed_executor_backend="mp" if spec.tensor_parallel > 1 else "uni",
-                # The log-probs of the distribution that was sampled from, not of the raw logits.
-                logprobs_mode="processed_logprobs",
-                worker_extension_cls=RECEIVER,
-                skip_tokenizer_init=True,
-                seed=spec.seed,
-                disable_log_stats=True,
-                trust_remote_code=spec.trust_remote_code,
-                **place,
-            )
-        )
+        self.waiting: dict[str, asyncio.Future[Any]] = {}
+        self.asked = 0  # calls that wait for the end of a step
+        self.stepping: asyncio.Task[None] | None = None
+        self.thread = ThreadPoolExecutor(1)
+        options = engine_options(spec, on_gpu)
+        self.llm = self.thread.submit(LLMEngine.from_engine_args, EngineArgs(**options)).result()
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         settings = VllmParams(
@@ -62,14 +61,15 @@ class VllmEngine:
             stop_token_ids=list(params.stop_tokens),
             seed=params.seed,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(tokens, settings, request)
         completion = output.outputs[0]
-        chosen = list(completion.token_ids)
-        logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, chosen, strict=True)]
-        return Completion(chosen, logprobs, self.version, str(completion.finish_reason))
+        chosen, sampled = list(completion.token_ids), completion.logprobs
+        assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
+        return Completion.of(chosen, sampled.logprobs, self.version, str(completion.finish_reason))
 
     async def score(self, tokens: list[int]) -> list[float]:
         settings = VllmParams(
@@ -83,35 +83,67 @@ class VllmEngine:
         await self.open.wait()
         self.running += 1
         self.idle.clear()
+        done = self.waiting[request] = asyncio.get_running_loop().create_future()
         try:
-            outputs = [output async for output in self.llm.generate({"prompt_token_ids": tokens}, settings, request)]
+            prompt = TokensPrompt(prompt_token_ids=tokens)
+            await self._ask(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
+            if self.stepping is None or self.stepping.done():
+                self.stepping = asyncio.create_task(self._step())
+                self.stepping.add_done_callback(self._stopped)
+            return await done
+        except asyncio.CancelledError:
+            await self._ask(self.llm.abort_request, [request])
+            raise
         finally:
+            del self.waiting[request]
             self.running -= 1
             if not self.running:
                 self.idle.set()
-        return outputs[-1]
+
+    async def _ask(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
+        """Have vLLM's thread make a call, behind the step under way."""
+        self.asked += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, partial(method, *args, **named))
+        finally:
+            self.asked -= 1
+
+    async def _step(self) -> None:
+        while self.waiting:
+            for output in await asyncio.get_running_loop().run_in_executor(self.thread, self._steps):
+                if output.request_id in self.waiting:
+                    self.waiting[output.request_id].set_result(output)
+
+    def _steps(self) -> list[Any]:
+        """Step until a request is finished, or something else is to be done."""
+        finished: list[Any] = []
+        while not finished and not self.asked and self.llm.has_unfinished_requests():
+            finished = [output for output in self.llm.step() if output.finished]
+        return finished
+
+    def _stopped(self, stepping: asyncio.Task[None]) -> None:
+        """Tell those who wait of an error that ended the steps."""
+        error = None if stepping.cancelled() else stepping.exception()
+        for done in self.waiting.values():
+            if error is not None and not done.done():
+                done.set_exception(error)
 
     async def pause(self) -> None:
-        """Pause, and empty the prefix cache, which holds what the old weights made of a prompt.
-
-        vLLM's own wait does not count requests that it has preempted, which would go on under other weights.
-        """
+        """Let all requests end, those that vLLM has preempted too, which would go on under other weights."""
         self.open.clear()
         await self.idle.wait()
-        await self.llm.pause_generation(mode="wait", clear_cache=True)
 
     async def resume(self) -> None:
-        await self.llm.resume_generation()
         self.open.set()
 
     async def sleep(self) -> None:
         if self.sleeps:
-            await self.llm.sleep(level=2)
+            await self._ask(self.llm.sleep, level=1 if self.apart else 2)  # 1 keeps a copy, of what is not sent again
             self.asleep = True
 
     async def wake(self, part: str) -> None:
         if self.asleep:
-            await self.llm.wake_up(tags=[part])
+            await self._ask(self.llm.wake_up, tags=[part])
             self.asleep = part == "weights"  # the cache still sleeps
 
     async def processes(self) -> int:
@@ -119,32 +151,54 @@ class VllmEngine:
 
     async def connect(self, link: Link, first_rank: int) -> None:
         plain = (list(link.address), link.world, link.timeout_seconds, link.transport, link.shared)
-        await self.llm.collective_rpc("join_trainer", args=(plain, first_rank))
+        await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
-        sums = await self.llm.collective_rpc("receive_weights", args=(plain,))
-        if not await self.llm.reset_prefix_cache():
+        sums: list[list[int]] = await self._ask(self.llm.collective_rpc, "receive_weights", args=(plain,))
+        if not await self._ask(self.llm.reset_prefix_cache):
             raise RuntimeError("vLLM could not empty its prefix cache: it would answer with what old weights cached")
         self.version = version
+        if self.apart:
+            self.adapter = LoRARequest("policy", ADAPTER, "in memory")
         return sums
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         raise RuntimeError("a vLLM engine has a process of its own: send its weights through a broadcast group")
 
     async def holdings(self) -> list[dict[str, Holding]]:
-        found = await self.llm.collective_rpc("weight_holdings")
+        found: list[dict[str, Any]] = await self._ask(self.llm.collective_rpc, "weight_holdings")
         return [{name: tuple(held) for name, held in process.items()} for process in found]
 
     async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
-        return await self.llm.collective_rpc("weight_bit_sums", args=(dtype,))
+        return await self._ask(self.llm.collective_rpc, "weight_bit_sums", args=(dtype,))
 
     async def scramble(self) -> None:
-        await self.llm.collective_rpc("scramble_weights")
+        await self._ask(self.llm.collective_rpc, "scramble_weights")
 
     async def cached(self, tokens: list[int]) -> int:
         settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         return int((await self._run(tokens, settings, f"cached-{self.version}")).num_cached_tokens or 0)
+
+
+def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "max_model_len": spec.context,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "max_num_seqs": spec.max_sequences,
+        "distributed_executor_backend": "mp" if spec.tensor_parallel > 1 else "uni",
+        # The log-probs of the distribution that was sampled from, not of the raw logits.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": RECEIVER,
+        "skip_tokenizer_init": True,
+        "seed": spec.seed,
+        "disable_log_stats": True,
+        "trust_remote_code": spec.trust_remote_code,
+        **(on_gpu_options(spec) if on_gpu else on_cpu_options(spec)),
+        **(adapter_options(spec.adapter_rank) if spec.adapter_rank else {}),
+    }
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
@@ -153,6 +207,11 @@ def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": spec.sleeps,
         "enforce_eager": not spec.cuda_graphs,
     }
+
+
+def adapter_options(rank: int) -> dict[str, Any]:
+    room = next(room for room in ADAPTER_RANKS if room >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
 
 
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:

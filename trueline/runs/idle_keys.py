@@ -162,7 +162,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
             "evaluation.",
             lambda run: unless(bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
         ),
-        ("monitoring.transcripts_per_step", never("nothing is sampled")),
+        ("monitoring.transcripts_per_step model.lora.sync", never("nothing is sampled")),
         ("preference.gamma", pair_loss_reads("simpo")),
         ("preference.odds_coefficient", pair_loss_reads("orpo")),
         ("preference.length_normalized", pair_loss_reads("ipo")),

@@ -15,6 +15,7 @@ from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
+MOST_PASS = {"cuda": LARGEST_PASS, "cpu": 4096}  # tokens; what is computed of more leaves the caches of a CPU
 LEAST_PASS = {"cuda": 4096, "cpu": 1024}  # tokens; fewer are slow, and the last resort
 SHORTEST = 64  # tokens of a sequence that a refusal still proposes
 
@@ -297,8 +298,8 @@ def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     fixed = {one.section: one.ranks.micro_batch_tokens for one in tenants if one.section not in opened}
     floors = {one.section: math.ceil(longest / one.model.context_parallel) for one in tenants}
-    shortest, least = min(floors.values()), LEAST_PASS[rooms[0].device]
-    sizes = [LARGEST_PASS >> halvings for halvings in range(LARGEST_PASS.bit_length())]
+    shortest, least, most = min(floors.values()), LEAST_PASS[rooms[0].device], MOST_PASS[rooms[0].device]
+    sizes = [most >> halvings for halvings in range(most.bit_length())]
     sizes = [size for size in sizes if size > shortest] + [shortest]
     quick = [size for size in sizes if size >= least] or sizes[:1]
     wanted = None if "model" in opened else tenants[0].model.gradient_checkpointing

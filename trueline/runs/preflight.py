@@ -91,14 +91,16 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
 
 
 def resolved_rollout(
-    rollout: RolloutConfig, facts: ModelFacts, prompts: list["Measured"], engines: int, dtype: str
+    rollout: RolloutConfig, facts: ModelFacts, prompts: list["Measured"], engines: int, dtype: str, gpus: int
 ) -> ResolvedRollout:
     """Fill in the keys that were left to machine, model and data."""
     tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
     room = max(facts.context - tokens, 1)
     longest = max((length for one in prompts for length in one.lengths if length <= room), default=room)
+    slow_seeds = gpus > 0 and ROLLOUT_ENGINES[rollout.engine].slow_seeds
     values = {
         "engines": engines,
+        "seeded": not slow_seeds if rollout.seeded is None else rollout.seeded,
         "gpu_memory_utilization": rollout.gpu_memory_utilization or OWN_GPU,
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,

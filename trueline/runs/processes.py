@@ -108,6 +108,7 @@ def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, s
             cuda_graphs=rollout.cuda_graphs,
             sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
+            adapter_rank=model.lora.rank if model.lora.apart() else 0,
         )
         for number in range(layout.engines)
     ]

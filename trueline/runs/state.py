@@ -16,7 +16,7 @@ class RLState:
     """The state of an RL run. The prompts trained on so far are the first `groups` of the data's order."""
 
     step: int = 0
-    version: int = 0
+    version: int = 0  # of the policy's weights
     groups: int = 0
     skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
@@ -24,9 +24,9 @@ class RLState:
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
-    def advance(self, groups: int) -> None:
+    def advance(self, groups: int, learnt: bool) -> None:
         self.step += 1
-        self.version += 1
+        self.version += learnt
         self.groups += groups
 
 

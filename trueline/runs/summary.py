@@ -37,7 +37,8 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
 
 
 def engines_line(rollout: ResolvedRollout) -> str:
-    return f"engines    {rollout.engines} x {rollout.engine}, tensor parallel {rollout.tensor_parallel}"
+    drawn = "" if rollout.seeded else ", answers without seeds of their own (rollout.seeded)"
+    return f"engines    {rollout.engines} x {rollout.engine}, tensor parallel {rollout.tensor_parallel}{drawn}"
 
 
 def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out: int | None = None) -> str:

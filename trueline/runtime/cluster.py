@@ -31,6 +31,10 @@ QUIET = {
     **LOOPBACK,
 }
 
+# Threads that wait for each other sleep: were they to spin, those of a process that waits would take the cores from the
+# one at work, and any other program would stall them all.
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.runtime.actors import Actor, LocalActor, Object, RayActor, Spot, Target, build, wait_all
-from trueline.runtime.cluster import QUIET, START_SECONDS, Machine, reserve
+from trueline.runtime.cluster import PASSIVE, QUIET, START_SECONDS, Machine, reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,17 @@ class Layout:
     tensor_parallel: int = 1
     colocated: bool = False
     roles: tuple[RoleRanks, ...] = ()
+    in_turns: bool = True  # models wait while engines sample, and engines while models train
 
     def engine_gpus(self) -> int:
         return self.engines * self.tensor_parallel
 
     def own_gpus(self) -> int:
         return sum(one.ranks for one in self.roles if not one.shared)
+
+    def at_work(self, processes: int) -> int:
+        """Return how many processes compute at once while this many of one kind do."""
+        return processes if self.in_turns else self.policy_ranks + self.engine_gpus()
 
     def gpus_needed(self) -> int:
         return self.policy_ranks + self.own_gpus() + (0 if self.colocated else self.engine_gpus())
@@ -78,11 +83,10 @@ def crowding(layout: Layout, machine: Machine) -> list[str]:
     ]
 
 
-def process_environment(target: Target[Object], machine: Machine, processes: int | None = None) -> dict[str, str]:
-    """Return the environment: on CPUs, `processes` at work together share all cores but one; others take one each."""
-    # OpenMP barriers spin, and two threads of an engine crawl as soon as another process is busy.
-    threads = max((machine.cpus - 1) // processes, 1) if processes else 1
-    return QUIET | ({} if machine.gpus else {"OMP_NUM_THREADS": str(threads)}) | target.environment(machine.gpus)
+def process_environment(target: Target[Object], machine: Machine, processes: int = 1) -> dict[str, str]:
+    """Return the environment: on CPUs, `processes` that work at once share the cores."""
+    threads = {"OMP_NUM_THREADS": str(max(machine.cpus // processes, 1)), **PASSIVE}
+    return QUIET | ({} if machine.gpus else threads) | target.environment(machine.gpus)
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class Processes:
         return actors
 
     def _own_spots(self, target: Target[Object], count: int) -> list[Spot]:
-        environment = process_environment(target, self.machine, count)
+        environment = process_environment(target, self.machine, self.layout.at_work(count))
         if not self.machine.gpus:
             return [Spot(environment=environment)] * count
         group = None if self.local else reserve([{"CPU": 1, "GPU": 1}] * count)
@@ -111,13 +115,13 @@ class Processes:
 
     def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         """Start the ranks of a model beside the policy."""
-        environment = process_environment(target, self.machine, len(specs))
+        environment = process_environment(target, self.machine, self.layout.at_work(len(specs)))
         shared = [self._beside([number], environment) for number in range(len(specs))]
         return self._start(one.name, target, specs, shared if one.shared else self._own_spots(target, len(specs)))
 
     def engines(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        environment = process_environment(target, self.machine)
         width = self.layout.tensor_parallel
+        environment = process_environment(target, self.machine, self.layout.at_work(len(specs) * width))
         if not self.machine.gpus or self.layout.colocated:
             shares = [list(range(number * width, (number + 1) * width)) for number in range(len(specs))]
             spots = [self._beside(share, environment) for share in shares]

@@ -5,6 +5,7 @@ from trueline.runtime.fingerprints import Holding, wrapped
 # By engine, by process, by the engine's own name of a weight.
 Held = list[list[dict[str, Holding]]]
 Sums = list[list[dict[str, int]]]
+ADAPTERS = "adapters"  # in place of a weight's name: the sum of all adapters that a process holds beside its weights
 
 
 class SyncFailure(RuntimeError):
@@ -14,8 +15,8 @@ class SyncFailure(RuntimeError):
 class EngineProof:
     """The weights that engines loaded by themselves, and what their sum must be after every update."""
 
-    def __init__(self, own: Held) -> None:
-        self.own = own
+    def __init__(self, own: Held, apart: bool = False) -> None:
+        self.own, self.apart = own, apart
         weights = [(name, size) for name, (_, size) in own[0][0].items()]
         self.names = [name for name, _ in weights]
         self.packed = [name for name, size in weights if not size]  # nothing of them is left to read
@@ -39,6 +40,8 @@ class EngineProof:
     def start(self, live: tuple[int, int], held: Sums) -> None:
         """See, on weights that are proven, whether sums can be compared after every update."""
         self.first = live
+        if self.apart:
+            self._check_adapters(live[1], held)
         equal = [self._sum(engine, processes) == live[0] for engine, processes in enumerate(held)]
         self.summed = all(equal)
         whole = not self.packed and all(len(engine) == 1 for engine in held)
@@ -50,13 +53,15 @@ class EngineProof:
 
     def _sum(self, engine: int, processes: list[dict[str, int]]) -> int:
         first, *others = processes
-        parts = [bits for one in others for name, bits in one.items() if name not in self.alike[engine]]
-        return wrapped(sum(first.values()) + sum(parts))
+        parts = [bits for one in others for name, bits in one.items() if name not in self.alike[engine] | {ADAPTERS}]
+        return wrapped(sum(first.values()) - first.get(ADAPTERS, 0) + sum(parts))
 
     def check_sum(self, live: tuple[int, int], held: Sums) -> None:
         """Compare what every engine holds with the trainer's own weights, which are `live` now."""
         plain, adapters = live
-        if adapters != self.first[1] and plain == self.first[0]:
+        if self.apart:
+            self._check_adapters(adapters, held)
+        elif adapters != self.first[1] and plain == self.first[0]:
             raise SyncFailure(
                 "the adapters were trained, and what was sent is the model they started from: they were not merged"
             )
@@ -69,10 +74,26 @@ class EngineProof:
                     "patterns differ): a weight was left out, came from another version or was altered on its way"
                 )
 
+    def _check_adapters(self, live: int, held: Sums) -> None:
+        """Compare adapters that engines hold beside their weights; divided among processes, they have no common sum."""
+        for engine, processes in enumerate(held):
+            if len(processes) == 1 and processes[0][ADAPTERS] != live:
+                raise SyncFailure(
+                    f"after the update engine {engine} holds other adapters than the trainer (the sums of their bit "
+                    "patterns differ): one was left out, came from another version or has no layer there"
+                )
+
     def describe(self, differs: str) -> str:
         """Say what is proven, and what is not."""
         said = [f"{len(self.names) - len(self.packed)} weights in each of {len(self.own)} engine(s)"]
-        said += [f"are not compared with the checkpoint ({differs})" if differs else "overwritten, sent, the same bits"]
+        if self.apart:
+            said += ["stay as loaded, and adapters are sent"]
+        else:
+            said += (
+                [f"are not compared with the checkpoint ({differs})"]
+                if differs
+                else ["overwritten, sent, the same bits"]
+            )
         if self.packed:
             said += [f"{len(self.packed)} more are packed away by the engine: proven by what it received"]
         if not self.summed and not self.packed:

@@ -31,18 +31,22 @@ class WeightSender(ABC):
     device: torch.device
     meeting: Meeting
     channel: Channel | None = None
+    apart: bool  # adapters travel alone, and engines hold them beside the weights that they have loaded
 
     @abstractmethod
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights with which a model without adapters would compute the same, gathered on every rank."""
+        """Yield the weights under a plain model's names, adapters merged unless they are apart, on every rank."""
 
     @abstractmethod
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is merged into them."""
+        """Yield what is merged into them, or sent apart."""
+
+    def sent_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.adapter_weights() if self.apart else self.plain_weights()
 
     def weight_specs(self, dtype: str) -> list[TensorSpec]:
         """Return names, shapes and type of the weights as engines will receive them."""
-        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.plain_weights()]
+        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.sent_weights()]
 
     def share_memory(self, nbytes: int) -> dict[str, list[SharedMemory]]:
         """Make two buffers that engines on this GPU can read, and return by which handles."""
@@ -58,7 +62,7 @@ class WeightSender(ABC):
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
         """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
-        weights = self.plain_weights()
+        weights = self.sent_weights()
         prints: list[Tensor] = []
         for bucket in buckets:
             buffer = bucket_buffer(bucket) if self.channel is None else self.channel.room(bucket)
@@ -74,9 +78,10 @@ class WeightSender(ABC):
         return as_numbers(prints)
 
     def weight_bits(self, dtype: str) -> tuple[int, int]:
-        """Return the bit sums of the weights as engines should hold them, and of adapters before they are merged."""
-        plain = (bit_sum(tensor.to(WIRE_DTYPES[dtype])) for _, tensor in self.plain_weights())
-        adapters = (bit_sum(tensor) for _, tensor in self.adapter_weights())
+        """Return the bit sums of the weights as engines should hold them, and of adapters, merged or apart."""
+        wire = WIRE_DTYPES[dtype]
+        plain = (bit_sum(tensor.to(wire)) for _, tensor in self.plain_weights())
+        adapters = (bit_sum(tensor.to(wire) if self.apart else tensor) for _, tensor in self.adapter_weights())
         return wrapped(sum(as_numbers(plain))), wrapped(sum(as_numbers(adapters)))
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:

@@ -1,16 +1,21 @@
 """The receiving end inside vLLM's worker processes (an extension of vLLM's own worker class)."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
+from trueline.runtime.fingerprints import Holding, as_numbers, bit_sum, bit_sums, holdings, scramble, wrapped
 from trueline.runtime.transport import WIRE_DTYPES, Bucket, Channel, Link, TensorSpec, bucket_print, bucket_views
+from trueline.sync.proof import ADAPTERS
 
 PlainBucket = list[tuple[str, list[int], str]]
+ADAPTER = 1  # by this number vLLM knows the one adapter
 
 
 class WeightReceiver:
@@ -35,6 +40,8 @@ class WeightReceiver:
         tensor whose parts arrive in two sessions stays stale without an error.
         """
         buckets = [[TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket] for bucket in plain]
+        if self.vllm_config.lora_config is not None:
+            return self._receive_adapter(buckets)
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -51,6 +58,26 @@ class WeightReceiver:
         self.load_tensors(model, list(views))
         return bucket_print(bucket, buffer)
 
+    def _receive_adapter(self, buckets: list[Bucket]) -> list[int]:
+        tensors: dict[str, Tensor] = {}
+        prints = []
+        for bucket in buckets:
+            buffer = self.channel.take(bucket).to(self.device).clone()
+            tensors |= bucket_views(bucket, buffer)
+            prints.append(bucket_print(bucket, buffer))
+        self.load_adapter(tensors)
+        return as_numbers(prints)
+
+    def load_adapter(self, tensors: dict[str, Tensor]) -> None:
+        """Put an adapter, whose product is scaled already, in place of the one before; the weights stay."""
+        rank = next(len(tensor) for name, tensor in tensors.items() if ".lora_A." in name)
+        described = PEFTHelper(r=rank, lora_alpha=rank, target_modules=[])
+        manager, settings = self.model_runner.lora_manager._adapter_manager, self.vllm_config.lora_config
+        manager.remove_adapter(ADAPTER)
+        adapter = LoRAModel.from_lora_tensors(ADAPTER, tensors, described, str(self.device), settings.lora_dtype)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER)
+
     def load_tensors(self, model: Any, weights: list[tuple[str, Tensor]]) -> None:
         model.load_weights(iter(weights))
 
@@ -58,10 +85,24 @@ class WeightReceiver:
         return holdings(self.model_runner.get_model())
 
     def weight_bit_sums(self, dtype: str) -> dict[str, int]:
-        return bit_sums(self.model_runner.get_model(), WIRE_DTYPES[dtype])
+        sums = bit_sums(self.model_runner.get_model(), WIRE_DTYPES[dtype])
+        if self.vllm_config.lora_config is not None:
+            held = adapter_tensors(self.model_runner.lora_manager._adapter_manager)
+            sums[ADAPTERS] = wrapped(sum(as_numbers(bit_sum(tensor.to(WIRE_DTYPES[dtype])) for tensor in held)))
+        return sums
 
     def scramble_weights(self) -> None:
         scramble(self.model_runner.get_model())
+
+
+def adapter_tensors(manager: Any) -> Iterator[Tensor]:
+    """Yield what every layer holds of the adapter, with the zeros around it."""
+    if ADAPTER not in manager.lora_index_to_id:
+        return
+    slot = manager.lora_index_to_id.index(ADAPTER)
+    for layer in manager.modules.values():
+        for stacked in (layer.lora_a_stacked, layer.lora_b_stacked):
+            yield from (part[slot] for part in (stacked if isinstance(stacked, tuple) else (stacked,)))
 
 
 def repack_tied_head(model: Any) -> None:

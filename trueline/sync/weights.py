@@ -43,6 +43,7 @@ class Way:
     dtype: str
     transport: str  # "local" within one process, or that of a transport.Link
     differs: str = ""  # empty: they are the same
+    apart: bool = False  # adapters alone are sent
 
 
 class WeightSync:
@@ -100,12 +101,13 @@ class WeightSync:
         """
         if not self.check:
             return "no comparison of engines and trainer (sync.check=false)"
-        proof = EngineProof(self._engines(RolloutEngine.holdings))
+        proof = EngineProof(self._engines(RolloutEngine.holdings), self.way.apart)
         self.proof = None
-        if not self.way.differs:
+        same = not self.way.differs and not self.way.apart
+        if same:
             self._engines(RolloutEngine.scramble)
         self.publish(0)
-        if not self.way.differs:
+        if same:
             proof.check_same(self._engines(RolloutEngine.holdings))
         proof.start(*self._bits())
         self.proof = proof

@@ -70,7 +70,7 @@ class DeepSpeedEngine:
             self.average = MovingAverage(self._shards(), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.engine(batch.tokens, batch.mask, batch.lengths, temperature, entropy))
+        return model_output(self.engine(batch.tokens, batch.learnt(), batch.lengths, temperature, entropy))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Multiply the loss, a share of a sum, by the replicas that DeepSpeed averages over, and run backward."""

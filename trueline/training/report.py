@@ -23,6 +23,35 @@ class LossSettings:
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
 
 
+class Tally:
+    """Weighted sums and maxima over the passes of an update; they stay on the device until all are done."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Tensor]] = {}
+        self.maxima: dict[str, list[Tensor]] = {}
+
+    def add(self, loss: LossOutput, batch: Batch, **more: Tensor) -> None:
+        weights = weights_of(loss, batch)
+        sums = {name: (weights * values).sum() for name, values in loss.means.items()} | more
+        sums["loss"] = (weights * loss.values).sum()
+        sums["weight"] = weights.sum()
+        for name, value in sums.items():
+            self.sums.setdefault(name, []).append(value.detach())
+        for name, values in loss.maxima.items():
+            self.maxima.setdefault(name, []).append(torch.where(weights > 0, values, -torch.inf).max())
+
+    def report(self) -> "Report":
+        sums = {name: sum(numbers) for name, numbers in fetched(self.sums).items()}
+        return Report(sums, {name: max(numbers) for name, numbers in fetched(self.maxima).items()}, {})
+
+
+def fetched(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """Bring all numbers from their device at once."""
+    flat = torch.stack([one.float() for values in found.values() for one in values]).tolist() if found else []
+    numbers = iter(flat)
+    return {name: [next(numbers) for _ in values] for name, values in found.items()}
+
+
 @dataclass(slots=True)
 class Report:
     """What one rank reports of an update: weighted sums and maxima, to be joined over ranks."""
@@ -32,17 +61,6 @@ class Report:
     step: dict[str, float]
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a fresh pass, in plan order
     out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
-
-    def add(self, loss: LossOutput, batch: Batch) -> None:
-        weights = weights_of(loss, batch)
-        sums = {name: (weights * values).sum() for name, values in loss.means.items()}
-        sums["loss"] = (weights * loss.values).sum().detach()
-        sums["weight"] = weights.sum()
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value.item()
-        for name, values in loss.maxima.items():
-            largest = float(torch.where(weights > 0, values, -torch.inf).max())
-            self.maxima[name] = max(self.maxima.get(name, -float("inf")), largest)
 
 
 def weights_of(loss: LossOutput, batch: Batch) -> Tensor:

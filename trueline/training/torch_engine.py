@@ -32,7 +32,7 @@ class TorchEngine:
                 self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.module(batch.tokens, batch.mask, batch.lengths, temperature, entropy))
+        return model_output(self.module(batch.tokens, batch.learnt(), batch.lengths, temperature, entropy))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()

@@ -23,7 +23,7 @@ from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.loading import DTYPES, load_model, load_tokenizer
-from trueline.models.lora import adapters_off, add_lora, dequantized, merged
+from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.runtime.actors import Target, build
@@ -34,7 +34,7 @@ from trueline.training.checkpoints import Saved, save_tensors
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
-from trueline.training.report import LossSettings, Report, attempted, memory_metrics, released, weights_of
+from trueline.training.report import LossSettings, Report, Tally, attempted, memory_metrics, released, weights_of
 from trueline.training.saving import SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
@@ -68,6 +68,7 @@ class Worker(WeightSender):
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.rank, self.meeting = spec.rank, Meeting()
+        self.apart = spec.model.lora.apart()
 
     def listen(self) -> Address:
         """Return the address at which the other ranks, or later the engines, find rank 0."""
@@ -127,8 +128,8 @@ class Worker(WeightSender):
         with self._judging(), self._as_reference(reference):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
-                rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)).cpu(), batch, micro_batch)
-        return torch.cat(rows).numpy() if rows else np.zeros(0, dtype=np.float32)
+                rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)), batch, micro_batch)
+        return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
@@ -163,30 +164,31 @@ class Worker(WeightSender):
         return released() if self.device.type == "cuda" else (0.0, 0.0)
 
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
-        report = Report({}, {}, {})
+        tally = Tally()
         fresh: list[Tensor] = []
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             fresh += rows_of(batch.old_logprobs, batch, micro_batch) if settings.fresh else []
             total = (weights_of(values, batch) * values.values).sum()
+            more: dict[str, Tensor] = {}
             if settings.expert_counts:
-                balance = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
-                total = total + self._router_coefficient() * balance
-                report.sums["router_loss"] = report.sums.get("router_loss", 0.0) + balance.item()
-            if not math.isfinite(total.item()):
-                total = total * math.nan  # its gradient may be finite; no rank may step on it
+                more["router_loss"] = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
+                total = total + self._router_coefficient() * more["router_loss"]
+            # The gradient of a loss that is not finite may be finite; no rank may step on it.
+            total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
             self.engine.backward(total, last=number == len(passes))
-            report.add(values, batch)
+            tally.add(values, batch, **more)
+        report = tally.report()
         report.logprobs = torch.cat(fresh).cpu().numpy() if fresh else report.logprobs
         return report
 
     def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
-        report = Report({}, {}, {})
+        tally = Tally()
         with self._judging():
             for micro_batch in passes:
                 batch, _, values = self._loss(packed, micro_batch, loss, settings)
-                report.add(values, batch)
-        return report
+                tally.add(values, batch)
+        return tally.report()
 
     def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:
         """Count how often the layers send tokens of this rank's samples to each expert, [E]."""
@@ -194,7 +196,7 @@ class Worker(WeightSender):
         with self._judging():
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
-                batch.mask = torch.zeros_like(batch.mask)  # spares the head
+                batch.host_mask = torch.zeros(len(batch.tokens), dtype=torch.bool)  # spares the head
                 found.append(over_learnt(self.engine.forward(batch, 1.0, entropy=False).expert_counts, batch))
         return torch.stack(found).sum(0).tolist()
 
@@ -209,15 +211,16 @@ class Worker(WeightSender):
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights with which a model without adapters would compute the same."""
         weights = self.engine.weights()
         if self.adapter is None:
             return weights
         if self.spec.model.lora.quantize:
             weights = dequantized(weights, self.model)
-        return merged(weights, self.spec.model.lora.alpha / self.spec.model.lora.rank)
+        return frozen(weights) if self.apart else merged(weights, self.spec.model.lora.scale())
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.apart:
+            return scaled(self.engine.weights(), self.spec.model.lora.scale())
         return self.engine.masters() if self.adapter is not None else iter(())
 
     def annotate(self, facts: dict[str, float]) -> None:

@@ -19,10 +19,11 @@ LATER = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "step
 
 
 def trajectory(reward: float | None = 1.0) -> Trajectory:
-    made = Trajectory.start(PROMPT, 4, [10, 11])
-    made.add_action(Completion([12, 13], [-0.5, -0.25], version=3, finish_reason="stop"))
+    made = Trajectory(PROMPT, 4)
+    made.add_observation([10, 11])
+    made.add_action(Completion.of([12, 13], [-0.5, -0.25], version=3, finish_reason="stop"))
     made.add_observation([14])
-    made.add_action(Completion([15], [-2.0], version=2, finish_reason="stop"))
+    made.add_action(Completion.of([15], [-2.0], version=2, finish_reason="stop"))
     made.reward = reward
     return made
 
@@ -39,17 +40,13 @@ def test_the_four_failures_are_failures_and_nothing_else_is() -> None:
 
 def test_a_trajectory_has_one_entry_per_token() -> None:
     made = trajectory()
-    assert made.tokens == [10, 11, 12, 13, 14, 15]
-    assert made.mask == [False, False, True, True, False, True]
-    assert made.logprobs == [0.0, 0.0, -0.5, -0.25, 0.0, -2.0]
-    assert made.versions == [-1, -1, 3, 3, -1, 2]
-    assert made.oldest_version() == 2
-
-
-def test_starting_a_trajectory_copies_the_prompts_tokens() -> None:
-    tokens = [1, 2]
-    Trajectory.start(PROMPT, 0, tokens).add_observation([3])
-    assert tokens == [1, 2]
+    assert made.tokens.tolist() == [10, 11, 12, 13, 14, 15]
+    assert made.mask.tolist() == [False, False, True, True, False, True]
+    assert made.logprobs.tolist() == [0.0, 0.0, -0.5, -0.25, 0.0, -2.0]
+    assert made.versions.tolist() == [-1, -1, 3, 3, -1, 2]
+    assert (made.oldest_version(), made.sampled_tokens()) == (2, 3)
+    made.add_reward(0.5)
+    assert made.rewards.tolist() == [0.0] * 5 + [0.5]
 
 
 def test_a_trajectory_becomes_a_sample() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
@@ -137,9 +138,9 @@ def test_a_file_that_a_full_disk_refuses_is_named_and_the_one_before_stays(tmp_p
 
 def test_what_a_row_says_of_an_answer() -> None:
     prompt = Prompt(4, [{"role": "user", "content": "hi"}], label="7", source="data.jsonl")
-    fine = Trajectory(prompt, 0, [1, 2, 3], [False, True, True], [], [], [], reward=0.5, truncated=True, reply="x")
+    fine = Trajectory(prompt, 0, mask=np.array([False, True, True]), reward=0.5, truncated=True, reply="x")
     fine.outcome, fine.metrics = Outcome.TRUNCATED, {"reward/length": 0.25}
-    lost = Trajectory(prompt, 0, [1, 2], [False, True], [], [], [], outcome=Outcome.REWARD_TIMEOUT, error="slow")
+    lost = Trajectory(prompt, 0, mask=np.array([False, True]), outcome=Outcome.REWARD_TIMEOUT, error="slow")
     written = row_of(12, [fine, lost], scored=True)
     assert {name: written[name] for name in ("number", "id", "source", "label")} == {
         "number": 12,
@@ -236,7 +237,7 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
 def test_tools_go_with_what_is_selected(tmp_path: Path) -> None:
     prompt = Prompt(4, TOOL_TALK[:3], source="data.jsonl", tools=TOOLS)
     said = [("two", 1.0), ("three", 0.0)]
-    group = [Trajectory(prompt, 0, [1], [True], [], [], [], reward=reward, reply=reply) for reply, reward in said]
+    group = [Trajectory(prompt, 0, reward=reward, reply=reply) for reply, reward in said]
     write_selection([row_of(0, group, scored=True)], tmp_path, config(keep="best", pairs=True))
     (kept,), _ = read_conversations(open_source(str(tmp_path / "kept.jsonl"), "data.path"), DataConfig())
     (pair,), _ = read_pairs(open_source(str(tmp_path / "pairs.jsonl"), "data.path"), DataConfig())

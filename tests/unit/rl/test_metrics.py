@@ -8,8 +8,9 @@ from trueline.rollout.rollouts import Dropped
 
 
 def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, cut: bool = False) -> Trajectory:
-    made = Trajectory.start(Prompt(0, [{"role": "user", "content": "?"}], source="a.jsonl"), group, [1, 2])
-    made.add_action(Completion([5] * tokens, [-1.0] * tokens, version, "length" if cut else "stop"))
+    made = Trajectory(Prompt(0, [{"role": "user", "content": "?"}], source="a.jsonl"), group)
+    made.add_observation([1, 2])
+    made.add_action(Completion.of([5] * tokens, [-1.0] * tokens, version, "length" if cut else "stop"))
     made.add_reward(reward)
     made.truncated = cut
     made.metrics["reward/reward"] = reward
@@ -25,7 +26,7 @@ def described(groups: list[list[Trajectory]], dropped: Dropped | None = None, ve
 
 def test_staleness_is_the_largest_and_a_sample_is_as_old_as_its_oldest_token() -> None:
     older = trajectory(1.0, 6)
-    older.add_action(Completion([5], [-1.0], 3, "stop"))
+    older.add_action(Completion.of([5], [-1.0], 3, "stop"))
     found = described([[trajectory(1.0, 7), older], [trajectory(0.0, 5, group=1), trajectory(0.0, 6, group=1)]])
     assert found["rollout/staleness_max"] == 4
 

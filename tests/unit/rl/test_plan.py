@@ -54,7 +54,7 @@ def resolved(gpus: int, *overrides: str, lengths: list[int] | None = None) -> RL
             "model": {"dtype": dtype},
             "training": {"ranks": ranks},
             "rollout": resolved_rollout(
-                config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype
+                config.rollout, FACTS, [Measured([], lengths or [5])], engines, dtype, gpus
             ).model_dump(),
         }
     )
@@ -353,15 +353,15 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_three_flags_fit(elsewhere: Any) -> None:
     """Model, data and reward: lengths follow the prompts, and passes follow the memory."""
-    plan = elsewhere(23)
+    plan = elsewhere(12)
     config = plan.config
     assert (config.rollout.max_prompt_tokens, config.rollout.max_new_tokens) == (256, 1024)
-    assert (config.training.micro_batch_tokens, config.model.gradient_checkpointing) == (8192, False)
-    assert [role.ranks.micro_batch_tokens for role in plan.roles] == [config.reference.micro_batch_tokens] == [8192]
-    assert sum(memory_bytes(plan).values()) < 0.9 * 23 * GIB
+    assert (config.training.micro_batch_tokens, config.model.gradient_checkpointing) == (2048, False)
+    assert [role.ranks.micro_batch_tokens for role in plan.roles] == [config.reference.micro_batch_tokens] == [2048]
+    assert sum(memory_bytes(plan).values()) < 0.9 * 12 * GIB
     said = describe_plan(plan)
-    assert "policy     1 x deepspeed rank, ZeRO 2, passes of up to 8192 tokens, about" in said
-    assert "reference  1 x deepspeed rank, passes of up to 8192 tokens, about" in said
+    assert "policy     1 x deepspeed rank, ZeRO 2, passes of up to 2048 tokens, about" in said
+    assert "reference  1 x deepspeed rank, passes of up to 2048 tokens, about" in said
 
 
 def test_little_memory_computes_activations_again_in_every_trained_model(elsewhere: Any) -> None:
@@ -374,7 +374,7 @@ def test_little_memory_computes_activations_again_in_every_trained_model(elsewhe
 
 
 def test_a_run_that_goes_on_keeps_what_memory_decided(elsewhere: Any) -> None:
-    before = elsewhere(20).config
+    before = elsewhere(12).config
     again = elsewhere(200, *(f"{key}={value}" for key, value in resolved_keys(before).items())).config
     assert resolved_keys(again) == resolved_keys(before)
     assert resolved_keys(elsewhere(200).config) != resolved_keys(before)
@@ -445,6 +445,11 @@ def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
     assert "GiB on each GPU" not in describe_plan(elsewhere(24))
 
 
+def test_models_and_engines_take_turns_with_the_cores_unless_answers_may_lag(elsewhere: Any) -> None:
+    assert elsewhere(24).layout.in_turns
+    assert not elsewhere(24, "rollout.max_staleness=1").layout.in_turns
+
+
 def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) -> None:
     """The way is told to the sync, with why the trainer's weights are not the checkpoint's, where they are not."""
     ways = {
@@ -459,9 +464,38 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
     assert wider == Way("float32", "ipc", "the trainer holds them in bfloat16, the engines in float32")
     four_bits = way_of(elsewhere(24, "model.lora.rank=4", "model.lora.quantize=true", gpus=1))
     assert four_bits.differs == "the trainer holds them in 4 bits"
+    apart = elsewhere(24, "model.lora.rank=9", "model.lora.sync=adapter", gpus=1)
+    assert way_of(apart) == Way("bfloat16", "ipc", apart=True)
+    assert [one.adapter_rank for one in engine_specs(apart.config.model, apart.rollout, apart.layout, 0)] == [9]
+    merged = elsewhere(24, "model.lora.rank=9", gpus=1)
+    assert [one.adapter_rank for one in engine_specs(merged.config.model, merged.rollout, merged.layout, 0)] == [0]
     for asked, gpus, said in (("ipc", 2, "the same GPUs"), ("ipc", 0, "the same GPUs"), ("nccl", 1, "of its own")):
         with pytest.raises(ConfigError, match=rf"sync\.transport={asked} needs .*{said}.*: set sync\.transport=auto"):
             elsewhere(24, f"sync.transport={asked}", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "seeded"),
+    [(0, [], True), (1, [], False), (1, ["rollout.engine=hf"], True), (1, ["rollout.seeded=true"], True)],
+)
+def test_answers_have_seeds_where_those_cost_nothing(elsewhere: Any, gpus: int, words: list[str], seeded: bool) -> None:
+    plan = elsewhere(24, *words, gpus=gpus)
+    assert plan.rollout.seeded is plan.config.rollout.seeded is seeded
+    assert ("answers without seeds of their own (rollout.seeded)" in describe_plan(plan)) is not seeded
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["model.lora.rank=8", "rollout.engine=hf"], r"rollout\.engine=hf has no room for rank 8 \(up to 0\)"),
+        (["model.lora.rank=513"], r"rollout\.engine=vllm has no room for rank 513 \(up to 512\)"),
+        (["model.lora.rank=8", "model.lora.quantize=true"], "model.lora.quantize=true has the trainer compute"),
+        (["model.lora.rank=8", "rollout.dtype=float32"], "rollout.dtype=float32 does not"),
+    ],
+)
+def test_adapters_are_sent_apart_where_engines_hold_the_rest(elsewhere: Any, words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.lora\.sync=adapter: .*{said}.*; set model\.lora\.sync=merged"):
+        elsewhere(24, *words, "model.lora.sync=adapter", gpus=1)
 
 
 def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:
@@ -511,7 +545,7 @@ def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
 
 @pytest.mark.parametrize(("last", "shown"), [(TOOL_TALK[2], "2"), (calling(), ""), ({"role": "tool"}, "")])
 def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, Any], shown: str) -> None:
-    trajectory = Trajectory(Prompt(0, [last]), 0, [], [], [], [], [], reward=1.0, outcome=Outcome.FINISHED)
+    trajectory = Trajectory(Prompt(0, [last]), 0, reward=1.0, outcome=Outcome.FINISHED)
     assert transcript(trajectory, "train")["prompt"] == shown
 
 

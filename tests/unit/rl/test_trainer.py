@@ -1,5 +1,6 @@
 """The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process."""
 
+import time
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -160,8 +161,33 @@ def test_an_advantage_of_the_users_own_gets_its_critic_and_greedy_answers(
     first, second = rows_of(tmp_path)[1:]
     assert first["critic/grad_norm"] > 0 and "grad_norm" not in first  # the policy waits
     assert second["critic/grad_norm"] > 0 and second["grad_norm"] > 0
+    assert "sync/version" not in first and second["sync/version"] == 1  # no weights travel while none change
+    assert second["rollout/staleness_max"] == 0
     assert "critic/explained_variance" in second
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "critic").is_dir()
+
+
+@pytest.mark.parametrize("placement", ["shared", "separate"])
+def test_policy_and_critic_learn_at_once_where_each_has_its_own_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    under_way, most = [], []
+    update = Guard.update
+
+    def spy(self: Guard, *args: Any) -> dict[str, float]:
+        under_way.append(self)
+        deadline = time.monotonic() + (20 if placement == "separate" else 0)
+        while len(under_way) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        most.append(len(under_way))
+        found = update(self, *args)
+        under_way.remove(self)
+        return found
+
+    monkeypatch.setattr(Guard, "update", spy)
+    assert run_letters(tmp_path, "ppo", "steps=1", f"critic.placement={placement}") == 0
+    assert max(most) == (2 if placement == "separate" else 1)
+    assert {"grad_norm", "critic/grad_norm"} <= rows_of(tmp_path)[1].keys()
 
 
 def split_run(folder: Path, verb: str, *words: str) -> list[list[dict[str, Any]]]:

@@ -35,26 +35,29 @@ CASES: list[tuple[str, list[str], int, str]] = [
 def test_a_completion_ends_at_the_token_that_completes_a_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
     for text, stops, stay, reply in CASES:
         tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        sampled = Completion(tokens, [-float(at) for at in range(len(tokens))], 3, "length")
+        sampled = Completion.of(tokens, [-float(at) for at in range(len(tokens))], 3, "length")
         completion, found = ended(sampled, stops, ChatFormat(tokenizer, use_template=False).reply_text)
         assert found == reply, (text, stops)
-        cut = Completion(tokens[:stay], sampled.logprobs[:stay], 3, "stop")
-        assert completion == (sampled if reply == text else cut), (text, stops)
+        whole = reply == text
+        stayed = slice(len(tokens) if whole else stay)
+        assert completion.tokens.tolist() == tokens[stayed], (text, stops)
+        assert completion.logprobs.tolist() == sampled.logprobs[stayed].tolist()
+        assert (completion.version, completion.finish_reason) == (3, "length" if whole else "stop")
 
 
 def test_a_character_that_is_cut_off_hides_no_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
     """Half of a character before it, and half of one behind it."""
     half = tokenizer("é")["input_ids"][:1]
     tokens = [*half, *tokenizer("END")["input_ids"], *half]
-    completion, reply = ended(Completion(tokens, [0.0] * 5, 0, "length"), ["END"], tokenizer.decode)
+    completion, reply = ended(Completion.of(tokens, [0.0] * 5, 0, "length"), ["END"], tokenizer.decode)
     assert (len(completion.tokens), reply) == (4, "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_token_with_two_stop_strings_ends_before_the_first() -> None:
     words = ["so", "\n\n#\n", "more"]
-    sampled = Completion([0, 1, 2], [-1.0, -2.0, -3.0], 0, "length")
+    sampled = Completion.of([0, 1, 2], [-1.0, -2.0, -3.0], 0, "length")
     completion, reply = ended(sampled, ["#", "\n"], lambda tokens: "".join(words[token] for token in tokens))
-    assert (completion.tokens, reply) == ([0, 1], "so")
+    assert (completion.tokens.tolist(), reply) == ([0, 1], "so")
 
 
 class Saying:
@@ -64,7 +67,7 @@ class Saying:
         self.tokens = tokens
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Completion:
-        return Completion(self.tokens, [-float(at + 1) for at in range(len(self.tokens))], 7, "length")
+        return Completion.of(self.tokens, [-float(at + 1) for at in range(len(self.tokens))], 7, "length")
 
 
 def episode(tokenizer: PreTrainedTokenizerFast, text: str, *stops: str) -> Trajectory:
@@ -80,6 +83,8 @@ def test_what_is_trained_on_is_a_prefix_of_what_was_sampled(tokenizer: PreTraine
     assert (free.truncated, free.outcome, free.reply) == (True, Outcome.TRUNCATED, "4\n\nthen 5")
     assert (stopped.truncated, stopped.outcome, stopped.reply) == (False, Outcome.FINISHED, "4")
     count = 4 + 3  # of the prompt, and of "4\n\n"
-    assert (stopped.tokens, stopped.mask) == (free.tokens[:count], [False] * 4 + [True] * 3)
-    assert (stopped.logprobs, stopped.versions) == ([0.0] * 4 + [-1.0, -2.0, -3.0], [-1] * 4 + [7] * 3)
+    assert stopped.tokens.tolist() == free.tokens[:count].tolist()
+    assert stopped.mask.tolist() == [False] * 4 + [True] * 3
+    assert stopped.logprobs.tolist() == [0.0] * 4 + [-1.0, -2.0, -3.0]
+    assert stopped.versions.tolist() == [-1] * 4 + [7] * 3
     assert len(stopped.rewards) == count and stopped.reward == 0.0

@@ -69,7 +69,7 @@ def test_failed_answers_are_counted_and_left_out(episodes: Episodes, loop: Event
 def test_replies_and_rewards_stay_together_where_some_failed() -> None:
     (prompt,) = prompts("a")
     found = [("lost", FAILS), ("right", 1.0), ("lost too", FAILS), ("wrong", 0.0)]
-    group = [Trajectory(prompt, 0, [], [], [], [], [], reward=reward, reply=reply) for reply, reward in found]
+    group = [Trajectory(prompt, 0, reward=reward, reply=reply) for reply, reward in found]
     assert scored(group) == Scored(["right", "wrong"], [1.0, 0.0])
 
 

@@ -55,7 +55,7 @@ class FakeEngine:
         version = self.version
         await asyncio.sleep(self.delay(tokens))
         self.running -= 1
-        return Completion([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop")
+        return Completion.of([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop")
 
     def submit(self, method: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError
@@ -155,8 +155,8 @@ def test_a_trajectory_has_tokens_mask_and_reward(build: Any, tokenizer: PreTrain
     assert len(group) == 3
     for trajectory in group:
         prompt = tokenizer("00")["input_ids"]
-        assert trajectory.tokens == [*prompt, 70, 71, STOP]
-        assert trajectory.mask == [False] * len(prompt) + [True] * 3
+        assert trajectory.tokens.tolist() == [*prompt, 70, 71, STOP]
+        assert trajectory.mask.tolist() == [False] * len(prompt) + [True] * 3
         assert trajectory.reply == tokenizer.decode([70, 71])
         assert (trajectory.reward, trajectory.outcome, trajectory.group) == (1.0, Outcome.FINISHED, 0)
 
@@ -402,7 +402,7 @@ def test_a_cut_answer_is_scored_and_marked(build: Any) -> None:
     rollouts, engine = build(groups=1)
 
     async def cut(*args: Any) -> Completion:
-        return Completion([70], [-0.1], 0, "length")
+        return Completion.of([70], [-0.1], 0, "length")
 
     engine.generate = cut
     rollouts.start()

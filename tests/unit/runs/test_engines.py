@@ -271,10 +271,12 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("trueline.rollout.engines.LOOPBACK", {"GLOO_SOCKET_IFNAME": "lo"})
     cpu = environments(0, "deepspeed", "vllm", monkeypatch)
     assert [of_libraries(cpu[name]) for name in ("policy-0", "policy-1", "critic-0")] == [
-        {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"}
+        {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
     ] * 3
     assert of_libraries(cpu["engine-0"]) == SILENT | {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "8",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "3",
     }
@@ -282,9 +284,15 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
     assert of_libraries(gpu["policy-0"]) == of_libraries(gpu["critic-1"]) == {}
     assert of_libraries(gpu["engine-0"]) == SILENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     plain = environments(0, "torch", "hf", monkeypatch)
-    assert of_libraries(plain["policy-0"]) == {"OMP_NUM_THREADS": "3"}
-    assert of_libraries(plain["engine-0"]) == {"OMP_NUM_THREADS": "1"}
+    assert of_libraries(plain["policy-0"]) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert of_libraries(plain["engine-0"]) == {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "PASSIVE"}
     assert all(one["DO_NOT_TRACK"] == "1" for one in (cpu | gpu | plain).values())
+
+
+def test_processes_that_work_at_once_share_the_cores() -> None:
+    turns, at_once = Layout(2, 3, 2), Layout(2, 3, 2, in_turns=False)
+    assert (turns.at_work(2), turns.at_work(6)) == (2, 6)
+    assert (at_once.at_work(2), at_once.at_work(6)) == (8, 8)
 
 
 # Engines that the package has never heard of

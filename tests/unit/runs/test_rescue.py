@@ -212,7 +212,7 @@ def test_a_step_that_ran_out_of_memory_is_made_again_and_counted(
     assert [row.get("memory/halved") for row in rows] == [None, None, 1.0, 1.0]
     said = capsys.readouterr().out
     tokens = re.findall(r"passes have up to (\d+) tokens from now on: set training\.micro_batch_tokens", said)
-    assert tokens == ["8192"]
+    assert tokens == ["2048"]
     assert "memory: forecast" not in said  # nothing was measured: there is no GPU
 
 
@@ -232,7 +232,7 @@ def test_memory_that_runs_out_is_answered(
         r"0\.0 GiB: lower training\.micro_batch_tokens or model\.head_chunk_tokens, or set",
         said,
     )
-    assert "out of memory in passes of up to 8192 tokens" in said
+    assert "out of memory in passes of up to 2048 tokens" in said
 
 
 def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_share(tmp_path: Path) -> None:

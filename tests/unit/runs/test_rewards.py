@@ -24,7 +24,7 @@ from trueline.runs.roles import reward_models
 
 def failed() -> Trajectory:
     prompt = Prompt(0, [{"role": "user", "content": "1:"}])
-    return Trajectory(prompt, 0, [], [], [], [], [], outcome=Outcome.REWARD_ERROR, error="cannot grade this")
+    return Trajectory(prompt, 0, outcome=Outcome.REWARD_ERROR, error="cannot grade this")
 
 
 def stopped(folder: Path) -> str:

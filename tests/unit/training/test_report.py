@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trueline.data.types import Batch, LossOutput
-from trueline.training.report import Report
+from trueline.training.report import Tally
 
 
 def batch(share: float) -> Batch:
@@ -17,8 +17,9 @@ def loss(value: float, largest: float) -> LossOutput:
 
 
 def test_passes_add_up_and_maxima_are_those_of_tokens_that_count() -> None:
-    report = Report({}, {}, {})
+    tally = Tally()
     for value, largest, share in ((1.0, 5.0, 0.25), (2.0, 3.0, 0.75)):
-        report.add(loss(value, largest), batch(share))
+        tally.add(loss(value, largest), batch(share))
+    report = tally.report()
     assert report.sums == pytest.approx({"mean": 10 * 1.75, "loss": 1.75, "weight": 1.0})
     assert report.maxima == {"largest": 5.0}

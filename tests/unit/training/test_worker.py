@@ -30,6 +30,7 @@ from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfi
 from trueline.data.types import Sample
 from trueline.models.divergence import load_teacher
 from trueline.runtime.actors import ActorFailure, LocalActor
+from trueline.runtime.fingerprints import bit_sum, wrapped
 from trueline.training.checkpoints import digest
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
@@ -417,6 +418,25 @@ def test_an_engine_is_sent_plain_weights(model_folder: Path) -> None:
     plain.model.load_state_dict(weights(worker))
     pairs = zip(make_group(plain).score(samples), make_group(worker).score(samples), strict=True)
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
+
+
+def test_an_engine_is_sent_adapters_alone(model_folder: Path) -> None:
+    """Frozen weights and the product of what is sent, which needs no scaling, make the model that was trained."""
+    plain, worker = make_worker(model_folder), make_worker(model_folder, LORA)
+    apart = make_worker(model_folder, LORA.replaced({"sync": "adapter"}))
+    for one in (worker, apart):
+        train(one, range(2))
+    sent = dict(apart.sent_weights())
+    assert [spec.name for spec in apart.weight_specs("float32")] == list(sent)
+    assert all(name.startswith("base_model.model.model.layers.") for name in sent)
+    whole = {name: tensor.clone() for name, tensor in apart.plain_weights()}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in plain.plain_weights())
+    assert apart.weight_bits("float32")[0] == plain.weight_bits("float32")[0]
+    assert apart.weight_bits("float32")[1] == wrapped(sum(int(bit_sum(tensor)) for tensor in sent.values()))
+    for name in [name for name in sent if "lora_A" in name]:
+        target = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        whole[target] += sent[name.replace("lora_A", "lora_B")] @ sent[name]
+    assert all(torch.allclose(whole[name], tensor, atol=1e-6) for name, tensor in worker.plain_weights())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
