@@ -1,6 +1,8 @@
 """On a GPU: packed attention, head and log-probs against float64, and adapters that learn beside 4-bit weights."""
 
 import os
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +94,24 @@ def test_log_probs_of_a_real_model() -> None:
     for dtype, limit in (("float32", 1e-4), ("bfloat16", 1.3 * gap(rounded))):
         group = make_group(ModelConfig.parse({"path": model, "dtype": dtype}))
         assert gap([scores[1:].double() for scores in group.score(samples, 1.0)]) < limit, dtype
+
+
+def test_passes_do_not_wait_for_the_device() -> None:
+    """An update waits for it a few times, however many passes it makes."""
+    group = make_group(ModelConfig(path=os.environ["SMOLLM2"], dtype="bfloat16"))
+    samples = make_texts() * 4
+    for sample in samples:
+        sample.weight = 1 / len(samples)
+    waits = []
+    for passes in (2, 2, 8):  # the first one warms up
+        group.budget = replace(group.budget, samples=len(samples) // passes)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            group.update(samples, "sft", LossSettings())
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append([f"{one.filename}:{one.lineno}" for one in found if "synchronizing" in str(one.message)])
+    assert len(waits[2]) <= len(waits[1]) + 1, waits[2]
 
 
 @pytest.mark.parametrize("quantize", [False, True])

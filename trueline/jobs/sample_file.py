@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from trueline.config.base import ConfigError
@@ -67,9 +66,7 @@ class SampleFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):  # every row was flushed; what a full disk refused is told by the error under way
             self.stream.close()
 

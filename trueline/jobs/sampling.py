@@ -13,8 +13,6 @@ from rich.table import Table
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.data.types import Message, Prompt
-from trueline.environments.base import Environment, Step
 from trueline.environments.single_turn import SingleTurn
 from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
@@ -69,12 +67,10 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
         reward_models = start_reward_models(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
-        environment: Callable[[], Environment] = Unscored
-        if config.scored():
-            rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
-            stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-            environment = lambda: SingleTurn(rewards)  # noqa: E731
-        yield sampling_of(plan.chat, pool, environment, loop)
+        # Without any reward the sum is 0, which is not written down.
+        rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
+        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
+        yield sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop)
 
 
 def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
@@ -84,16 +80,6 @@ def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[
     if groups:
         start_groups(list(groups.values()))
     return groups
-
-
-class Unscored(Environment):
-    """One prompt, one completion; the reward of 0 means nothing and is not written down."""
-
-    async def reset(self, prompt: Prompt) -> list[Message]:
-        return prompt.messages
-
-    async def step(self, reply: str) -> Step:
-        return Step(0.0, done=True)
 
 
 Run = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]

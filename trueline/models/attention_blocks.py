@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trueline.data.types import moved
+
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MULTIPLE, FLASH_HEAD_SIZE = 8, 256  # head sizes that torch's flash kernels take
 
@@ -161,5 +163,5 @@ def flash_bounds(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, in
 
 @lru_cache(maxsize=64)
 def boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where sequences start and end; cached, as all layers ask and a copy to the device waits for its queue."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    """Return where sequences start and end; cached, as all layers ask."""
+    return moved(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)

@@ -1,7 +1,7 @@
 """How the sequences of a batch lie in one forward pass: end to end, padded, or divided over a ring of ranks."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,42 +11,37 @@ from trueline.models.attention import Current, Layout
 from trueline.models.ring_attention import Ring, gather_ring, local_positions, padded_lengths
 
 
-class Arrangement(Protocol):
+class Arrangement(ABC):
     """Convert between the flat axis [N] of a batch and what one rank's model is given of it."""
 
+    @abstractmethod
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the model's arguments."""
 
     def hidden(self, states: Tensor) -> Tensor:
         """Turn the model's last hidden states into [n, H], one row for each local position."""
+        return states[0]
 
     def local(self, values: Tensor) -> Tensor:
         """Take this rank's part, [N] -> [n]."""
+        return values
 
     def whole(self, values: Tensor) -> Tensor:
         """Put the parts of all ranks together, [n, ...] -> [N, ...]."""
+        return values
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+@dataclass(frozen=True)
+class Packed(Arrangement):
     lengths: list[int]
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         Current.layout = Layout(self.lengths)
         return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
 
-    def hidden(self, states: Tensor) -> Tensor:
-        return states[0]
 
-    def local(self, values: Tensor) -> Tensor:
-        return values
-
-    def whole(self, values: Tensor) -> Tensor:
-        return values
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
+@dataclass(frozen=True)
+class Padded(Arrangement):
     """Sequences padded on the right, so that under causal attention no mask is needed."""
 
     lengths: list[int]
@@ -57,14 +52,8 @@ class Padded:
     def hidden(self, states: Tensor) -> Tensor:
         return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
 
-    def local(self, values: Tensor) -> Tensor:
-        return values
 
-    def whole(self, values: Tensor) -> Tensor:
-        return values
-
-
-class Ringed:
+class Ringed(Arrangement):
     """Each sequence is stretched to a length that the ring divides; the added tokens stand last and are dropped."""
 
     def __init__(self, lengths: list[int], ring: Ring, device: torch.device) -> None:
@@ -83,9 +72,6 @@ class Ringed:
         Current.layout = Layout([length // self.ring.size for length in self.stretched], self.ring)
         places = positions(self.stretched, tokens.device)[self.here[tokens.device]]
         return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
-
-    def hidden(self, states: Tensor) -> Tensor:
-        return states[0]
 
     def local(self, values: Tensor) -> Tensor:
         stretched = torch.zeros(self.total, dtype=values.dtype, device=values.device)

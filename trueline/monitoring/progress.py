@@ -3,7 +3,6 @@
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.columns import Columns
@@ -60,9 +59,7 @@ class Progress:
             self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             if self.live is not None:
                 self.live.stop()

@@ -12,7 +12,6 @@ from trueline.config.supervised import (
     KTORunConfig,
     PreferenceRunConfig,
     ProcessRewardRunConfig,
-    RewardModelRunConfig,
     SftConfig,
     SupervisedConfig,
 )
@@ -46,36 +45,20 @@ class Task:
         return dict(config)[self.section] if self.section else None
 
 
-def read_text(rows: list[Located], config: SftConfig) -> tuple[Records, str]:
+def read_plain(rows: list[Located], config: SupervisedConfig) -> tuple[Records, str]:
     return read_conversations(rows, config.data)
 
 
-def encode_text(records: Records, chat: ChatFormat, config: SftConfig, limit: int) -> Encodings:
+def encode_plain(records: Records, chat: ChatFormat, config: SftConfig, limit: int) -> Encodings:
     return encode_conversations(records, chat, limit, config.learn, config.data.too_long)
-
-
-def read_preferences(rows: list[Located], config: PreferenceRunConfig) -> tuple[Records, str]:
-    return read_pairs(rows, config.data)
-
-
-def read_margins(rows: list[Located], config: RewardModelRunConfig) -> tuple[Records, str]:
-    return read_pairs(rows, config.data, config.reward_model.margin_column)
 
 
 def encode_preferences(records: Records, chat: ChatFormat, config: SupervisedConfig, limit: int) -> Encodings:
     return encode_pairs(records, chat, limit, config.data.too_long)
 
 
-def read_verdicts(rows: list[Located], config: KTORunConfig) -> tuple[Records, str]:
-    return read_rated(rows, config.data)
-
-
 def encode_verdicts(records: Records, chat: ChatFormat, config: KTORunConfig, limit: int) -> Encodings:
     return encode_rated(records, chat, limit, config.data.too_long, config.samples_per_step)
-
-
-def read_process(rows: list[Located], config: ProcessRewardRunConfig) -> tuple[Records, str]:
-    return read_steps(rows, config.data)
 
 
 def encode_process(records: Records, chat: ChatFormat, config: ProcessRewardRunConfig, limit: int) -> Encodings:
@@ -96,10 +79,10 @@ def teacher_goal(config: DistillRunConfig) -> Callable[..., Any]:
 
 
 TASKS: dict[str, Task] = {
-    "sft": Task(read_text, encode_text, "sft"),
-    "distill": Task(read_text, encode_text, "distill", section="distill", goal=teacher_goal),
+    "sft": Task(read_plain, encode_plain, "sft"),
+    "distill": Task(read_plain, encode_plain, "distill", section="distill", goal=teacher_goal),
     "preference": Task(
-        read_preferences,
+        lambda rows, config: read_pairs(rows, config.data),
         encode_preferences,
         "preference",
         section="preference",
@@ -108,7 +91,7 @@ TASKS: dict[str, Task] = {
         reference=preference_reference,
     ),
     "kto": Task(
-        read_verdicts,
+        lambda rows, config: read_rated(rows, config.data),
         encode_verdicts,
         "kto",
         check=check_ratings,
@@ -117,7 +100,7 @@ TASKS: dict[str, Task] = {
         reference=lambda config: True,
     ),
     "rm": Task(
-        read_margins,
+        lambda rows, config: read_pairs(rows, config.data, config.reward_model.margin_column),
         encode_preferences,
         "reward_model",
         section="reward_model",
@@ -125,5 +108,5 @@ TASKS: dict[str, Task] = {
         together=2,
         per_sequence=True,
     ),
-    "prm": Task(read_process, encode_process, "process_reward", head="steps"),
+    "prm": Task(lambda rows, config: read_steps(rows, config.data), encode_process, "process_reward", head="steps"),
 }

@@ -69,9 +69,6 @@ class RLDraft:
         digests, sizes = [digest_rows(part) for part in rows], [len(part) for part in rows]
         return fingerprint(data.sources(), sizes, digests, self.config.seed, data.shuffle)
 
-    def model_facts(self) -> dict[str, ModelFacts]:
-        return {"policy": self.facts} | {role.name: role.facts for role in self.roles}
-
 
 @dataclass(frozen=True, slots=True)
 class RLPlan(RLDraft):
@@ -157,9 +154,7 @@ def check_adapters(config: RLConfig) -> None:
     elif lora.quantize:
         reason = "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold"
     elif dtypes == ("bfloat16", "float32"):
-        reason = (
-            "model.dtype=bfloat16 rounds the weights that adapters stand beside, and rollout.dtype=float32 does not"
-        )
+        reason = "model.dtype=bfloat16 rounds the weights beside adapters, and rollout.dtype=float32 does not"
     if reason:
         raise ConfigError(f"model.lora.sync=adapter: {reason}; set model.lora.sync=merged")
 

@@ -52,13 +52,14 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give device memory back."""
+        """Give device memory back, if it can."""
 
     async def wake(self, part: str) -> None:
         """Take memory again for `weights` or `kv_cache`."""
 
     async def processes(self) -> int:
         """Return how many processes receive weights."""
+        return 1
 
     async def connect(self, link: Link, first_rank: int) -> None:
         """Join the trainer's group, one process after another from this rank on."""
@@ -80,3 +81,4 @@ class RolloutEngine(Protocol):
 
     async def cached(self, tokens: list[int]) -> int:
         """Return how many tokens of a prompt are answered from what was computed before."""
+        return 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from trueline.config.model import ModelConfig
 from trueline.data.types import Completion
 from trueline.models.loading import DTYPES, load_model
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
 from trueline.runtime.transport import Bucket, Channel, Link, bucket_print, bucket_views
 
@@ -21,7 +21,7 @@ class Request:
     completion: asyncio.Future[Completion]
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """Requests that arrive together and have prompts of one length are sampled as one batch."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -101,15 +101,6 @@ class HFEngine:
     async def resume(self) -> None:
         self.open.set()
 
-    async def sleep(self) -> None:
-        pass
-
-    async def wake(self, part: str) -> None:
-        pass
-
-    async def processes(self) -> int:
-        return 1
-
     async def connect(self, link: Link, first_rank: int) -> None:
         self.channel = await asyncio.to_thread(link.received_by, first_rank, self.device)
 
@@ -138,9 +129,6 @@ class HFEngine:
 
     async def scramble(self) -> None:
         scramble(self.model)
-
-    async def cached(self, tokens: list[int]) -> int:
-        return 0
 
     def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
         named = dict(self.model.named_parameters())

@@ -9,7 +9,7 @@ import numpy as np
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Sample
 from trueline.training.group import ModelGroup
-from trueline.training.report import LossSettings
+from trueline.training.report import LossSettings, Metrics
 from trueline.training.worker import Worker
 
 WINDOW = 20  # steps after which a run is asked whether it gets anywhere; again after twice as many
@@ -40,9 +40,7 @@ class Guard:
         self.sampled = np.zeros(0)
         self.history: list[float] = []
 
-    def update(
-        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
-    ) -> dict[str, float]:
+    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
         """Make one optimizer step and return its metrics."""
         whole, self.whole = self.whole, False
         halved = self.model.halved
@@ -80,7 +78,7 @@ class Guard:
                 f"this size: {advice}"
             )
 
-    def check(self, metrics: dict[str, float]) -> dict[str, float]:
+    def check(self, metrics: dict[str, float]) -> Metrics:
         """Check a step's metrics; return them with the count of skipped steps in place of the flag."""
         bad = bool(metrics.pop("skipped"))
         self.skipped += bad

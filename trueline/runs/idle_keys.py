@@ -1,13 +1,13 @@
 """Keys that were set and change nothing in this run: each is named, with the reason."""
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.entries import Entry
 from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
-from trueline.config.base import Config
 from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, SamplingConfig
@@ -16,8 +16,9 @@ from trueline.rewards.combined import kind_of
 from trueline.training.engines import TRAIN_ENGINES
 
 IMPORTANCE = "algorithm.importance_sampling.mode"
+NO_REWARD_MODEL = "no reward is a model on this machine"
 CAPPED = ("token_truncate", "sequence_truncate", "sequence_mask")
-Rule = tuple[str, Callable[[Any], str]]  # keys or sections, and why they are idle; nothing where they are not
+Rule = tuple[str, Callable[[Any], bool], str]  # keys or sections, whether a run reads them, and why it does not
 
 
 def idle_keys(config: RunConfig) -> list[str]:
@@ -25,10 +26,9 @@ def idle_keys(config: RunConfig) -> list[str]:
     usual = {key.path: key.default for key in type(config).parse(defaults(config)).leaves()}
     changed = [key for key in config.leaves() if key.default != usual[key.path]]
     found: dict[str, str] = {}
-    for names, reason in rules_of(config):
-        why = reason(config)
-        idle = [key for key in changed if why and key.path.startswith(tuple(names.split()))]
-        found |= {key.path: f"{key.path}={key.default} has no effect: {why}" for key in idle}
+    for names, read, why in rules_of(config):
+        idle = [key for key in changed if key.path.startswith(tuple(names.split())) and not read(config)]
+        found |= {key.path: f"{key.path}={key.default} has no effect: {why.format(run=config)}" for key in idle}
     return list(found.values())
 
 
@@ -44,135 +44,118 @@ def rules_of(config: RunConfig) -> Iterator[Rule]:
             yield from rules
 
 
-def unless(used: bool, why: str) -> str:
-    return "" if used else why
-
-
 def read_by_some(choice: str, table: Mapping[str, Entry]) -> Iterator[Rule]:
     """Yield a rule for each key of `algorithm` that some entries of a table read and others do not."""
     for key in dict.fromkeys(key for entry in table.values() for key in entry.reads):
-        yield f"algorithm.{key}", read_by(choice, *(name for name, entry in table.items() if key in entry.reads))
+        yield read_by(f"algorithm.{key}", choice, *(name for name, entry in table.items() if key in entry.reads))
 
 
-def read_by(choice: str, *names: str) -> Callable[[RLConfig], str]:
-    """Make a reason for a key that only these names read; a function of the user's may read whatever it likes."""
-
-    def reason(run: RLConfig) -> str:
-        chosen = next(key.default for key in run.leaves() if key.path == choice)
-        return unless(chosen in names or ":" in chosen, f"{choice}={chosen} does not read it")
-
-    return reason
+def read_by(keys: str, choice: str, *names: str) -> Rule:
+    """Make a rule for keys that only these names read; a function of the user's may read whatever it likes."""
+    chosen = attrgetter(choice)
+    return keys, lambda run: chosen(run) in names or ":" in chosen(run), f"{choice}={{run.{choice}}} does not read it"
 
 
-def pair_loss_reads(loss: str) -> Callable[[Any], str]:
-    def reason(run: Any) -> str:
-        return unless(run.task != "preference" or run.preference.loss == loss, f"it is for preference.loss={loss}")
-
-    return reason
-
-
-def no_model(role: str) -> Callable[[RLConfig], str]:
-    return lambda run: unless(
-        role in needs(run.algorithm), f"algorithm.advantage={run.algorithm.advantage} has no {role}"
-    )
+def read_by_loss(key: str, loss: str) -> Rule:
+    """Make a rule for a key of one loss over pairs; other tasks do not have it."""
+    why = f"it is for preference.loss={loss}"
+    return f"preference.{key}", lambda run: run.task != "preference" or run.preference.loss == loss, why
 
 
-def no_reference(run: RLConfig) -> str:
-    if run.algorithm.kl.coefficient == 0:
-        return "algorithm.kl.coefficient=0, so no reference is loaded"
-    return unless(not run.model.lora.rank, "a policy with adapters is its own reference")
+def read_by_model(keys: str, role: str) -> Rule:
+    why = f"algorithm.advantage={{run.algorithm.advantage}} has no {role}"
+    return keys, lambda run: role in needs(run.algorithm), why
 
 
-def no_reward_model(run: RLConfig | SamplingConfig) -> str:
-    local = any(kind_of(part) == "model" for part in run.reward.named_parts().values())
-    return unless(local, "no reward is a model on this machine")
+def has_reward_model(run: RLConfig | SamplingConfig) -> bool:
+    return any(kind_of(part) == "model" for part in run.reward.named_parts().values())
 
 
-def no_pull(run: RLConfig) -> str:
-    return unless(run.algorithm.kl.coefficient > 0, "algorithm.kl.coefficient=0")
+def sharded(section: str) -> Rule:
+    engine = attrgetter(f"{section}.engine")
+    why = f"{section}.engine={{run.{section}.engine}} shards nothing"
+    return f"{section}.zero_stage", lambda run: TRAIN_ENGINES[engine(run)].several_ranks, why
 
 
-def no_shards(section: str) -> Callable[[Any], str]:
-    key = f"{section}.engine"
-    return lambda run: unless(
-        TRAIN_ENGINES[name := run.engines()[section]].several_ranks, f"{key}={name} shards nothing"
-    )
-
-
-def never(why: str) -> Callable[[Config], str]:
-    return lambda run: why
+def never(run: RunConfig) -> bool:
+    return False
 
 
 TRAINING: list[Rule] = [
-    ("model.lora.", lambda run: unless(run.model.lora.rank > 0, "model.lora.rank=0 trains all weights")),
-    ("training.zero_stage", no_shards("training")),
+    ("model.lora.", lambda run: run.model.lora.rank > 0, "model.lora.rank=0 trains all weights"),
+    sharded("training"),
     (
         "checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.metric",
-        lambda run: unless(run.checkpoint.save, "checkpoint.save=false writes no checkpoint"),
+        lambda run: run.checkpoint.save,
+        "checkpoint.save=false writes no checkpoint",
     ),
-    ("training.decay_share", lambda run: unless(run.training.schedule == "wsd", "it is for training.schedule=wsd")),
+    ("training.decay_share", lambda run: run.training.schedule == "wsd", "it is for training.schedule=wsd"),
 ]
 
 GREEDY: Rule = (
     "evaluation.top_p evaluation.top_k evaluation.min_p",
-    lambda run: unless(run.evaluation.temperature > 0, "evaluation.temperature=0 takes the likeliest token"),
+    lambda run: run.evaluation.temperature > 0,
+    "evaluation.temperature=0 takes the likeliest token",
 )
+KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
+NO_KL = "algorithm.kl.coefficient=0"
 
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
-        *((f"{name}.zero_stage", no_shards(name)) for name in ("critic", "reference", "teacher", "reward_model")),
-        ("critic. algorithm.value_clip", no_model("critic")),
-        *((f"algorithm.critic_warmup_{key}", no_model("critic")) for key in ("steps", "variance", "limit")),
+        *map(sharded, ("critic", "reference", "teacher", "reward_model")),
+        read_by_model("critic. algorithm.value_clip algorithm.critic_warmup_", "critic"),
         (
             "algorithm.critic_warmup_limit",
-            lambda run: unless(run.algorithm.critic_warmup_variance is not None, "critic_warmup_variance=null"),
+            lambda run: run.algorithm.critic_warmup_variance is not None,
+            "critic_warmup_variance=null",
         ),
         *read_by_some("algorithm.advantage", ADVANTAGES),
         *read_by_some("algorithm.loss", POLICY_LOSSES),
-        ("algorithm.gae_lambda", lambda run: unless(not run.algorithm.length_adaptive, "length_adaptive takes over")),
-        ("reference.", no_reference),
-        ("teacher.", no_model("teacher")),
-        ("reward_model.", no_reward_model),
-        ("algorithm.kl.place algorithm.kl.estimator algorithm.kl.unbiased", no_pull),
-        ("algorithm.kl.estimator", lambda run: unless(run.algorithm.kl.place == "loss", "algorithm.kl.place=reward")),
-        ("algorithm.kl.horizon", lambda run: unless(bool(run.algorithm.kl.target), "algorithm.kl.target=null")),
-        ("algorithm.importance_sampling.cap", read_by(IMPORTANCE, *CAPPED)),
-        ("algorithm.importance_sampling.low algorithm.importance_sampling.high", read_by(IMPORTANCE, "token_mask")),
-        ("algorithm.importance_sampling.sequence_", read_by(IMPORTANCE, "sequence_mask")),
+        ("algorithm.gae_lambda", lambda run: not run.algorithm.length_adaptive, "length_adaptive takes over"),
+        ("reference.", lambda run: not run.model.lora.rank, "a policy with adapters is its own reference"),
+        ("reference.", lambda run: run.algorithm.kl.coefficient > 0, f"{NO_KL}, so no reference is loaded"),
+        read_by_model("teacher.", "teacher"),
+        ("reward_model.", has_reward_model, NO_REWARD_MODEL),
+        (f"{KL}place {KL}estimator {KL}unbiased", lambda run: run.algorithm.kl.coefficient > 0, NO_KL),
+        (f"{KL}estimator", lambda run: run.algorithm.kl.place == "loss", "algorithm.kl.place=reward"),
+        (f"{KL}horizon", lambda run: bool(run.algorithm.kl.target), "algorithm.kl.target=null"),
+        read_by(f"{IMPORTANT}cap", IMPORTANCE, *CAPPED),
+        read_by(f"{IMPORTANT}low {IMPORTANT}high", IMPORTANCE, "token_mask"),
+        read_by(f"{IMPORTANT}sequence_", IMPORTANCE, "sequence_mask"),
         (
             "algorithm.dynamic_sampling.",
-            lambda run: unless(run.algorithm.dynamic_sampling.enabled, "algorithm.dynamic_sampling.enabled=false"),
+            lambda run: run.algorithm.dynamic_sampling.enabled,
+            "algorithm.dynamic_sampling.enabled=false",
         ),
         (
-            "algorithm.shaping.overlong_share",
-            lambda run: unless(run.algorithm.shaping.overlong_factor > 0, "algorithm.shaping.overlong_factor=0"),
+            f"{SHAPING}overlong_share",
+            lambda run: run.algorithm.shaping.overlong_factor > 0,
+            f"{SHAPING}overlong_factor=0",
         ),
         (
-            "algorithm.shaping.truncated_value",
-            lambda run: unless(run.algorithm.shaping.truncated != "keep", "algorithm.shaping.truncated=keep"),
+            f"{SHAPING}truncated_value",
+            lambda run: run.algorithm.shaping.truncated != "keep",
+            f"{SHAPING}truncated=keep",
         ),
         GREEDY,
-        ("evaluation.", lambda run: unless(bool(run.evaluation.named_sets()), "evaluation.data names no prompts")),
-        ("sync.tolerance", lambda run: unless(run.sync.check, "sync.check=false")),
+        ("evaluation.", lambda run: bool(run.evaluation.named_sets()), "evaluation.data names no prompts"),
+        ("sync.tolerance", lambda run: run.sync.check, "sync.check=false"),
     ],
     SupervisedConfig: [
         *TRAINING,
-        (
-            "evaluation.",
-            lambda run: unless(bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
-        ),
-        ("monitoring.transcripts_per_step model.lora.sync", never("nothing is sampled")),
-        ("preference.gamma", pair_loss_reads("simpo")),
-        ("preference.odds_coefficient", pair_loss_reads("orpo")),
-        ("preference.length_normalized", pair_loss_reads("ipo")),
+        ("evaluation.", lambda run: bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
+        ("monitoring.transcripts_per_step model.lora.sync", never, "nothing is sampled"),
+        read_by_loss("gamma", "simpo"),
+        read_by_loss("odds_coefficient", "orpo"),
+        read_by_loss("length_normalized", "ipo"),
     ],
     SamplingConfig: [
-        ("reward_model.", no_reward_model),
-        ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never("nothing is trained")),
+        ("reward_model.", has_reward_model, NO_REWARD_MODEL),
+        ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never, "nothing is trained"),
     ],
     EvalConfig: [
         GREEDY,
-        (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never("eval reads that of `evaluation`")),
+        (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never, "eval reads that of `evaluation`"),
     ],
 }

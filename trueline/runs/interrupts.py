@@ -6,7 +6,7 @@ So do SIGTERM, which schedulers send, and SIGHUP, which a dropped connection lea
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 
@@ -24,9 +24,7 @@ class Interrupts:
                 self.previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 

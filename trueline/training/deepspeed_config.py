@@ -1,26 +1,16 @@
 """Our configuration in DeepSpeed's words."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trueline.config.model import RanksConfig, TrainingConfig
 
-
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """How many ranks share the matrices out, and AutoTP's rule for each kind of layer."""
-
-    size: int
-    specs: list[dict[str, Any]]
-
-
 NO_LIMIT = 1e30  # with no clipping at all DeepSpeed does not compute the gradient's norm
 PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank under ZeRO 3
 
 
-def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | None = None) -> dict[str, Any]:
+def deepspeed_config(config: RanksConfig, dtype: str, cuts: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's settings, with one accumulation step: the worker itself marks the last micro-batch."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -42,10 +32,7 @@ def deepspeed_config(config: RanksConfig, dtype: str, cuts: TensorParallel | Non
     if isinstance(config, TrainingConfig):
         settings["gradient_clipping"] = config.max_grad_norm or NO_LIMIT
     if cuts is not None:
-        settings["tensor_parallel"] = {
-            "autotp_size": cuts.size,
-            "partition_config": {"use_default_specs": False, "layer_specs": cuts.specs},
-        }
+        settings["tensor_parallel"] = cuts
     return settings
 
 

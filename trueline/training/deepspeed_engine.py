@@ -25,7 +25,7 @@ from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engines import StepInfo, TensorState, model_output
+from trueline.training.engines import TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import (
     MOMENTS,
@@ -77,7 +77,7 @@ class DeepSpeedEngine:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.replicas)
 
-    def step(self) -> StepInfo:
+    def step(self) -> dict[str, float]:
         assert isinstance(self.config, TrainingConfig)
         rate = learning_rate_at(self.steps, self.config, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -88,7 +88,7 @@ class DeepSpeedEngine:
             self.steps += 1
             if self.average is not None:
                 self.average.update()
-        return StepInfo(norm, rate, skipped)
+        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
 
     def _plain_step(self) -> float:
         """Return the norm and step if it is finite: DeepSpeed reports none here, and steps whatever the gradient is."""

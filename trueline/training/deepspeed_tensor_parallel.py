@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
 from trueline.models.scorer import hf_name
-from trueline.training.deepspeed_config import TensorParallel
 
 # Transformers' names for ways to cut a layer, in AutoTP's words. The head and the embeddings stay whole.
 STYLES: dict[str, dict[str, Any]] = {
@@ -23,7 +22,7 @@ STYLES: dict[str, dict[str, Any]] = {
 EMBEDDINGS = "embedding_rowwise"
 
 
-def tensor_parallel(model: Any, size: int) -> TensorParallel | None:
+def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
     """Return AutoTP's rules for a model, from the plan that its Hugging Face configuration carries."""
     check_process(size)
     if size == 1:
@@ -41,7 +40,7 @@ def tensor_parallel(model: Any, size: int) -> TensorParallel | None:
     check_divides(settings.to_dict(), size)
     specs = [{"patterns": [pattern(layer)], **STYLES[style]} for layer, style in plan.items()]
     check_neighbours(model, specs)
-    return TensorParallel(size, specs)
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 def check_divides(settings: dict[str, Any], size: int) -> None:
@@ -66,9 +65,7 @@ def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
         weight = f".{name.rpartition('.')[0]}.weight"
         inside = any(weight.startswith(block) for block in blocks)
         if inside and not any(rule.match(weight) for rule in rules):
-            raise ConfigError(
-                f"model.tensor_parallel: the model's plan does not say what to do with {name}; set it to 1"
-            )
+            raise ConfigError(f"model.tensor_parallel: the model's plan does not say what to do with {name}; set 1")
 
 
 def check_process(size: int) -> None:

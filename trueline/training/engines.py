@@ -14,13 +14,6 @@ from trueline.training.deepspeed_config import effective_stage
 TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    grad_norm: float
-    learning_rate: float
-    skipped: bool = False  # a gradient was not finite, on any rank: nothing was changed
-
-
 class TrainEngine(Protocol):
     """A framework that trains one model; every rank of a group makes the same calls in the same order."""
 
@@ -32,7 +25,8 @@ class TrainEngine(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the sum over all ranks; `last` marks a step's last micro-batch."""
 
-    def step(self) -> StepInfo: ...
+    def step(self) -> dict[str, float]:
+        """Return grad_norm, learning_rate, and skipped=1 where a gradient was not finite and nothing was changed."""
 
     def discard(self) -> bool:
         """Forget gradients after a pass that failed half way, or return that this engine cannot."""

@@ -18,7 +18,7 @@ from trueline.data.types import PackedSamples, Sample, pack_samples
 from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
 from trueline.training.checkpoints import Saved, Writing
 from trueline.training.mesh import Mesh
-from trueline.training.report import LossSettings, Report
+from trueline.training.report import LossSettings, Metrics, Report
 from trueline.training.worker import Worker
 
 
@@ -63,9 +63,7 @@ class ModelGroup:
         found = LOSSES[loss].prepare(samples, settings.section, score)
         return replace(settings, statistics=settings.statistics | found)
 
-    def update(
-        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
-    ) -> dict[str, float]:
+    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
         """Make exactly one optimizer step on the whole minibatch; once in a run, smaller passes make up for memory."""
         plan = self.plan(samples, together)
         reports = self._submit(Worker.update, samples, plan, loss, self._routed(samples, plan, settings))
@@ -88,7 +86,7 @@ class ModelGroup:
             raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {found}")
         self.halved += 1
 
-    def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> dict[str, float]:
+    def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
         plan = self.plan(samples)
         return joined(self._submit(Worker.accumulate, samples, plan, loss, self._routed(samples, plan, settings)))
@@ -100,9 +98,7 @@ class ModelGroup:
         counts = self._submit(Worker.count_experts, samples, plan)
         return replace(settings, expert_counts=[sum(of_one) for of_one in zip(*counts, strict=True)])
 
-    def evaluate(
-        self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1
-    ) -> dict[str, float]:
+    def evaluate(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
         """Return the loss and its metrics, computed without a gradient."""
         return joined(self._submit(Worker.evaluate, samples, self.plan(samples, together), loss, settings))
 
@@ -183,7 +179,7 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
     wait_all(starts, seconds)
 
 
-def joined(reports: list[Report]) -> dict[str, float]:
+def joined(reports: list[Report]) -> Metrics:
     """Join the ranks' reports: means are reduced the way the loss is, and the loss itself keeps its own scale."""
     names = reports[0].sums
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}

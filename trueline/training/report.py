@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trueline.data.types import Batch, LossOutput
 
+Metrics = dict[str, float]
+
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:

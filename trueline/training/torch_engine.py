@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engines import StepInfo, TensorState, model_output
+from trueline.training.engines import TensorState, model_output
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import HostMomentsAdamW, learning_rate_at, make_optimizer, moments_of, set_moments
 from trueline.training.worker import WorkerSpec
@@ -37,7 +37,7 @@ class TorchEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
-    def step(self) -> StepInfo:
+    def step(self) -> dict[str, float]:
         assert self.optimizer is not None and isinstance(self.config, TrainingConfig)
         limit = self.config.max_grad_norm or float("inf")
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), limit))
@@ -51,7 +51,7 @@ class TorchEngine:
         self.optimizer.zero_grad()
         if finite and self.average is not None:
             self.average.update()
-        return StepInfo(norm, rate, skipped=not finite)
+        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(not finite)}
 
     def discard(self) -> bool:
         assert self.optimizer is not None

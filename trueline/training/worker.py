@@ -150,13 +150,7 @@ class Worker(WeightSender):
         report = work() if self.spec.world > 1 else attempted(work, self.engine.discard)
         if report.out_of_memory:
             return report
-        info = self.engine.step()
-        report.step = {
-            "grad_norm": info.grad_norm,
-            "learning_rate": info.learning_rate,
-            "skipped": float(info.skipped),
-            **memory_metrics(self.device),
-        }
+        report.step = self.engine.step() | memory_metrics(self.device)
         return report
 
     def release(self) -> tuple[float, float]:

@@ -141,8 +141,6 @@ def test_nothing_is_held_out_on_request() -> None:
 @pytest.mark.parametrize(
     ("rows", "share", "by", "said"),
     [
-        (numbered(3), 1.0, None, "share of 1.0"),
-        (numbered(3), -0.1, None, "share of -0.1"),
         (numbered(1), 0.5, None, "f, line 1: the data has one row only"),
         (numbered(3), 0.5, "topic", "f, line 1: the data has one value in column 'topic' only"),
         (numbered(3), 0.5, "subject", "f, line 1: column 'subject' is missing"),

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory
-from trueline.jobs.sampling import Unscored
+from trueline.environments.single_turn import SingleTurn
+from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket, ended
 from trueline.rollout.pool import EnginePool
@@ -75,7 +76,7 @@ def episode(tokenizer: PreTrainedTokenizerFast, text: str, *stops: str) -> Traje
     episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     params = SamplingParams(1.0, 8, (2,), stop=stops)
-    return asyncio.run(episodes.run(Unscored(), prompt, Ticket(0, 0, None), params))
+    return asyncio.run(episodes.run(SingleTurn(CombinedReward({}, 0.0)), prompt, Ticket(0, 0, None), params))
 
 
 def test_what_is_trained_on_is_a_prefix_of_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,115 @@
+"""Tokens per second of a training step against a bare PyTorch loop with the same kernels, on packed mixed lengths.
+
+    python benchmarks/train_throughput.py [--shape 1.5B] [--samples 128] [--longest 2048] [--tokens 16384] [--steps 8]
+        [--out FILE]
+
+Both sides compute the same log-probs of the same passes. The bare loop holds all weights in the type that it computes
+in, adds gradients up in it and steps torch's fused AdamW. Trueline's worker, by DeepSpeed, keeps float32 sums and
+masters, clips, checks and reports. Medians of the steps from the third on, with and without gradient checkpointing.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from random_model import SHAPES, make_model
+
+from trueline.algorithms.loss_aggregation import set_weights
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.data.batching import Budget, collate, plan_micro_batches
+from trueline.data.types import Sample, pack_samples
+from trueline.models.loading import DTYPES, load_model
+from trueline.models.scorer import Scorer
+from trueline.training.report import LossSettings
+from trueline.training.worker import HEAD_CHUNK, Worker, WorkerSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
+WARM = 2
+
+
+def make_samples(count: int, longest: int, words: int) -> list[Sample]:
+    """Lengths are spread evenly on a logarithmic scale; the last three quarters of each are learnt."""
+    random = torch.Generator().manual_seed(0)
+    samples = []
+    for place in torch.rand(count, generator=random).tolist():
+        length = int(math.exp(math.log(64) + place * math.log(longest / 64)))
+        tokens = torch.randint(0, words, (length,), generator=random)
+        samples.append(Sample(tokens, torch.arange(length) >= length // 4))
+    set_weights(samples, "token_mean", longest)
+    return samples
+
+
+def finished() -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median_seconds(step: Any, steps: int) -> float:
+    seconds = []
+    for _ in range(steps):
+        start = finished()
+        step()
+        seconds.append(finished() - start)
+    return median(seconds[WARM:])
+
+
+def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+    worker = Worker(WorkerSpec(config, TrainingConfig(), 0, 1, 1000, 0))
+    worker.start(worker.listen())
+    return median_seconds(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
+
+
+def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+    model = load_model(config, DTYPES[DTYPE], packed=True).to(DEVICE)
+    scorer = Scorer(model, HEAD_CHUNK[DEVICE.type]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+
+    def step() -> None:
+        for micro_batch in passes:
+            batch = collate(packed, micro_batch, DEVICE)
+            found = scorer(batch.tokens, batch.learnt(), batch.lengths, 1.0, entropy=False)
+            (-(batch.token_weights() * found["logprobs"]).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return median_seconds(step, steps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.5B", choices=SHAPES)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--longest", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "model", given.shape)
+        samples = make_samples(given.samples, given.longest, 1000)
+        packed, tokens = pack_samples(samples), sum(sample.length() for sample in samples)
+        (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(given.tokens))
+        for again in (False, True):
+            config = ModelConfig(path=f"{folder}/model", dtype=DTYPE, gradient_checkpointing=again)
+            speeds = {side.__name__: tokens / side(config, packed, passes, given.steps) for side in (bare, ours)}
+            name = "checkpointed" if again else "plain"
+            found[name] = speeds | {"ratio": speeds["ours"] / speeds["bare"]}
+            print(f"{name:<13} " + "  ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
