@@ -17,6 +17,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample
+from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.trainer import RLTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.state import RLState
@@ -165,6 +166,17 @@ def test_an_advantage_of_the_users_own_gets_its_critic_and_greedy_answers(
     assert second["rollout/staleness_max"] == 0
     assert "critic/explained_variance" in second
     assert (tmp_path / "run" / "checkpoints" / "step_000002" / "critic").is_dir()
+
+
+def test_engines_that_slept_get_their_weights_back_though_none_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "trueline.rl.build.DeviceSharing", lambda pool, loop, _, *rest: DeviceSharing(pool, loop, True, *rest)
+    )
+    words = ["algorithm.critic_warmup_steps=1", "critic.learning_rate=1e-3", "steps=2"]
+    assert run_letters(tmp_path, "ppo", *words) == 0
+    assert [row["sync/version"] for row in rows_of(tmp_path)[1:]] == [0, 1]
 
 
 @pytest.mark.parametrize("placement", ["shared", "separate"])
