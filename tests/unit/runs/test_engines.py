@@ -248,11 +248,13 @@ class Recorder:
         return Done("", ("node", ["0"]))
 
 
-def environments(gpus: int, engine: str, sampler: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+def environments(
+    gpus: int, engine: str, sampler: str, monkeypatch: pytest.MonkeyPatch, width: int = 1
+) -> dict[str, dict[str, str]]:
     monkeypatch.setattr(placement, "RayActor", Recorder)
     monkeypatch.setattr(placement, "reserve", lambda bundles: None)
     monkeypatch.setattr(Recorder, "started", [])
-    processes = Processes(machine(gpus), Layout(2, 1), Path("logs"), local=False)
+    processes = Processes(machine(gpus), Layout(2, 1, width), Path("logs"), local=False)
     ranks, rollout = RanksConfig(engine=engine), RolloutConfig(engine=sampler, cpu_cache_gib=3.2)
     processes.policy(worker_target(ranks), [None, None])
     processes.role(RoleRanks("critic", 2, shared=True), worker_target(ranks), [None, None])
@@ -280,6 +282,7 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "3",
     }
+    assert environments(0, "deepspeed", "vllm", monkeypatch, 2)["engine-0"]["OMP_NUM_THREADS"] == "4"
     gpu = environments(4, "deepspeed", "vllm", monkeypatch)
     assert of_libraries(gpu["policy-0"]) == of_libraries(gpu["critic-1"]) == {}
     assert of_libraries(gpu["engine-0"]) == SILENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
