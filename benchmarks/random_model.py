@@ -55,6 +55,9 @@ def make_model(
     with torch.device("cuda" if gpu else "cpu"):
         model = kind._from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
     model.save_pretrained(folder)
+    del model
+    if gpu:
+        torch.cuda.empty_cache()  # this process may go on to measure what others take
     tokenizer.save_pretrained(folder)
 
 

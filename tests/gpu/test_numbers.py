@@ -45,7 +45,7 @@ def test_the_head_and_its_gradients() -> None:
     hidden, weight = torch.randn(700, 128, device="cuda"), torch.randn(5000, 128, device="cuda") / 11
     targets = torch.randint(0, 5000, (700,), device="cuda")
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
         logprobs, entropy = ChunkedHead.apply(*leaves, None, targets, HeadWork(0.7, 256, True))  # type: ignore[misc]
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         exact = [leaf.detach().double().requires_grad_() for leaf in leaves]

@@ -1,6 +1,7 @@
 """Start all processes of a plan, make its trainer, and end them with it."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -46,7 +47,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
-        groups, pool = start_models(plan, processes, loop)
+        groups, pool = start_models(plan, processes, loop, progress)
         models = Models(
             config.algorithm,
             config.rollout.temperature,
@@ -89,11 +90,10 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
 
 
-def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[dict[str, ModelGroup], EnginePool]:
-    """Start the policy, the models beside it and the engines; return the models by name and the engines.
-
-    All at once, but on GPUs that they share: an engine measures what is free while it starts, so models load after it.
-    """
+def start_models(
+    plan: RLPlan, processes: Processes, loop: EventLoop, progress: Progress
+) -> tuple[dict[str, ModelGroup], EnginePool]:
+    """Start the policy, the models beside it and the engines, all at once; return models by name, and the engines."""
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
@@ -104,11 +104,13 @@ def start_models(plan: RLPlan, processes: Processes, loop: EventLoop) -> tuple[d
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
+    pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes()))
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
-    if plan.shares_gpus():
-        loop.run(pool.call(RolloutEngine.processes), "start of the engines")
+    begun = time.monotonic()
     start_groups(list(groups.values()))
+    progress.note(f"loaded     {', '.join(groups)} ({time.monotonic() - begun:.0f} s); engines may need longer")
+    loop.run(pool.call(RolloutEngine.processes), "start of the engines")
+    progress.note(f"engines    are ready ({time.monotonic() - begun:.0f} s)")
     return groups, pool
 
 

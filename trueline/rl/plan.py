@@ -74,6 +74,11 @@ class RLDraft:
 class RLPlan(RLDraft):
     forecast: Forecast  # of the memory that the policy lives in
 
+    def cache_bytes(self) -> int:
+        """Return the KV cache of an engine beside models, which cannot measure what is free while they load."""
+        share, room = self.forecast.choice.share, self.forecast.room
+        return room.engine.cache_bytes(share * room.size) if self.shares_gpus() else 0
+
 
 def plan_rl(config: RLConfig) -> RLPlan:
     """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""

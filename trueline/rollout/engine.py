@@ -38,6 +38,7 @@ class EngineSpec:
     sleeps: bool  # gives its GPU memory back between steps
     trust_remote_code: bool
     adapter_rank: int = 0  # of adapters that it holds beside its weights, and is sent in their place
+    cache_bytes: int = 0  # of its KV cache on each GPU; 0: what is free of its share once it has measured that
 
 
 class RolloutEngine(Protocol):

@@ -202,10 +202,13 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
+    measured = {"gpu_memory_utilization": spec.gpu_memory_utilization}
+    # Beside models that load at the same time nothing can be measured; vLLM still asks that this share is free.
+    told = {"kv_cache_memory_bytes": spec.cache_bytes, "gpu_memory_utilization": 0.01}
     return {
-        "gpu_memory_utilization": spec.gpu_memory_utilization,
         "enable_sleep_mode": spec.sleeps,
         "enforce_eager": not spec.cuda_graphs,
+        **(told if spec.cache_bytes else measured),
     }
 
 

@@ -79,6 +79,11 @@ class EngineRoom:
     least: float
     asleep: float
     share: float | None = None
+    fixed: float = 0.0  # of these, weights and work: the rest is the cache's
+
+    def cache_bytes(self, taken: float) -> int:
+        """Return what is left to the KV cache of an engine that takes so much; never less than it can work with."""
+        return int(max(taken, self.least) - self.fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +191,8 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
 
 def idle_bytes(tenant: Tenant) -> float:
     """Estimate the bytes of one rank on a GPU between its turns, and while it starts beside an engine that is awake."""
-    masters = 4 * trained_parameters(tenant) / divided(tenant, 1)
-    starting = weight_bytes(tenant) + masters + trained_parameters(tenant) * bytes_of(tenant.model.dtype)
-    return CONTEXT + max(kept_bytes(tenant), starting)
+    each = 4 * trained_parameters(tenant) / divided(tenant, 1)  # of float32 masters, and of DeepSpeed's first gradients
+    return CONTEXT + max(kept_bytes(tenant), weight_bytes(tenant) + 2 * each)
 
 
 def model_bytes(tenant: Tenant) -> float:
@@ -272,7 +276,7 @@ def engine_room(
         if ROLLOUT_ENGINES[rollout.engine].sleeps
         else (share or most / machine.gpu_bytes) * machine.gpu_bytes
     )
-    return EngineRoom(most, least, asleep, share)
+    return EngineRoom(most, least, asleep, share, weights + work)
 
 
 def settled(rooms: list[Room], longest: int, lengths: str) -> Forecast:

@@ -89,13 +89,15 @@ def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec])
 
 
 def start_engines(
-    processes: Processes, model: ModelConfig, rollout: ResolvedRollout, seed: int
+    processes: Processes, model: ModelConfig, rollout: ResolvedRollout, seed: int, cache_bytes: int = 0
 ) -> list[Actor[RolloutEngine]]:
-    specs = engine_specs(model, rollout, processes.layout, seed)
+    specs = engine_specs(model, rollout, processes.layout, seed, cache_bytes)
     return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
-def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, seed: int) -> list[EngineSpec]:
+def engine_specs(
+    model: ModelConfig, rollout: ResolvedRollout, layout: Layout, seed: int, cache_bytes: int = 0
+) -> list[EngineSpec]:
     return [
         EngineSpec(
             model=model.path,
@@ -109,6 +111,7 @@ def engine_specs(model: ModelConfig, rollout: ResolvedRollout, layout: Layout, s
             sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
             adapter_rank=model.lora.rank if model.lora.apart() else 0,
+            cache_bytes=cache_bytes,
         )
         for number in range(layout.engines)
     ]

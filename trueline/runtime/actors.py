@@ -4,11 +4,13 @@ A call names the method itself, `actor.submit(Worker.score, ...)`, so that its a
 travels is the method's name.
 """
 
+import asyncio
 import os
 import pkgutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
@@ -153,11 +155,21 @@ class Spot:
 
 
 class Host:
-    """Build the object that `target` names inside a process of its own, and pass calls on to it."""
+    """Make the object that `target` names inside a process of its own, and pass calls on to it."""
 
-    def __init__(self, log: str, target: str, args: Sequence[Any]) -> None:
+    def __init__(self, log: str) -> None:
         redirect_output(Path(log))
-        self.target = build(target, args)
+
+    def make(self, target: str, args: Sequence[Any]) -> None:
+        """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
+        self.target = None
+        try:
+            self.target = build(target, args)
+        finally:
+            if self.target is None:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
 
     def call(self, method: str, *args: Any, **named: Any) -> Any:
         return methodcaller(method, *args, **named)(self.target)
@@ -168,7 +180,18 @@ class Host:
 
 
 class AsyncHost(Host):
+    """The same for coroutines, which Ray may begin in another order than they were asked for."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log)
+        self.made = asyncio.Event()
+
+    def make(self, target: str, args: Sequence[Any]) -> None:
+        super().make(target, args)
+        self.made.set()
+
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        await self.made.wait()
         return await methodcaller(method, *args, **named)(self.target)
 
 
@@ -184,7 +207,9 @@ class RayActor(Generic[Object]):
         self.name, self.log = name, log
         options = spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if target.asynchronous else {})
         host: Any = ray.remote(AsyncHost if target.asynchronous else Host)
-        self.handle = host.options(**options).remote(str(log), target.path, args)
+        self.handle = host.options(**options).remote(str(log))
+        self.at_home = self.handle.home.remote()  # known before the object is made, which takes long
+        self.handle.make.remote(target.path, args)
 
     def submit(
         self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
@@ -204,7 +229,7 @@ class RayActor(Generic[Object]):
         return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log)
 
     def home(self) -> Pending[tuple[str, list[str]]]:
-        return RayPending(f"{self.name}.home", self.handle.home.remote(), self.log)
+        return RayPending(f"{self.name}.home", self.at_home, self.log)
 
     def stop(self) -> None:
         ray.kill(self.handle)

@@ -101,6 +101,7 @@ class Worker(WeightSender):
         if self._router_coefficient():
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.release()  # before something small and lasting settles in memory that was only needed to start
         self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
         probe.compare(self._forward, self.model.get_input_embeddings())
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,9 @@ class Recorder:
     def policy(self, target: Any, specs: list[Any]) -> list[Any]:
         return [LocalActor("policy", self) for _ in specs]
 
-    engines = policy
+    def engines(self, target: Any, specs: list[Any]) -> list[Any]:
+        self.caches = [spec.cache_bytes for spec in specs]
+        return self.policy(target, specs)
 
     def listen(self) -> tuple[str, int]:
         return "", 0
@@ -77,12 +80,14 @@ class Recorder:
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_models_load_after_an_engine_that_shares_their_gpu_is_there(planned: Any, colocated: bool) -> None:
-    """It takes its share of what is free, and would count what others take meanwhile as its own."""
+def test_an_engine_that_shares_the_models_gpu_is_told_its_cache(planned: Any, colocated: bool) -> None:
+    """Models load at the same time: it would count what they take meanwhile as its own."""
     plan = planned("algorithm.kl.coefficient=0")  # no reference
     machine, layout = replace(plan.machine, gpus=2), replace(plan.layout, colocated=colocated)
     processes: Any = Recorder(layout)
     loop = EventLoop(timeout_seconds=60)
-    start_models(replace(plan, machine=machine, layout=layout), processes, loop)
+    said: Any = SimpleNamespace(note=processes.heard.append)
+    start_models(replace(plan, machine=machine, layout=layout), processes, loop, said)
     loop.stop()
-    assert processes.heard == (["engine is there"] if colocated else []) + ["model starts"]
+    assert [line.split()[0] for line in processes.heard] == ["model", "loaded", "engine", "engines"]
+    assert [size > 0 for size in processes.caches] == [colocated]

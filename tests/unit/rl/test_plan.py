@@ -435,8 +435,9 @@ def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
     assert (alone.config.placement, alone.rollout.gpu_memory_utilization) == ("separate", 0.9)
     assert list(alone.forecast.room.phases(alone.forecast.choice)) == ["training"]
     assert together.config.placement == "colocated"
-    (spec,) = engine_specs(together.config.model, together.rollout, together.layout, 0)
+    (spec,) = engine_specs(together.config.model, together.rollout, together.layout, 0, together.cache_bytes())
     share = together.forecast.choice.share
+    assert 0 < spec.cache_bytes < share * 24 * GIB and alone.cache_bytes() == 0
     assert spec.gpu_memory_utilization == together.config.rollout.gpu_memory_utilization == share < 0.6
     phases = together.forecast.room.phases(together.forecast.choice)
     assert set(phases) == {"rollout", "training"} and max(phases.values()) <= 0.9 * 24 * GIB

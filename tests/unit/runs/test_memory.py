@@ -238,6 +238,8 @@ def test_an_engine_takes_what_it_can_use_of_what_models_leave() -> None:
     assert chosen(long).share * long.size < long.engine.most
     assert long.phases(chosen(long))["rollout"] == pytest.approx(0.9 * long.size, rel=0.002)
     assert chosen(shared_gpu(QWEN, share=0.3)).share == 0.3
+    assert room.engine.cache_bytes(room.engine.most) == 128 * cache
+    assert room.engine.cache_bytes(fixed) == 32 * cache  # a share of weights and work alone would hold no answer
 
 
 def test_where_moments_live_is_kept_if_it_was_set() -> None:
