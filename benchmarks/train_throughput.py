@@ -3,9 +3,10 @@
     python benchmarks/train_throughput.py [--shape 1.5B] [--samples 128] [--longest 2048] [--tokens 16384] [--steps 8]
         [--out FILE]
 
-Both sides compute the same log-probs of the same passes. The bare loop holds all weights in the type that it computes
-in, adds gradients up in it and steps torch's fused AdamW. Trueline's worker, by DeepSpeed, keeps float32 sums and
-masters, clips, checks and reports. Medians of the steps from the third on, with and without gradient checkpointing.
+All sides compute the same log-probs of the same passes and step torch's fused AdamW. Trueline's worker, by DeepSpeed,
+keeps float32 sums of gradients and float32 weights, clips, checks and reports. The bare loop keeps the same sums and
+weights and clips by the same norm; `rough` is a loop that rounds all of them to the type it computes in, which trains
+worse and is shown for what exactness costs. Medians of the steps from the third on, with and without checkpointing.
 """
 
 import argparse
@@ -68,17 +69,49 @@ def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
     return median_seconds(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
 
 
-def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+def make_scorer(config: ModelConfig) -> Scorer:
     model = load_model(config, DTYPES[DTYPE], packed=True).to(DEVICE)
-    scorer = Scorer(model, HEAD_CHUNK[DEVICE.type]).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    return Scorer(model, HEAD_CHUNK[DEVICE.type]).train()
+
+
+def run_pass(scorer: Scorer, packed: Any, micro_batch: Any) -> None:
+    batch = collate(packed, micro_batch, DEVICE)
+    found = scorer(batch.tokens, batch.learnt(), batch.lengths, 1.0, entropy=False)
+    (-(batch.token_weights() * found["logprobs"]).sum()).backward()
+
+
+def rough(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+    scorer = make_scorer(config)
+    optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
         for micro_batch in passes:
-            batch = collate(packed, micro_batch, DEVICE)
-            found = scorer(batch.tokens, batch.learnt(), batch.lengths, 1.0, entropy=False)
-            (-(batch.token_weights() * found["logprobs"]).sum()).backward()
+            run_pass(scorer, packed, micro_batch)
         optimizer.step()
+        optimizer.zero_grad()
+
+    return median_seconds(step, steps)
+
+
+def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+    scorer = make_scorer(config)
+    weights = list(scorer.parameters())
+    masters = [weight.detach().float().clone() for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=1e-6, fused=True)
+
+    def step() -> None:
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        sums = [master.grad for master in masters]
+        for micro_batch in passes:
+            run_pass(scorer, packed, micro_batch)
+            torch._foreach_add_(sums, [weight.grad for weight in weights])
+            for weight in weights:
+                weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
         optimizer.zero_grad()
 
     return median_seconds(step, steps)
@@ -101,7 +134,7 @@ def main() -> int:
         (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(given.tokens))
         for again in (False, True):
             config = ModelConfig(path=f"{folder}/model", dtype=DTYPE, gradient_checkpointing=again)
-            speeds = {side.__name__: tokens / side(config, packed, passes, given.steps) for side in (bare, ours)}
+            speeds = {side.__name__: tokens / side(config, packed, passes, given.steps) for side in (rough, bare, ours)}
             name = "checkpointed" if again else "plain"
             found[name] = speeds | {"ratio": speeds["ours"] / speeds["bare"]}
             print(f"{name:<13} " + "  ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)

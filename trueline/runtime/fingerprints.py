@@ -47,9 +47,11 @@ def salted(print_: Tensor, label: str) -> Tensor:
 def bit_sum(tensor: Tensor) -> Tensor:
     """Add bit patterns as whole numbers: whichever way a tensor is fused, cut or permuted, the sum is the same."""
     pattern = PATTERNS[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(pattern)
     negative_zero = torch.iinfo(pattern).min
-    return bits.sum(dtype=torch.int64) - negative_zero * (bits == negative_zero).sum()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for bits in tensor.detach().contiguous().view(pattern).flatten().split(PIECE // tensor.element_size()):
+        total += bits.sum(dtype=torch.int64) - negative_zero * (bits == negative_zero).sum()
+    return total
 
 
 def plain_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
