@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import make_tiny_model
 from trueline.config.rl import RolloutConfig
-from trueline.data.types import Completion
+from trueline.data.types import INTERRUPTED, Completion
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Actor, RayActor, Spot, Target
 from trueline.runtime.cluster import ray_cluster, this_machine
 from trueline.runtime.event_loop import EventLoop
@@ -220,6 +221,37 @@ def test_a_paused_engine_answers_after_it_resumes(engine: Actor[RolloutEngine], 
     waited, answer = run(pause_then_ask())
     assert waited
     assert len(answer.tokens) == 16
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+def test_answers_that_are_cut_off_go_on(engine: Actor[RolloutEngine], plain: Any, run: Run, mode: str) -> None:
+    """By whoever asked, or by the engine itself; a token's log-prob is that of all tokens before it, either way."""
+    pool = EnginePool([engine])
+
+    async def cut(attempt: int) -> tuple[list[Completion], list[Completion]]:
+        """Return what came of all requests, and of one that was asked without a pool."""
+        calls = [pool.generate(PROMPT, params(1.0, 100, seed=one), one, f"{mode}-{attempt}-{one}") for one in range(6)]
+        alone = engine.call(RolloutEngine.generate, PROMPT, params(1.0, 100), f"{mode}-{attempt}-alone")
+        requests = [asyncio.ensure_future(call) for call in (*calls, alone)]
+        await asyncio.sleep(0.05 * attempt)
+        await engine.call(RolloutEngine.pause, mode)
+        await asyncio.sleep(0.2)
+        assert not all(request.done() for request in requests[:-1]) or attempt > 3
+        await engine.call(RolloutEngine.resume)
+        *answers, single = await asyncio.gather(*requests)
+        return answers, [single]
+
+    for attempt in range(1, 8):  # until the pause comes in the midst of them
+        answers, (single,) = run(cut(attempt))
+        if 0 < len(single.tokens) < 100 or mode == "keep":
+            break
+    assert (single.finish_reason == INTERRUPTED) is (mode == "interrupt")
+    for answer in [*answers, single]:
+        assert answer.finish_reason in ("length", "stop") or answer is single
+        assert len(answer.tokens) == len(answer.logprobs) == len(answer.versions)
+        expected = true_logprobs(plain, PROMPT + answer.tokens.tolist(), 1.0)[len(PROMPT) - 1 :]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+    assert all(len(answer.tokens) == 100 for answer in answers if answer.finish_reason == "length")
 
 
 def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor[RolloutEngine]], run: Run) -> None:

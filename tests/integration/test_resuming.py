@@ -150,7 +150,9 @@ def test_a_run_goes_on_behind_the_prompts_that_taught_nothing(home: Path, capsys
 
 
 def groups_of(home: Path, step: int) -> int:
-    return int(json.loads((home / f"runs/mine/checkpoints/step_{step:06d}/state.json").read_text())["groups"])
+    """Return how many prompts have had their fate."""
+    state = json.loads((home / f"runs/mine/checkpoints/step_{step:06d}/state.json").read_text())
+    return sum(state["ledger"]["fates"].values())
 
 
 # Disks

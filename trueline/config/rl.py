@@ -79,6 +79,12 @@ class RolloutConfig(SamplingControls):
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a trained completion may lag behind; 0 is synchronous training."""
 
+    on_update: Literal["wait", "interrupt", "keep"] = "wait"
+    """Completions under way wait for new weights to the end, or go on under them: in any engine, or in their own."""
+
+    too_old: Literal["wait", "drop"] = "wait"
+    """A group that would lag more than max_staleness versions after this step: wait for it now, or drop it."""
+
     seeded: bool | None = None
     """Give every completion its own seed, so that it can be drawn again; null: unless that slows sampling (GPUs)."""
 

@@ -56,22 +56,40 @@ class Prompt:
         return f"row {self.id + 1} of {self.source}"
 
 
+INTERRUPTED = "interrupted"  # the finish reason of a part that goes on under other weights
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class Completion:
     """One sampled continuation, as the engine sampled it."""
 
     tokens: np.ndarray  # [T] int64
     logprobs: np.ndarray  # [T] float32
-    version: int  # policy version of the weights
-    finish_reason: str  # "stop" or "length"
+    versions: np.ndarray  # [T] int32, policy version of the weights that sampled each token
+    finish_reason: str  # "stop", "length" or INTERRUPTED
+    cached: int = 0  # tokens of its prompt that the engine had computed before
 
     @classmethod
-    def of(cls, tokens: list[int], logprobs: list[float], version: int, finish_reason: str) -> "Completion":
-        return cls(np.array(tokens, np.int64), np.array(logprobs, np.float32), version, finish_reason)
+    def of(
+        cls, tokens: list[int], logprobs: list[float], version: int, finish_reason: str, cached: int = 0
+    ) -> "Completion":
+        versions = np.full(len(tokens), version, np.int32)
+        return cls(np.array(tokens, np.int64), np.array(logprobs, np.float32), versions, finish_reason, cached)
+
+    @classmethod
+    def joined(cls, parts: list["Completion"]) -> "Completion":
+        """Return parts that follow each other as one."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens, logprobs, versions = (
+            np.concatenate(rows)
+            for rows in zip(*((one.tokens, one.logprobs, one.versions) for one in parts), strict=True)
+        )
+        return cls(tokens, logprobs, versions, parts[-1].finish_reason, sum(one.cached for one in parts))
 
     def cut(self, length: int) -> "Completion":
         """Return its first tokens, as one that ends there."""
-        return Completion(self.tokens[:length], self.logprobs[:length], self.version, "stop")
+        return Completion(self.tokens[:length], self.logprobs[:length], self.versions[:length], "stop", self.cached)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,16 +112,16 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_action(self, completion: Completion) -> None:
-        self._add(completion.tokens, completion.logprobs, completion.version)
+        self._add(completion.tokens, completion.logprobs, completion.versions)
 
     def add_observation(self, tokens: list[int]) -> None:
-        self._add(np.array(tokens, np.int64), np.zeros(len(tokens), np.float32), -1)
+        count = len(tokens)
+        self._add(np.array(tokens, np.int64), np.zeros(count, np.float32), np.full(count, -1, np.int32))
 
-    def _add(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        more = np.full(len(tokens), version, np.int32)
+    def _add(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self.tokens = np.concatenate([self.tokens, tokens])
         self.logprobs = np.concatenate([self.logprobs, logprobs])
-        self.versions = np.concatenate([self.versions, more])
+        self.versions = np.concatenate([self.versions, versions])
         self.mask = self.versions >= 0
         self.rewards = np.concatenate([self.rewards, np.zeros(len(tokens), np.float32)])
 

@@ -64,7 +64,8 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed))
+        engines = start_engines(processes, config.model, plan.rollout, config.seed)
+        pool = EnginePool(engines, plan.rollout.max_sequences)
         reward_models = start_reward_models(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.

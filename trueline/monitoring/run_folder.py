@@ -20,6 +20,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.transcripts = path / "transcripts.jsonl"
+        self.ledger = path / "ledger.jsonl"  # which prompts each step trained on, and what became of the others
         self.logs = path / "logs"
         self.log = self.logs / "run.log"  # what was said of the run
         self.checkpoints = path / "checkpoints"

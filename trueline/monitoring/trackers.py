@@ -67,9 +67,12 @@ class Tracker:
     ) -> None:
         check_trackers(config)
         self.last_step = keep_until(folder.metrics, resume_step, note)
-        keep_until(folder.transcripts, resume_step, note)
+        for file in (folder.transcripts, folder.ledger):
+            keep_until(file, resume_step, note)
         self.metrics = Sink(Appended(folder.metrics).add_line, folder.metrics.name, note)
         self.transcripts = Sink(Appended(folder.transcripts).add_line, folder.transcripts.name, note)
+        self.folder, self.note = folder, note
+        self.ledger: Sink | None = None  # of runs that sample
         self.scalars: list[Sink] = []
         self.opened: dict[str, Opened] = {}
         for key, project in wanted(config).items():
@@ -87,9 +90,16 @@ class Tracker:
         for transcript in transcripts:
             self.transcripts.put(json.dumps({"step": step, **transcript}, ensure_ascii=False, default=str))
 
+    def account(self, step: int, fates: dict[str, list[int]]) -> None:
+        """Write which prompts met which fate in a step."""
+        if self.ledger is None:
+            self.ledger = Sink(Appended(self.folder.ledger).add_line, self.folder.ledger.name, self.note)
+        self.ledger.put(json.dumps({"step": step, **fates}))
+
     def close(self) -> None:
-        for sink in (self.metrics, self.transcripts, *self.scalars):
-            sink.tell()
+        for sink in (self.metrics, self.transcripts, self.ledger, *self.scalars):
+            if sink is not None:
+                sink.tell()
         for one in self.opened.values():
             one.close()
 

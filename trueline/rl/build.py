@@ -104,7 +104,8 @@ def start_models(
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    pool = EnginePool(start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes()))
+    engines = start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes())
+    pool = EnginePool(engines, plan.rollout.max_sequences)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()
     start_groups(list(groups.values()))
@@ -123,10 +124,13 @@ def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunF
     return Rollouts(
         sampling.sampler(rollout, rollout.max_new_tokens, algorithm.group_size, seed, "train", greedy),
         plan.prompts,
-        make_order(sizes, weights, config.seed, config.data.shuffle, state.groups),
-        RolloutPlan(config.prompts_per_step, rollout.max_staleness, algorithm.dynamic_sampling),
+        make_order(sizes, weights, config.seed, config.data.shuffle, state.ledger.drawn),
+        RolloutPlan(
+            config.prompts_per_step, rollout.max_staleness, algorithm.dynamic_sampling, rollout.too_old == "drop"
+        ),
         FailureBudget(config.reward.max_failure_share, completions, failure_files(config.reward, folder.path)),
         sampling.loop,
+        state.ledger,
     )
 
 
@@ -147,7 +151,7 @@ def way_of(plan: RLPlan) -> Way:
     if config.model.dtype == "bfloat16" and config.rollout.dtype == "float32":
         differs = "the trainer holds them in bfloat16, the engines in float32"
     transport = "local" if config.runtime == "local" else plan.transport()
-    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart())
+    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart(), config.rollout.on_update)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

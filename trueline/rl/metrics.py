@@ -3,6 +3,8 @@
 from pathlib import Path
 from statistics import fmean, pstdev
 
+import numpy as np
+
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
@@ -50,6 +52,11 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "response_length/max": max(lengths),
         "response_length/truncated_share": fmean(sample.truncated for sample in samples),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
+        "rollout/staleness_mean": version
+        - float(np.concatenate([one.versions[one.mask] for one in trajectories]).mean()),
+        "rollout/several_versions_share": fmean(one.oldest_version() < one.versions.max() for one in trajectories),
+        "rollout/drawn_length_mean": fmean(dropped.lengths or lengths),
+        "rollout/too_old": dropped.too_old,
         "rollout/groups": len(groups),
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length() for sample in samples),

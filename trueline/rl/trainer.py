@@ -67,7 +67,7 @@ class RLTrainer:
             self.publish()
             self.catch_up()
             if state.step < config.steps:
-                self.rollouts.start()
+                self.rollouts.start(state.version)
             while state.step < config.steps and not interrupts.requested:
                 groups = self.sample()
                 self.settle()
@@ -80,8 +80,8 @@ class RLTrainer:
                     self.assess(samples)
                     metrics = self.learn(samples)
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
-                    metrics |= describe_models(samples, config) | self.adapt(samples)
-                    state.advance(len(groups) + self.rollouts.dropped.group_count(), learns)
+                    metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
+                    state.advance([group[0].group for group in groups], learns)
                     self.judge_critic(metrics)
                     state.skipped_steps = self.guard.skipped
                     for guard in self.guards():
@@ -93,10 +93,11 @@ class RLTrainer:
                     metrics |= self.evaluate()
                     self.checkpoints.tell(state.step, metrics)
                 if state.step < config.steps:
-                    self.rollouts.release()
+                    self.rollouts.release(state.version)
                 self.report(metrics, trajectories)
             self.save({})
             self.checkpoints.settle(wait=True)
+            self.progress.note(f"ledger     {state.ledger.balance()}")
         return state
 
     def catch_up(self) -> None:
@@ -112,8 +113,7 @@ class RLTrainer:
         try:
             with self.timer.phase("rollout"):
                 return self.rollouts.take(self.config.prompts_per_step)
-        except NothingToLearn:  # with other prompts it may go on: those that were dropped count as used
-            self.state.groups += self.rollouts.dropped.group_count()
+        except NothingToLearn:  # with other prompts it may go on: those that were dropped have their fate
             self.save({})
             self.checkpoints.settle(wait=True)
             raise
@@ -210,6 +210,7 @@ class RLTrainer:
         if not self.config.reward.named_parts():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         self.tracker.log(self.state.step, metrics)
+        self.tracker.account(self.state.step, self.state.ledger.row())
         self.watch.see(metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
@@ -247,4 +248,5 @@ class RLTrainer:
                 self.checkpoints.settle()
 
     def save(self, metrics: dict[str, float]) -> None:
+        self.state.ledger.balance()
         self.checkpoints.save(self.state.step, asdict(self.state), self.models.write, metrics)

@@ -1,11 +1,13 @@
 """What rollout asks of a sampler."""
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from trueline.data.types import Completion
+from trueline.data.types import INTERRUPTED, Completion
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
 
@@ -21,6 +23,15 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
+
+    def after(self, tokens: int, parts: int) -> "SamplingParams":
+        """Return what is left to sample after so many tokens in so many parts; each part has a seed of its own."""
+        if not parts:
+            return self
+        seed = self.seed
+        if seed is not None:
+            seed = int(np.random.SeedSequence([seed, parts]).generate_state(1)[0]) >> 1
+        return replace(self, max_new_tokens=self.max_new_tokens - tokens, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +58,10 @@ class RolloutEngine(Protocol):
     async def score(self, tokens: list[int]) -> list[float]:
         """Return log-probs of tokens[1:] at temperature 1, under the weights now in the engine."""
 
-    async def pause(self) -> None:
-        """Let running requests end, and start no new ones."""
+    async def pause(self, mode: str = "wait") -> None:
+        """Start no new requests; let running ones end (`wait`), or cut them off where they are, to be gone on with
+        by whoever asked (`interrupt`) or, once it resumes, by the engine itself (`keep`).
+        """
 
     async def resume(self) -> None: ...
 
@@ -83,3 +96,19 @@ class RolloutEngine(Protocol):
     async def cached(self, tokens: list[int]) -> int:
         """Return how many tokens of a prompt are answered from what was computed before."""
         return 0
+
+
+async def in_parts(
+    sample: Callable[[list[int], SamplingParams, str], Awaitable[Completion]],
+    tokens: list[int],
+    params: SamplingParams,
+    request: str,
+    goes_on: Callable[[], bool],
+) -> Completion:
+    """Sample a completion that updates may cut off: each part goes on from the tokens of those before."""
+    parts: list[Completion] = []
+    while not parts or (parts[-1].finish_reason == INTERRUPTED and goes_on()):
+        before = [token for part in parts for token in part.tokens.tolist()]
+        rest = params.after(len(before), len(parts))
+        parts.append(await sample(tokens + before, rest, f"{request}.{len(parts)}" if parts else request))
+    return Completion.joined(parts)

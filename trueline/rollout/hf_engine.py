@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from trueline.config.model import ModelConfig
-from trueline.data.types import Completion
+from trueline.data.types import INTERRUPTED, Completion
 from trueline.models.loading import DTYPES, load_model
-from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
 from trueline.runtime.transport import Bucket, Channel, Link, bucket_print, bucket_views
 
@@ -32,12 +32,17 @@ class HFEngine(RolloutEngine):
         self.version = 0
         self.waiting: list[Request] = []
         self.serving: asyncio.Task[None] | None = None  # referenced, so that it is not collected while it runs
+        self.cutting = False  # what is sampled now ends where it is
+        self.keeps = False  # and goes on here
         self.open = asyncio.Event()
         self.open.set()
         self.busy = asyncio.Lock()
         self.channel: Channel | None = None
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        return await in_parts(self._queue, tokens, params, request, lambda: self.keeps)
+
+    async def _queue(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.waiting.append(Request(tokens, params, completion))
         if len(self.waiting) == 1:
@@ -75,6 +80,9 @@ class HFEngine(RolloutEngine):
         cache = None
         with torch.inference_mode():
             while not all(reasons):
+                if self.cutting:
+                    reasons = [reason or INTERRUPTED for reason in reasons]
+                    break
                 output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
                 drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
@@ -93,10 +101,11 @@ class HFEngine(RolloutEngine):
                 scores = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 return scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str = "wait") -> None:
         self.open.clear()
+        self.cutting, self.keeps = mode != "wait", mode == "keep"
         async with self.busy:
-            pass
+            self.cutting = False
 
     async def resume(self) -> None:
         self.open.set()

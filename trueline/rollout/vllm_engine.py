@@ -13,10 +13,11 @@ from vllm import SamplingParams as VllmParams
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from trueline.data.types import Completion
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.data.types import INTERRUPTED, Completion
+from trueline.rollout.engine import EngineSpec, SamplingParams, in_parts
 from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
@@ -38,6 +39,7 @@ class VllmEngine:
         self.apart = spec.adapter_rank > 0
         self.adapter: LoRARequest | None = None  # that requests name, once it is there
         self.asleep = False
+        self.keeps = False  # requests that were cut off go on here
         self.open = asyncio.Event()
         self.open.set()
         self.running = 0  # requests, preempted ones included
@@ -51,6 +53,9 @@ class VllmEngine:
         self.llm = self.thread.submit(LLMEngine.from_engine_args, EngineArgs(**options)).result()
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        return await in_parts(self._sample, tokens, params, request, lambda: self.keeps)
+
+    async def _sample(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         settings = VllmParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -69,7 +74,8 @@ class VllmEngine:
         completion = output.outputs[0]
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
-        return Completion.of(chosen, sampled.logprobs, self.version, str(completion.finish_reason))
+        reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
+        return Completion.of(chosen, sampled.logprobs, self.version, reason, output.num_cached_tokens or 0)
 
     async def score(self, tokens: list[int]) -> list[float]:
         settings = VllmParams(
@@ -128,10 +134,22 @@ class VllmEngine:
             if error is not None and not done.done():
                 done.set_exception(error)
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str = "wait") -> None:
         """Let all requests end, those that vLLM has preempted too, which would go on under other weights."""
         self.open.clear()
+        self.keeps = mode == "keep"
+        if mode != "wait":
+            for output in await self._ask(self._cut_off):
+                if output.request_id in self.waiting:
+                    self.waiting[output.request_id].set_result(output)
         await self.idle.wait()
+
+    def _cut_off(self) -> list[Any]:
+        """Abort all requests, and return what they have so far; vLLM itself tells that to its asynchronous client."""
+        states = list(self.llm.output_processor.request_states.values())
+        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+        self.llm.abort_request([state.external_req_id for state in states])
+        return outputs
 
     async def resume(self) -> None:
         self.open.set()

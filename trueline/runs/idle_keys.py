@@ -97,6 +97,7 @@ GREEDY: Rule = (
     lambda run: run.evaluation.temperature > 0,
     "evaluation.temperature=0 takes the likeliest token",
 )
+ASYNCHRONOUS = "rollout.max_staleness rollout.on_update rollout.too_old"
 KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
 NO_KL = "algorithm.kl.coefficient=0"
 
@@ -141,6 +142,11 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         GREEDY,
         ("evaluation.", lambda run: bool(run.evaluation.named_sets()), "evaluation.data names no prompts"),
         ("sync.tolerance", lambda run: run.sync.check, "sync.check=false"),
+        (
+            "rollout.on_update rollout.too_old",
+            lambda run: run.rollout.max_staleness > 0,
+            "rollout.max_staleness=0 samples nothing while it trains",
+        ),
     ],
     SupervisedConfig: [
         *TRAINING,
@@ -152,7 +158,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     ],
     SamplingConfig: [
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
-        ("checkpoint. monitoring. rollout.max_staleness evaluation.every", never, "nothing is trained"),
+        (f"checkpoint. monitoring. {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
     ],
     EvalConfig: [
         GREEDY,

@@ -1,6 +1,6 @@
 """The state of a run, and how it is taken up again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -8,26 +8,28 @@ from typing import TypeVar
 from trueline.config.base import ConfigError, Tree
 from trueline.data.loader import changes
 from trueline.monitoring.progress import Progress
+from trueline.rollout.ledger import Ledger
 from trueline.training.checkpoints import Checkpoints
 
 
 @dataclass(slots=True)
 class RLState:
-    """The state of an RL run. The prompts trained on so far are the first `groups` of the data's order."""
+    """The state of an RL run."""
 
     step: int = 0
     version: int = 0  # of the policy's weights
-    groups: int = 0
+    ledger: Ledger = field(default_factory=Ledger)  # of the prompts
     skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
     critic_ready: bool = False  # it has reached algorithm.critic_warmup_variance
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
 
-    def advance(self, groups: int, learnt: bool) -> None:
+    def advance(self, trained: Iterable[int], learnt: bool) -> None:
+        """Count a step that has trained on the prompts of these numbers."""
         self.step += 1
         self.version += learnt
-        self.groups += groups
+        self.ledger.close(trained, "trained")
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
     saved = checkpoints.read_state(newest)
     if isinstance(saved["tracker"], str):  # the id at Weights & Biases, where no other tracker is known
         saved["tracker"] = {"wandb": saved["tracker"]}
+    if "ledger" in saved:
+        saved["ledger"] = Ledger.of(saved["ledger"])
     state = kind(**saved)
     load(newest)
     progress.note(f"resumed from {newest} at step {state.step}")

@@ -44,6 +44,7 @@ class Way:
     transport: str  # "local" within one process, or that of a transport.Link
     differs: str = ""  # empty: they are the same
     apart: bool = False  # adapters alone are sent
+    on_update: str = "wait"  # what becomes of completions under way
 
 
 class WeightSync:
@@ -143,7 +144,7 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Make the trainer's weights live in every engine."""
         start = time.perf_counter()
-        self._engines(RolloutEngine.pause)
+        self._engines(RolloutEngine.pause, self.way.on_update)
         if self.way.transport == "local":
             self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
         else:

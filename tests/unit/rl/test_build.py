@@ -12,6 +12,7 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.rl.build import make_evaluator, make_rollouts, start_models
 from trueline.rl.plan import RLPlan, plan_rl
 from trueline.rollout.episode import Episodes
+from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import Sampling
 from trueline.runs.state import RLState
@@ -40,7 +41,7 @@ def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, gre
     ends = ["rollout.stop=[a]", "evaluation.stop=[b]", "evaluation.top_p=0.75"]
     plan = planned(f"algorithm.preset={preset}", "algorithm.group_size=4", f"rollout.seeded={seeded}", *ends)
     talk = Sampling(Episodes(EnginePool([]), plan.chat), NOTHING, (2,), NOTHING)
-    rollouts = make_rollouts(plan, talk, RLState(groups=6), RunFolder(tmp_path))
+    rollouts = make_rollouts(plan, talk, RLState(ledger=Ledger(drawn=6)), RunFolder(tmp_path))
     sampler = rollouts.sampler
     assert (sampler.size, sampler.seed, sampler.greedy) == (4, 5 if seeded else None, greedy)
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.5, 7, "train")

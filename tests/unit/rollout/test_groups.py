@@ -14,6 +14,7 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import GroupSampler
+from trueline.rollout.ledger import Ledger
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import EventLoop
@@ -80,8 +81,8 @@ def test_rl_evaluation_and_jobs_seed_alike(episodes: Episodes, engine: IndexEngi
     assert set(engine.requests.values()) == expected
     engine.requests.clear()
     order, plan = Order(2, seed=0, shuffle=False, position=0), RolloutPlan(2, 0, DynamicSamplingConfig())
-    rollouts = Rollouts(groups, questions, order, plan, FailureBudget(1.0, 4), loop)
-    rollouts.start()
+    rollouts = Rollouts(groups, questions, order, plan, FailureBudget(1.0, 4), loop, Ledger())
+    rollouts.start(0)
     rollouts.take(2)
     assert set(engine.requests.values()) == expected
 

@@ -213,7 +213,7 @@ def test_loaded_weights_are_the_ones_sampled_from(model_folder: Path, reference:
         return before, await engine.generate(PROMPT, params, "after")
 
     before, after = with_engine(model_folder, use)
-    assert (before.version, after.version) == (0, 3)
+    assert (set(before.versions.tolist()), set(after.versions.tolist())) == ({0}, {3})
     assert before.tokens.tolist() == greedy_loop(reference, PROMPT, 8)
     assert after.tokens.tolist() == greedy_loop(other, PROMPT, 8)
     assert before.tokens.tolist() != after.tokens.tolist()

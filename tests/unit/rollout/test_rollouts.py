@@ -2,9 +2,10 @@
 
 import asyncio
 import copy
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler
+from trueline.rollout.ledger import Ledger, LedgerFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
@@ -55,7 +57,7 @@ class FakeEngine:
         version = self.version
         await asyncio.sleep(self.delay(tokens))
         self.running -= 1
-        return Completion.of([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop")
+        return Completion.of([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop", cached=len(tokens) // 2)
 
     def submit(self, method: Callable[..., Any], *args: Any) -> Any:
         raise NotImplementedError
@@ -108,6 +110,8 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         seeded: bool = True,
         greedy: bool = False,
         dynamic: DynamicSamplingConfig = AS_THEY_COME,
+        drop_old: bool = False,
+        ledger: Ledger | None = None,
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
         rewards = CombinedReward({"reward": (scorer, RewardPartConfig(function="fake"))}, policy_error=-1.0)
@@ -117,9 +121,10 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
             GroupSampler(episodes, lambda: SingleTurn(rewards), params, size, seed, "train", greedy),
             PROMPTS,
             Order(len(PROMPTS), seed=0, shuffle=False, position=position),
-            RolloutPlan(groups, staleness, dynamic),
+            RolloutPlan(groups, staleness, dynamic, drop_old),
             FailureBudget(share, groups * size),
             loop,
+            ledger or Ledger(drawn=position, fates={"trained": position}),
         )
         made.append(rollouts)
         return rollouts, engine
@@ -130,9 +135,9 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
 
 
 async def end(rollouts: Rollouts) -> None:
-    for task in rollouts.running:
-        task.cancel()
-    await asyncio.gather(*rollouts.running, return_exceptions=True)
+    for flight in rollouts.running:
+        flight.task.cancel()
+    await asyncio.gather(*(flight.task for flight in rollouts.running), return_exceptions=True)
 
 
 def prompt_ids(groups: list[list[Any]]) -> list[int]:
@@ -142,15 +147,15 @@ def prompt_ids(groups: list[list[Any]]) -> list[int]:
 def test_groups_come_in_the_order_of_the_data_whichever_ends_first(build: Any) -> None:
     rollouts, engine = build(groups=4)
     engine.delay = lambda tokens: 0.1 - 0.025 * (tokens[-1] % 4)
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(4)) == [0, 1, 2, 3]
-    rollouts.release()
+    rollouts.release(0)
     assert prompt_ids(rollouts.take(4)) == [4, 5, 6, 7]
 
 
 def test_a_trajectory_has_tokens_mask_and_reward(build: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     rollouts, _ = build(groups=1)
-    rollouts.start()
+    rollouts.start(0)
     (group,) = rollouts.take(1)
     assert len(group) == 3
     for trajectory in group:
@@ -165,43 +170,106 @@ def test_a_trajectory_has_tokens_mask_and_reward(build: Any, tokenizer: PreTrain
 def test_no_trained_answer_lags_more_than_the_bound_and_the_line_is_used_in_full(build: Any, staleness: int) -> None:
     """The loop of a run: take, train (a version more), publish, release."""
     rollouts, engine = build(staleness=staleness)
-    rollouts.start()
+    rollouts.start(0)
     lags = []
     for step in range(8):
         groups = rollouts.take(2)
         lags += [step - trajectory.oldest_version() for group in groups for trajectory in group]
         engine.version = step + 1
-        rollouts.release()
+        rollouts.release(engine.version)
     assert max(lags) == staleness
     assert min(lags) >= 0
+
+
+def trained(rollouts: Rollouts, groups: list[list[Any]]) -> list[int]:
+    """Give groups that were taken their fate, and return their prompts."""
+    rollouts.ledger.close([group[0].group for group in groups], "trained")
+    return prompt_ids(groups)
+
+
+def slow(tokenizer: PreTrainedTokenizerFast, *prompts: int) -> Callable[[list[int]], float]:
+    """Delay answers to these prompts until the loop has nothing else to do for a while."""
+    late = [tokenizer(f"{prompt:02d}")["input_ids"] for prompt in prompts]
+    return lambda tokens: 0.3 if tokens in late else 0.0
+
+
+def test_what_is_ready_is_trained_first_until_the_rest_would_be_too_old(
+    build: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rollouts, engine = build(staleness=1)
+    engine.delay = slow(tokenizer, 0, 3)
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [1, 2]
+    rollouts.release(1)
+    assert trained(rollouts, rollouts.take(2)) == [0, 3]  # 4 and 5 are ready, and may wait for another version
+    rollouts.release(2)
+    assert trained(rollouts, rollouts.take(2)) == [4, 5]
+    assert rollouts.ledger.balance() == "8 prompts drawn = 6 trained + 2 under way"
+
+
+def test_what_would_be_too_old_can_be_dropped(build: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    rollouts, engine = build(staleness=1, drop_old=True)
+    engine.delay = slow(tokenizer, 0)
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [1, 2]
+    rollouts.release(1)
+    assert trained(rollouts, rollouts.take(2)) == [3, 4]
+    assert rollouts.dropped.too_old == 0
+    rollouts.release(2)
+    assert rollouts.dropped.too_old == rollouts.dropped.group_count() == 1
+    assert rollouts.ledger.row() == {"trained": [1, 2, 3, 4], "too_old": [0]}
+    assert rollouts.ledger.balance() == "9 prompts drawn = 4 trained + 1 too_old + 4 under way"
+
+
+def test_prompts_that_were_under_way_come_again_first(build: Any) -> None:
+    saved = Ledger(drawn=9, under_way={8: 28, 2: 22}, fates={"trained": 7})
+    rollouts, engine = build(groups=2, position=9, ledger=Ledger.of(json.loads(json.dumps(asdict(saved)))))
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [22, 28]
+    assert {name.split("-")[1] for name, _ in engine.requests} == {"2", "8"}  # their seeds are those of their numbers
+    rollouts.release(1)
+    assert trained(rollouts, rollouts.take(2)) == [9, 10]
+    assert rollouts.ledger.balance() == "11 prompts drawn = 11 trained + 0 under way"
+
+
+def test_a_prompt_has_one_fate(build: Any) -> None:
+    ledger = Ledger()
+    assert [ledger.draw(row) for row in (5, 6)] == [0, 1]
+    ledger.close([0], "trained")
+    for numbers in ([0], [2]):
+        with pytest.raises(LedgerFailure, match=f"prompt {numbers[0]} is failed"):
+            ledger.close(numbers, "failed")
+    ledger.drawn += 1
+    with pytest.raises(LedgerFailure, match="3 prompts drawn = 1 trained \\+ 1 under way"):
+        ledger.balance()
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_no_more_groups_are_under_way_than_the_line_holds(build: Any, staleness: int) -> None:
     rollouts, engine = build(staleness=staleness)
     engine.delay = lambda tokens: 0.005
-    rollouts.start()
+    rollouts.start(0)
     for _ in range(4):
         rollouts.take(2)
-        rollouts.release()
+        rollouts.release(0)
     assert engine.most_running <= (staleness + 1) * 2 * 3
 
 
 def test_nothing_is_sampled_between_take_and_release_of_a_synchronous_run(build: Any) -> None:
     rollouts, engine = build(staleness=0)
-    rollouts.start()
+    rollouts.start(0)
     rollouts.take(2)
     asked = len(engine.requests)
     assert asked == 2 * 3
     assert engine.running == 0
-    rollouts.release()
+    rollouts.release(0)
     rollouts.take(2)
     assert len(engine.requests) == 2 * asked
 
 
 def test_every_answer_has_its_own_request_and_its_own_seed(build: Any) -> None:
     rollouts, engine = build(groups=4)
-    rollouts.start()
+    rollouts.start(0)
     rollouts.take(4)
     names, seeds = zip(*engine.requests, strict=True)
     assert len(set(names)) == len(set(seeds)) == 12
@@ -210,17 +278,17 @@ def test_every_answer_has_its_own_request_and_its_own_seed(build: Any) -> None:
 
 def test_seeds_depend_on_the_place_in_the_data_alone(build: Any) -> None:
     first, early = build(groups=4)
-    first.start()
+    first.start(0)
     first.take(4)
     second, late = build(groups=2, position=2)
-    second.start()
+    second.start(0)
     second.take(2)
     assert dict(early.requests).items() >= dict(late.requests).items()
 
 
 def test_seeds_can_be_left_out(build: Any) -> None:
     rollouts, engine = build(seeded=False)
-    rollouts.start()
+    rollouts.start(0)
     rollouts.take(2)
     assert {seed for _, seed in engine.requests} == {None}
 
@@ -237,7 +305,7 @@ def test_seeds_can_be_left_out(build: Any) -> None:
 )
 def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exception], outcome: Outcome) -> None:
     rollouts, _ = build(reward=FakeReward({1: 1}, error))
-    rollouts.start()
+    rollouts.start(0)
     first, second = rollouts.take(2)
     assert (len(first), len(second)) == (3, 2)
     assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
@@ -249,7 +317,7 @@ def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exc
 
 def test_what_the_policy_itself_did_wrong_keeps_the_reward_set_for_it(build: Any) -> None:
     rollouts, _ = build(reward=FakeReward({1: 1}, PolicyError))
-    rollouts.start()
+    rollouts.start(0)
     first, second = rollouts.take(2)
     assert (len(first), len(second)) == (3, 3)
     wrong = [one for one in second if one.outcome is Outcome.POLICY_ERROR]
@@ -259,7 +327,7 @@ def test_what_the_policy_itself_did_wrong_keeps_the_reward_set_for_it(build: Any
 
 def test_the_greedy_answer_is_the_baseline_and_not_trained_on(build: Any) -> None:
     rollouts, engine = build(size=2, greedy=True, reward=MixedReward({0, 1}))
-    rollouts.start()
+    rollouts.start(0)
     for group in rollouts.take(2):
         assert len(group) == 2
         assert {one.baseline for one in group} <= {0.0, 1.0, 2.0} - {one.reward for one in group}
@@ -269,59 +337,59 @@ def test_the_greedy_answer_is_the_baseline_and_not_trained_on(build: Any) -> Non
 def test_a_failed_greedy_answer_drops_its_group(build: Any) -> None:
     """Of three calls to the reward for prompt 0 all fail, so the baseline fails too; prompt 1 is fine."""
     rollouts, _ = build(size=2, greedy=True, reward=FakeReward({0: 3}))
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(2)) == [1, 2]
 
 
 def test_dynamic_sampling_replaces_groups_of_one_reward(build: Any) -> None:
     rollouts, _ = build(reward=MixedReward({1, 4, 7, 8}), dynamic=DynamicSamplingConfig(enabled=True))
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(2)) == [1, 4]
     assert rollouts.dropped.uniform == [0.0, 0.0, 1.0]  # prompts 0, 2 and 3
     assert rollouts.dropped.group_count() == 3
-    rollouts.release()
+    rollouts.release(0)
     assert prompt_ids(rollouts.take(2)) == [7, 8]
 
 
 def test_dynamic_sampling_ends_and_leaves_nothing_stale_behind(build: Any) -> None:
     """Three batches of two groups hold one that teaches; what else was sampled is used up, not kept for later."""
     rollouts, _ = build(reward=MixedReward({3, 6, 7}), dynamic=DynamicSamplingConfig(enabled=True, max_batches=3))
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(2)) == [3]
     assert not rollouts.running
-    rollouts.release()
+    rollouts.release(0)
     assert prompt_ids(rollouts.take(2)) == [6, 7]
 
 
 def test_dynamic_sampling_without_any_group_says_so(build: Any) -> None:
     rollouts, _ = build(reward=MixedReward(set()), dynamic=DynamicSamplingConfig(enabled=True, max_batches=2))
-    rollouts.start()
+    rollouts.start(0)
     with pytest.raises(NothingToLearn, match="none of 4 groups has answers with different rewards"):
         rollouts.take(2)
 
 
 def test_a_group_left_with_one_answer_is_replaced_by_the_next_prompt(build: Any) -> None:
     rollouts, _ = build(reward=FakeReward({0: 2}))
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(2)) == [1, 2]
     assert (rollouts.dropped.completions, rollouts.dropped.groups) == (2, 1)
-    rollouts.release()
+    rollouts.release(0)
     assert (rollouts.dropped.completions, rollouts.dropped.groups) == (0, 0)
     assert prompt_ids(rollouts.take(2)) == [3, 4]
 
 
 def test_a_replacement_keeps_its_place_in_an_asynchronous_line(build: Any) -> None:
     rollouts, _ = build(staleness=1, reward=FakeReward({1: 3}))
-    rollouts.start()
+    rollouts.start(0)
     assert prompt_ids(rollouts.take(2)) == [0, 2]
-    rollouts.release()
+    rollouts.release(0)
     assert prompt_ids(rollouts.take(2)) == [3, 4]
     assert rollouts.order.position == 7  # 0 to 3, the replacement of 1, and two released
 
 
 def test_a_group_of_one_survives_alone(build: Any) -> None:
     rollouts, _ = build(size=1, reward=FakeReward({0: 1}))
-    rollouts.start()
+    rollouts.start(0)
     groups = rollouts.take(2)
     assert prompt_ids(groups) == [1, 2]
     assert [len(group) for group in groups] == [1, 1]
@@ -330,7 +398,7 @@ def test_a_group_of_one_survives_alone(build: Any) -> None:
 def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
     """Two of a hundred answers are allowed; the third failure is one too many."""
     rollouts, _ = build(reward=FakeReward({0: 1, 1: 2}), share=0.02)
-    rollouts.start()
+    rollouts.start(0)
     with pytest.raises(RolloutFailure) as caught:
         rollouts.take(2)
     message = str(caught.value)
@@ -341,11 +409,11 @@ def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
 def test_failures_within_the_budget_are_tolerated_step_by_step(build: Any) -> None:
     """Five failures in thirty answers stay within a twentieth of a hundred; the sixth does not."""
     rollouts, _ = build(reward=FakeReward(dict.fromkeys(range(0, 40, 2), 1)), share=0.05)
-    rollouts.start()
+    rollouts.start(0)
     for _ in range(5):
         groups = rollouts.take(2)
         assert [len(group) for group in groups] == [2, 3]
-        rollouts.release()
+        rollouts.release(0)
     with pytest.raises(RolloutFailure):
         rollouts.take(2)
 
@@ -357,7 +425,7 @@ def test_an_engine_that_fails_is_heard(build: Any) -> None:
         raise ConnectionError("engine lost")
 
     engine.generate = broken
-    rollouts.start()
+    rollouts.start(0)
     with pytest.raises(ConnectionError, match="engine lost"):
         rollouts.take(2)
 
@@ -393,7 +461,7 @@ def test_an_environment_that_wants_another_turn_is_refused(step: Step, build: An
 
     rollouts, _ = build()
     rollouts.sampler = replace(rollouts.sampler, environment=lambda: Talkative(rollouts.sampler.environment))
-    rollouts.start()
+    rollouts.start(0)
     with pytest.raises(RolloutFailure, match=rf"done={step.done} with {len(step.messages)} messages"):
         rollouts.take(2)
 
@@ -405,23 +473,37 @@ def test_a_cut_answer_is_scored_and_marked(build: Any) -> None:
         return Completion.of([70], [-0.1], 0, "length")
 
     engine.generate = cut
-    rollouts.start()
+    rollouts.start(0)
     (group,) = rollouts.take(1)
     assert {(trajectory.outcome, trajectory.reward) for trajectory in group} == {(Outcome.TRUNCATED, 1.0)}
 
 
 def test_answers_to_one_prompt_go_to_one_engine() -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    pool = EnginePool(engines)
+    """To the one with least to do, and elsewhere only while that is full."""
+    for room, expected in ((100, [{"0", "2"}, {"1", "3"}]), (4, [{"0", "2", "3"}, {"0", "1"}])):
+        engines = [FakeEngine(), FakeEngine()]
+        pool = EnginePool(engines, room)
 
-    async def ask() -> None:
-        for group in range(4):
-            for index in range(3):
-                await pool.generate([1], SamplingParams(1.0, 1, ()), group, f"train-{group}-{index}")
+        async def ask(pool: EnginePool) -> None:
+            sizes = {0: (6, 30), 1: (6, 40), 2: (1, 90), 3: (1, 1)}  # answers, tokens of each
+            await asyncio.gather(
+                *(
+                    pool.generate([1, 2], SamplingParams(1.0, tokens, ()), group, f"train-{group}-{index}")
+                    for group, (count, tokens) in sizes.items()
+                    for index in range(count)
+                )
+            )
 
-    asyncio.run(ask())
-    asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
-    assert asked == [{"0", "2"}, {"1", "3"}]
+        for engine in engines:
+            engine.delay = lambda tokens: 0.01
+        asyncio.run(ask(pool))
+        asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
+        assert asked == expected
+        assert not pool.homes and not pool.groups
+        found = pool.metrics()
+        assert [found[f"engine/{place}/requests"] for place in (0, 1)] == [len(engine.requests) for engine in engines]
+        assert found["engine/0/tokens_under_way_max"] >= 4 * 31 and found["engine/1/cached_share"] == 0.5
+        assert not any(pool.metrics().values())
 
 
 def test_an_episode_shows_the_prompts_tools(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,0 +1,53 @@
+"""Every prompt that was drawn has a number and one fate, or is under way; what does not add up stops the run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+class LedgerFailure(RuntimeError):
+    """A prompt has two fates, or none."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Numbers are places in the order of the data. It is a part of every checkpoint."""
+
+    drawn: int = 0
+    under_way: dict[int, int] = field(default_factory=dict)  # row of each number that has no fate yet
+    fates: dict[str, int] = field(default_factory=dict)  # how many numbers have met each: `trained`, or why not
+    recent: dict[str, list[int]] = field(default_factory=dict)  # numbers by fate, since the last row was written
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Self:
+        """Take up what was saved; JSON has no numbers as keys."""
+        rows = {int(number): row for number, row in saved["under_way"].items()}
+        return cls(saved["drawn"], rows, saved["fates"], saved["recent"])
+
+    def draw(self, row: int) -> int:
+        """Return the number of the next prompt of the order, which is this row of the data."""
+        number, self.drawn = self.drawn, self.drawn + 1
+        self.under_way[number] = row
+        return number
+
+    def close(self, numbers: Iterable[int], fate: str) -> None:
+        for number in numbers:
+            if self.under_way.pop(number, None) is None:
+                raise LedgerFailure(f"prompt {number} is {fate}, and had its fate before or was never drawn")
+            self.fates[fate] = self.fates.get(fate, 0) + 1
+            self.recent.setdefault(fate, []).append(number)
+
+    def balance(self) -> str:
+        """Return the sum of all that was drawn, in words; refuse one that does not come out even."""
+        if sum(self.fates.values()) + len(self.under_way) != self.drawn:
+            raise LedgerFailure(f"the ledger does not balance: {self._sum()}")
+        return self._sum()
+
+    def _sum(self) -> str:
+        parts = [*self.fates.items(), ("under way", len(self.under_way))]
+        return f"{self.drawn} prompts drawn = " + " + ".join(f"{count} {fate}" for fate, count in parts)
+
+    def row(self) -> dict[str, list[int]]:
+        """Return the numbers that met their fate since the last row."""
+        found, self.recent = self.recent, {}
+        return found
