@@ -1,12 +1,15 @@
 """Real Ray, vLLM and DeepSpeed: after every update the engines compute what the trainer computes."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.faults import FAULTS, Breakable
 from tests.support.restartable import RestartableWorker
@@ -125,7 +128,7 @@ def sample_all(pool: EnginePool, loop: EventLoop, temperature: float, round_: in
 
 def as_sample(prompt: list[int], completion: Completion) -> Sample:
     tokens = torch.tensor(prompt + completion.tokens.tolist())
-    sample = Sample(tokens, torch.arange(len(tokens)) >= len(prompt), version=completion.version)
+    sample = Sample(tokens, torch.arange(len(tokens)) >= len(prompt), version=int(completion.versions[0]))
     sample.rollout_logprobs = torch.tensor([0.0] * len(prompt) + completion.logprobs.tolist())
     return sample
 
@@ -173,6 +176,55 @@ def test_engines_follow_the_trainer(
     if first_weights:
         now = dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT))
         assert all(not torch.equal(first_weights[name], now[name]) for name in now)
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
+    mode: str, trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
+) -> None:
+    """Three updates in the midst of answers: each token's log-prob is that of its own version, scored anew."""
+    model, pool = engines
+    restart(trainer, model, 2)
+    way = Way("float32", "gloo", on_update=mode)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), Canary(list(range(5, 37)), 1e-3), way)
+    sync.publish(0)
+    samples = sample_all(pool, loop, 1.0, 11)
+    loop.run(pool.call(Breakable.be_slow, 0.1), "slowing down")  # type: ignore[arg-type]
+    params = SamplingParams(1.0, 50, (), seed=5)
+    asked = [
+        asyncio.run_coroutine_threadsafe(pool.generate(prompt, params, number, f"{mode}-{number}"), loop.loop)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    answers: list[Completion] = []
+    scores: list[list[torch.Tensor]] = []  # by version, of each answer's tokens
+    weights = [dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT))]
+    for version in range(1, 4):
+        time.sleep(0.4)
+        train_once(trainer, samples, version)
+        sync.publish(version)
+        sync.verify()
+        weights.append(dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT)))
+    answers = [future.result(TIMEOUT) for future in asked]
+    loop.run(pool.call(Breakable.be_slow, 0.0), "as fast as before")  # type: ignore[arg-type]
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for state in weights:
+        plain.load_state_dict(state, strict=False)
+        scores.append([rescored(plain, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)])
+    for number, answer in enumerate(answers):
+        versions = torch.tensor(answer.versions)
+        assert len(versions) == len(answer.tokens) and (versions.diff() >= 0).all()
+        assert len(versions.unique()) > 1 or len(answer.tokens) < 12  # one that ended early crossed none
+        found = torch.stack([one[number] for one in scores])
+        own = found.gather(0, versions[None].long())[0]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), own, atol=TOLERANCE, rtol=0)
+    assert max(len(set(answer.versions.tolist())) for answer in answers) > 2
+
+
+def rescored(plain: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
+    tokens = torch.tensor([prompt + answer.tokens.tolist()])
+    with torch.no_grad():
+        logprobs = plain(tokens).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
 
 
 def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.support.faults import FAULTS, Weights
+from tests.support.slow_engine import slow_step
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec
 from trueline.sync import vllm as receiving
@@ -34,9 +35,13 @@ class FaultyEngine(vllm_engine.VllmEngine):
         self.forgetful = fault == "cached"
         await self._ask(self.llm.collective_rpc, "break_loading", args=("" if self.forgetful else fault,))
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str = "wait") -> None:
         if not self.forgetful:
-            await super().pause()
+            await super().pause(mode)
+
+    async def be_slow(self, seconds: float) -> None:
+        """Sleep before each step, so that what comes in the midst of a completion does."""
+        self.llm.step = slow_step(self.llm, seconds)  # type: ignore[method-assign]
 
     async def receive(self, buckets: Any, version: int) -> list[list[int]]:
         emptied = self.llm.reset_prefix_cache
