@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.tiny import make_tiny_model
@@ -66,3 +70,55 @@ def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: i
     fates = fates_of(home, name)
     assert set(fates.values()) == {1} and {fate for fate, _ in fates} == {"trained"} and len(fates) == 16
     assert f"{16 + 2 * staleness} prompts drawn = 16 trained + {2 * staleness} under way" in ended.stdout
+
+
+def engines_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
+    family = psutil.Process(run.pid).children(recursive=True)
+    return [one for one in family if one.cmdline()[:1] and one.cmdline()[0].startswith("ray::AsyncHost")]
+
+
+def wait_for(run: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
+    while run.poll() is None:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"the run ended with {run.returncode} before that")
+
+
+def harm(run: subprocess.Popen[str], home: Path, name: str, harms: list[tuple[int, float]]) -> None:
+    """Send engines signals, each a while after the step that follows the one before."""
+    metrics = home / "runs" / name / "metrics.jsonl"
+    for number, (sent, seconds) in enumerate(harms):
+        done = len(steps_of(home, name)) if metrics.exists() else 0
+        wait_for(run, lambda done=done: metrics.exists() and len(steps_of(home, name)) > done)
+        time.sleep(seconds)
+        engines = wait_for(run, lambda: len(engines_of(run)) == 2 and engines_of(run))
+        engines[number % 2].send_signal(sent)
+
+
+def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]], *words: str) -> str:
+    more = ["rollout.max_staleness=1", "rollout.engines=2", f"steps={steps}", "timeout_seconds=120", *words]
+    with subprocess.Popen(
+        command(name, *more),
+        cwd=home,
+        env=environment(0.02),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        harm(run, home, name, harms)
+        said, _ = run.communicate()
+    assert run.returncode == 0, said
+    assert len(steps_of(home, name)) == steps
+    fates = fates_of(home, name)
+    assert set(fates.values()) == {1} and {number for _, number in fates} == set(range(2 * steps)), said
+    assert f"= {2 * steps} trained + 2 under way" in said
+    return said
+
+
+def test_engines_that_die_or_hang_are_started_again_and_no_prompt_is_lost(home: Path) -> None:
+    harms = [(signal.SIGKILL, 0.1), (signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.6)]
+    said = harmed_run(home, "harmed", 10, harms, "rollout.on_update=interrupt")
+    assert said.count("the engine is started again") >= 3
+    assert "its process died" in said and "no sign of life" in said

@@ -1,5 +1,6 @@
 """Start all processes of a plan, make its trainer, and end them with it."""
 
+import asyncio
 import math
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
@@ -112,6 +113,7 @@ def start_models(
     progress.note(f"loaded     {', '.join(groups)} ({time.monotonic() - begun:.0f} s); engines may need longer")
     loop.run(pool.call(RolloutEngine.processes), "start of the engines")
     progress.note(f"engines    are ready ({time.monotonic() - begun:.0f} s)")
+    asyncio.run_coroutine_threadsafe(pool.watch(config.timeout_seconds / SILENCE), loop.loop)
     return groups, pool
 
 

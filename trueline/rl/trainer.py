@@ -27,13 +27,14 @@ from trueline.rl.metrics import (
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs
 from trueline.rollout.evaluation import Evaluator
-from trueline.rollout.failures import NothingToLearn
+from trueline.rollout.failures import EngineLost, NothingToLearn
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import RLState
+from trueline.runtime.actors import ActorFailure
 from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.report import LossSettings
@@ -111,8 +112,12 @@ class RLTrainer:
 
     def sample(self) -> list[Group]:
         try:
-            with self.timer.phase("rollout"):
-                return self.rollouts.take(self.config.prompts_per_step)
+            while True:
+                try:
+                    with self.timer.phase("rollout"):
+                        return self.rollouts.take(self.config.prompts_per_step)
+                except EngineLost:
+                    self.publish()
         except NothingToLearn:  # with other prompts it may go on: those that were dropped have their fate
             self.save({})
             self.checkpoints.settle(wait=True)
@@ -122,11 +127,23 @@ class RLTrainer:
         return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
 
     def publish(self) -> dict[str, float]:
-        """Make the newest weights live in the engines, and prove it."""
+        """Make the newest weights live in the engines, and prove it; start those that are lost again."""
         with self.timer.phase("sync"):
-            with self.sharing.syncing():
-                metrics = self.sync.publish(self.state.version)
-            return metrics | self.sync.verify() | self.sharing.metrics()
+            while True:
+                try:
+                    for cause in self.sync.pool.lost.values():
+                        self.progress.note(f"warning: {cause}; the engine is started again, its answers go on")
+                    if self.sync.pool.lost:
+                        self.sync.renew()
+                    with self.sharing.syncing():
+                        metrics = self.sync.publish(self.state.version)
+                    metrics |= self.sync.verify()
+                except ActorFailure:
+                    if not self.sync.lost_engines():
+                        raise
+                else:
+                    self.sync.pool.found()
+                    return metrics | self.sharing.metrics()
 
     def kl_coefficient(self) -> float:
         """Return the KL coefficient, fixed or as it has adapted so far."""

@@ -21,6 +21,10 @@ class NothingToLearn(RolloutFailure):
     """Every group that was sampled for a step has one reward only."""
 
 
+class EngineLost(RuntimeError):
+    """An engine is gone; what was sampled so far is kept, and sampling goes on once it is there again."""
+
+
 def no_report(failed: list[Trajectory]) -> list[Path]:
     return []
 

@@ -1,6 +1,8 @@
 """All engines of a run as one."""
 
 import asyncio
+import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +12,10 @@ from typing import Any, Concatenate
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import RolloutEngine, SamplingParams, in_parts
-from trueline.runtime.actors import Actor, Given, Result
+from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result
+
+SILENCE = 10  # a part of timeout_seconds after which an engine that gives no sign of life is started anew
+MOST_DEATHS = 3  # within one step, by one cause
 
 
 @dataclass(slots=True)
@@ -42,6 +47,11 @@ class EnginePool:
         self.loads = [Load() for _ in actors]
         self.homes: dict[int, int] = {}  # engine of each group that has requests under way
         self.groups = Counter[int]()
+        self.lost: dict[int, str] = {}  # engines that are gone, and why
+        self.trouble = asyncio.Event()  # an engine was lost
+        self.there = asyncio.Event()  # an engine can be asked
+        self.there.set()
+        self.deaths = Counter[str]()  # by cause, since the last step
 
     async def generate(self, tokens: list[int], params: SamplingParams, group: int, request: str) -> Completion:
         self.groups[group] += 1
@@ -54,19 +64,90 @@ class EnginePool:
                 self.homes.pop(group, None)
 
     async def _ask(self, group: int, tokens: list[int], params: SamplingParams, request: str) -> Completion:
-        place = self.homes[group] = self._place(group)
-        load = self.loads[place]
-        with load.added(len(tokens) + params.max_new_tokens):
-            completion = await self.actors[place].call(RolloutEngine.generate, tokens, params, request)
-        load.prompts, load.cached = load.prompts + len(tokens), load.cached + completion.cached
-        return completion
+        """Ask an engine; what one that dies had to do, another does."""
+        for attempt in itertools.count():
+            await self.there.wait()
+            place = self.homes[group] = self._place(group)
+            load, name = self.loads[place], f"{request}-again{attempt}" if attempt else request
+            try:
+                with load.added(len(tokens) + params.max_new_tokens):
+                    completion = await self.actors[place].call(RolloutEngine.generate, tokens, params, name)
+            except ActorDeath as death:
+                self.lose(place, str(death))
+                continue
+            load.prompts, load.cached = load.prompts + len(tokens), load.cached + completion.cached
+            return completion
+        raise AssertionError("unreachable")
 
     def _place(self, group: int) -> int:
         """Return the engine that the group's other requests went to; if it is full or there is none, the freest one."""
-        freest = min(range(len(self.loads)), key=lambda place: self.loads[place].tokens)
+        there = [place for place in range(len(self.loads)) if place not in self.lost]
+        freest = min(there, key=lambda place: self.loads[place].tokens)
         home = self.homes.get(group, freest)
         crowded = self.loads[home].requests >= self.room > self.loads[freest].requests
-        return freest if crowded else home
+        return freest if crowded or home in self.lost else home
+
+    def lose(self, place: int, cause: str) -> None:
+        """Remember that an engine is gone, and let whoever waits for answers know."""
+        if place in self.lost:
+            return
+        self.lost[place] = cause
+        self.deaths[re.sub(r"[0-9]+", "#", cause)] += 1
+        self.trouble.set()
+        if len(self.lost) == len(self.actors):
+            self.there.clear()
+
+    async def watch(self, seconds: float) -> None:
+        """Ask engines again and again for a sign of life; one that gives none for so long is ended, and lost."""
+        while True:
+            await asyncio.sleep(seconds / 4)
+            await self._seek_all(seconds)
+
+    async def _seek_all(self, seconds: float) -> None:
+        there = [place for place in range(len(self.actors)) if place not in self.lost]
+        await asyncio.gather(*(self._seek(place, seconds) for place in there))
+
+    async def _seek(self, place: int, seconds: float) -> None:
+        actor = self.actors[place]
+        try:
+            await asyncio.wait_for(actor.call(RolloutEngine.processes), seconds)
+        except ActorDeath as death:
+            self.lose(place, str(death))
+        except TimeoutError:
+            self.lose(place, f"{actor.name} has given no sign of life for {seconds:.0f} s")
+            await self._kill(place)
+
+    async def _kill(self, place: int) -> None:
+        actor = self.actors[place]
+        if isinstance(actor, RayActor):
+            await asyncio.to_thread(actor.kill)
+
+    async def seek(self, seconds: float) -> bool:
+        """Tell whether an engine is gone. Then all have to start anew: what was sent to the others may be half."""
+        await self._seek_all(seconds)
+        if self.lost:
+            half = f"was sent half of an update, because {'; '.join(self.lost.values())}"
+            self.lost = {place: self.lost.get(place, f"{one.name} {half}") for place, one in enumerate(self.actors)}
+            self.there.clear()
+        return bool(self.lost)
+
+    async def renew(self) -> None:
+        """Start lost engines again and wait for them; refuse where they die again and again of one cause."""
+        ((_, times),) = self.deaths.most_common(1)
+        if times >= MOST_DEATHS:
+            raise ActorFailure(f"engines died {times} times in one step, at last: {next(iter(self.lost.values()))}")
+        for place in self.lost:
+            await self._kill(place)
+            actor = self.actors[place]
+            assert isinstance(actor, RayActor), "an engine of this very process cannot be lost"
+            actor.begin()
+        await asyncio.gather(*(self.actors[place].call(RolloutEngine.processes) for place in self.lost))
+
+    def found(self) -> None:
+        """Let requests go to all engines again, once they have the newest weights."""
+        self.lost.clear()
+        self.trouble.clear()
+        self.there.set()
 
     def metrics(self) -> dict[str, float]:
         """Return what each engine has done since the last call."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.types import Prompt, Trajectory
-from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.ledger import Ledger
 from trueline.runtime.event_loop import EventLoop
@@ -72,6 +72,8 @@ class Rollouts:
         self.running: list[Flight] = []  # by their numbers
         self.again = sorted(ledger.under_way)  # drawn before, and without a fate
         self.version = 0
+        self.ready: list[Group] = []  # that the step under way has so far
+        self.looked_at = 0  # groups, for that step
         self.judged = self.useful = 0  # groups, for how many to draw under dynamic sampling
         self.dropped = Dropped(plan.dynamic.reward)
 
@@ -82,6 +84,7 @@ class Rollouts:
     def release(self, version: int) -> None:
         """Admit new groups in place of those taken, once the new weights are live."""
         self.version, self.dropped = version, Dropped(self.plan.dynamic.reward)
+        self.sampler.episodes.pool.deaths.clear()
         self.loop.run(self._renew(), "admitting prompts")
 
     def take(self, count: int) -> list[Group]:
@@ -113,15 +116,15 @@ class Rollouts:
             self.running.append(Flight(number, self.version, task))
 
     async def _take(self, count: int) -> list[Group]:
-        ready: list[Group] = []
-        left = count * self.plan.dynamic.max_batches
-        while len(ready) < count and (left > 0 or not self.plan.dynamic.enabled):
+        most, ready = count * self.plan.dynamic.max_batches, self.ready
+        while len(ready) < count and (self.looked_at < most or not self.plan.dynamic.enabled):
             flight = await self._next(count - len(ready))
-            left -= 1
+            self.looked_at += 1
             if self._trainable(flight):
                 ready.append([one for one in flight.task.result() if not one.outcome.failed])
             else:
-                await self._admit(self._missing(count - len(ready), left))
+                await self._admit(self._missing(count - len(ready), most - self.looked_at))
+        self.ready, self.looked_at = [], 0
         if self.plan.max_staleness == 0:  # drawn ahead, and not needed: they come first in the next step
             self.again = sorted([*self.again, *(flight.number for flight in self.running)])
             self._end(self.running)
@@ -147,8 +150,13 @@ class Rollouts:
     async def _next(self, wanted: int) -> Flight:
         """Wait for a group; this wait is bounded, not that for a whole step."""
         waiting, seconds = self._eligible(wanted), self.loop.timeout_seconds
-        tasks = {flight.task for flight in waiting}
+        pool = self.sampler.episodes.pool
+        trouble = asyncio.create_task(pool.trouble.wait())
+        tasks = {flight.task for flight in waiting} | {trouble}
         done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        trouble.cancel()
+        if pool.lost:
+            raise EngineLost("; ".join(pool.lost.values()))
         if not done:
             self._end(waiting)
             raise RolloutFailure(

@@ -12,11 +12,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -32,6 +34,10 @@ Object_co = TypeVar("Object_co", covariant=True)
 
 class ActorFailure(RuntimeError):
     """A process of the run failed; the message names it, what it was doing and where its log is."""
+
+
+class ActorDeath(ActorFailure):
+    """Its process is gone."""
 
 
 class Pending(Protocol[Result_co]):
@@ -127,6 +133,9 @@ class RayPending(Generic[Result]):
             return value
         except (RayActorError, RayTaskError) as error:
             raise failure(self.who, error, self.log) from error
+        except asyncio.CancelledError:
+            ray.cancel(self.reference)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,12 @@ class Spot:
         }
 
 
+class Home(NamedTuple):
+    node: str
+    gpus: list[str]
+    pid: int
+
+
 class Host:
     """Make the object that `target` names inside a process of its own, and pass calls on to it."""
 
@@ -174,9 +189,9 @@ class Host:
     def call(self, method: str, *args: Any, **named: Any) -> Any:
         return methodcaller(method, *args, **named)(self.target)
 
-    def home(self) -> tuple[str, list[str]]:
-        """Return the node and the GPUs that this process was given, for others that share them."""
-        return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+    def home(self) -> "Home":
+        """Return where this process is, for others that share its GPUs or have to end it."""
+        return Home(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], os.getpid())
 
 
 class AsyncHost(Host):
@@ -205,11 +220,26 @@ class RayActor(Generic[Object]):
 
     def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Spot, log: Path) -> None:
         self.name, self.log = name, log
-        options = spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if target.asynchronous else {})
-        host: Any = ray.remote(AsyncHost if target.asynchronous else Host)
-        self.handle = host.options(**options).remote(str(log))
+        self.target, self.args, self.spot = target, args, spot
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the process, anew where the one before is gone."""
+        options = self.spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if self.target.asynchronous else {})
+        host: Any = ray.remote(AsyncHost if self.target.asynchronous else Host)
+        self.handle = host.options(**options).remote(str(self.log))
         self.at_home = self.handle.home.remote()  # known before the object is made, which takes long
-        self.handle.make.remote(target.path, args)
+        self.handle.make.remote(self.target.path, self.args)
+
+    def kill(self) -> None:
+        """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
+        home: Home = ray.get(self.at_home)
+        if home.node == ray.get_runtime_context().get_node_id():
+            kill_family(home.pid)
+        else:
+            there = NodeAffinitySchedulingStrategy(home.node, soft=False)
+            ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
+        ray.kill(self.handle)
 
     def submit(
         self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
@@ -228,7 +258,7 @@ class RayActor(Generic[Object]):
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
         return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log)
 
-    def home(self) -> Pending[tuple[str, list[str]]]:
+    def home(self) -> Pending[Home]:
         return RayPending(f"{self.name}.home", self.at_home, self.log)
 
     def stop(self) -> None:
@@ -257,10 +287,16 @@ def redirect_output(log: Path) -> None:
 def failure(who: str, error: Exception, log: Path) -> ActorFailure:
     """Make a failure of the cause alone, the user's mistake or ours, for Ray's own message is pages long."""
     if isinstance(error, RayTaskError):
-        reason = f"{type(error.cause).__name__}: {error.cause}"
-    else:
-        reason = f"its process died ({last_line(log)})"
-    return ActorFailure(f"{who}: {reason}; see {log}")
+        return ActorFailure(f"{who}: {type(error.cause).__name__}: {error.cause}; see {log}")
+    return ActorDeath(f"{who}: its process died ({last_line(log)}); see {log}")
+
+
+def kill_family(pid: int) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def last_line(log: Path) -> str:

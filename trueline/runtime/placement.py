@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.config.base import ConfigError
-from trueline.runtime.actors import Actor, LocalActor, Object, RayActor, Spot, Target, build, wait_all
+from trueline.runtime.actors import Actor, Home, LocalActor, Object, RayActor, Spot, Target, build, wait_all
 from trueline.runtime.cluster import PASSIVE, QUIET, START_SECONDS, Machine, reserve
 
 
@@ -97,7 +97,7 @@ class Processes:
     layout: Layout
     logs: Path
     local: bool
-    homes: list[tuple[str, list[str]]] = field(default_factory=list)
+    homes: list[Home] = field(default_factory=list)
 
     def policy(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         actors = self._start("policy", target, specs, self._own_spots(target, len(specs)))
@@ -135,8 +135,8 @@ class Processes:
         if not self.homes:
             return Spot(environment=environment)
         homes = [self.homes[rank % len(self.homes)] for rank in ranks]
-        devices = ",".join(gpu for _, gpus in homes for gpu in gpus)
-        return Spot(node=homes[0][0], environment=environment | {"CUDA_VISIBLE_DEVICES": devices})
+        devices = ",".join(gpu for home in homes for gpu in home.gpus)
+        return Spot(node=homes[0].node, environment=environment | {"CUDA_VISIBLE_DEVICES": devices})
 
     def _start(self, role: str, target: Target[Object], specs: list[Any], spots: list[Spot]) -> list[Actor[Object]]:
         if self.local:

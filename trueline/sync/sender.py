@@ -64,6 +64,7 @@ class WeightSender(ABC):
         """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
         weights = self.sent_weights()
         prints: list[Tensor] = []
+        failure: RuntimeError | None = None  # an engine is gone: other ranks still wait to gather the weights with this
         for bucket in buckets:
             buffer = bucket_buffer(bucket) if self.channel is None else self.channel.room(bucket)
             for name, view in bucket_views(bucket, buffer):
@@ -73,8 +74,13 @@ class WeightSender(ABC):
                     view.copy_(tensor)
             if self.channel is not None:
                 prints.append(bucket_print(bucket, buffer))
-                self.channel.send(buffer)
+                try:
+                    self.channel.send(buffer)
+                except RuntimeError as error:
+                    failure, self.channel = error, None
         next(weights, None)  # lets the last gather end
+        if failure is not None:
+            raise failure
         return as_numbers(prints)
 
     def weight_bits(self, dtype: str) -> tuple[int, int]:

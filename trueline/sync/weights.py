@@ -12,7 +12,7 @@ import torch
 from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
 from trueline.rollout.engine import RolloutEngine
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
@@ -23,6 +23,7 @@ from trueline.training.worker import Worker
 Sent = TypeVar("Sent")
 Got = TypeVar("Got")
 NOISE = 4.0  # how many times their gap on the same weights trainer and engines may be apart after an update
+LEAST_SECONDS = 30.0  # that a broadcast may take
 STRANGE = 0.01  # nats a token that are no rounding where both compute in float32
 
 
@@ -65,6 +66,7 @@ class WeightSync:
             self._connect()
 
     def _connect(self) -> None:
+        """Make a group of the ranks that send and all engines that are there now."""
         seconds, policy = self.policy.timeout_seconds, self.policy
         shared: dict[str, list[SharedMemory]] = {}
         if self.way.transport == "ipc":
@@ -72,7 +74,8 @@ class WeightSync:
                 shared |= handles
         address = policy.actors[0].submit(Worker.listen).result(seconds)
         sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
-        link = Link(address, senders + sum(sizes), seconds, self.way.transport, shared)
+        patience = max(seconds / SILENCE, LEAST_SECONDS)  # a member that is stopped blocks all others
+        link = Link(address, senders + sum(sizes), patience, self.way.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
         self._both(
             [actor.submit(Worker.connect, link).awaited() for actor in policy.actors],
@@ -93,6 +96,15 @@ class WeightSync:
             return list(sent), list(got)
 
         return self.loop.run(all_of_them(), what)
+
+    def lost_engines(self) -> bool:
+        return self.loop.run(self.pool.seek(self.policy.timeout_seconds / SILENCE), "looking for engines")
+
+    def renew(self) -> None:
+        """Start engines that are lost again, in their places; the next `publish` sends to them as to all."""
+        self.loop.run(self.pool.renew(), "starting engines again")
+        if self.way.transport != "local":
+            self._connect()
 
     def attest(self) -> str:
         """Prove, while trainer and engines were started from one checkpoint, that what is sent arrives in its place.

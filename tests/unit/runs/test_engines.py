@@ -35,7 +35,7 @@ from trueline.runs.memory import Tenant, model_bytes
 from trueline.runs.preflight import check_rollout, resolve_dtype
 from trueline.runs.processes import engine_specs
 from trueline.runtime import placement
-from trueline.runtime.actors import Done, Spot
+from trueline.runtime.actors import Done, Home, Spot
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, Processes, RoleRanks
 from trueline.training.engines import TRAIN_ENGINES, TrainRow
@@ -245,7 +245,7 @@ class Recorder:
         self.started.append((name, spot.environment))
 
     def home(self) -> Done[tuple[str, list[str]]]:
-        return Done("", ("node", ["0"]))
+        return Done("", Home("node", ["0"], 1))
 
 
 def environments(
