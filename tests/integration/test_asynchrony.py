@@ -1,7 +1,9 @@
 """Sampling while training, through Ray, vLLM and DeepSpeed: how stale tokens are, and what becomes of every prompt."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -97,16 +99,20 @@ def harm(run: subprocess.Popen[str], home: Path, name: str, harms: list[tuple[in
         engines[number % 2].send_signal(sent)
 
 
-def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]], *words: str) -> str:
-    more = ["rollout.max_staleness=1", "rollout.engines=2", f"steps={steps}", "timeout_seconds=120", *words]
-    with subprocess.Popen(
-        command(name, *more),
+def started(home: Path, name: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(name, *words),
         cwd=home,
         env=environment(0.02),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as run:
+    )
+
+
+def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]], *words: str) -> str:
+    more = ["rollout.max_staleness=1", "rollout.engines=2", f"steps={steps}", "timeout_seconds=120", *words]
+    with started(home, name, *more) as run:
         harm(run, home, name, harms)
         said, _ = run.communicate()
     assert run.returncode == 0, said
@@ -117,8 +123,65 @@ def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]]
     return said
 
 
+@pytest.mark.slow
 def test_engines_that_die_or_hang_are_started_again_and_no_prompt_is_lost(home: Path) -> None:
     harms = [(signal.SIGKILL, 0.1), (signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.6)]
     said = harmed_run(home, "harmed", 10, harms, "rollout.on_update=interrupt")
     assert said.count("the engine is started again") >= 3
     assert "its process died" in said and "no sign of life" in said
+
+
+VICTIMS = {"driver": "", "rank": "ray::Host", "engine": "ray::AsyncHost"}  # by the first words of its processes
+
+
+def kill_one(run: subprocess.Popen[str], victim: str) -> None:
+    """End a process of the run, and wait for what the run makes of it."""
+    family = psutil.Process(run.pid).children(recursive=True)
+    title = VICTIMS[victim]
+    named = [one for one in family if title and one.cmdline()[:1] and one.cmdline()[0].split(".")[0] == title]
+    (named[0] if named else psutil.Process(run.pid)).kill()
+    run.communicate()
+    for one in family:  # a driver that is killed leaves its cluster behind for a moment
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
+@pytest.mark.parametrize("victim", ["driver", pytest.param("rank", marks=pytest.mark.slow)])
+def test_after_a_kill_every_prompt_of_an_epoch_is_trained_once(home: Path, victim: str) -> None:
+    kill_and_resume(home, victim, f"killed-{victim}", 0.4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2))
+def test_engines_that_die_or_hang_at_random_moments(home: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    harms = [(chance.choice([signal.SIGKILL, signal.SIGSTOP]), chance.uniform(0, 2)) for _ in range(10)]
+    harmed_run(home, f"soak-{seed}", 40, harms, f"rollout.on_update={chance.choice(['wait', 'interrupt', 'keep'])}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("victim", list(VICTIMS))
+def test_after_kills_at_random_moments(home: Path, victim: str, moment: int) -> None:
+    kill_and_resume(home, victim, f"soak-{victim}-{moment}", random.Random(moment).uniform(0, 3))
+
+
+def kill_and_resume(home: Path, victim: str, name: str, seconds: float) -> None:
+    words = ["rollout.max_staleness=1", "rollout.on_update=keep", f"steps={ROWS // 2}", "checkpoint.every=2"]
+    words += ["data.shuffle=true", "rollout.engines=1"]
+    with started(home, name, *words) as run:
+        checkpoints = home / "runs" / name / "checkpoints"
+        wait_for(run, lambda: checkpoints.exists() and list(checkpoints.glob("step_*/state.json")))
+        time.sleep(seconds)
+        if victim == "engine":
+            engines_of(run)[0].kill()
+            run.communicate()
+        else:
+            kill_one(run, victim)
+    again = [sys.executable, "-m", "tests.support.slow_run", "grpo", "--resume", "--name", name]
+    if run.returncode:
+        ended = subprocess.run(again, cwd=home, env=environment(0.02), capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (run.returncode == 0) is (victim == "engine")
+    fates = fates_of(home, name)
+    assert fates == Counter({("trained", number): 1 for number in range(ROWS)})

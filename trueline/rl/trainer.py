@@ -83,6 +83,7 @@ class RLTrainer:
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
                     metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
                     state.advance([group[0].group for group in groups], learns)
+                    self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
                     self.judge_critic(metrics)
                     state.skipped_steps = self.guard.skipped
                     for guard in self.guards():
@@ -227,7 +228,6 @@ class RLTrainer:
         if not self.config.reward.named_parts():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         self.tracker.log(self.state.step, metrics)
-        self.tracker.account(self.state.step, self.state.ledger.row())
         self.watch.see(metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
         self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])

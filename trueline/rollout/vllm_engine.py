@@ -1,6 +1,7 @@
 """vLLM behind the engine protocol. It lives in a process of its own; on GPUs, vLLM starts others beside it."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +15,7 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, Completion
@@ -130,6 +132,8 @@ class VllmEngine:
     def _stopped(self, stepping: asyncio.Task[None]) -> None:
         """Tell those who wait of an error that ended the steps."""
         error = None if stepping.cancelled() else stepping.exception()
+        if isinstance(error, EngineDeadError):  # the process beside this one, which computes, is gone
+            os._exit(1)
         for done in self.waiting.values():
             if error is not None and not done.done():
                 done.set_exception(error)

@@ -1,5 +1,6 @@
 """The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process."""
 
+import hashlib
 import time
 from collections import Counter
 from itertools import chain
@@ -71,6 +72,18 @@ def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monk
         same = [name for name in one if not name.startswith(("time/", "speed/", "memory/", "sync/seconds", "sync/gb"))]
         assert {name: one[name] for name in same} == {name: other[name] for name in same}
     assert found[0][3]["mismatch/logprob_gap_mean"] > 0
+
+
+def test_a_synchronous_run_is_the_same_whatever_updates_do_to_running_answers(tmp_path: Path) -> None:
+    """None runs while weights change."""
+    found = []
+    for mode in ("wait", "interrupt", "keep"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        assert run_letters(folder, "grpo", "steps=3", f"rollout.on_update={mode}", "rollout.too_old=drop") == 0
+        weights = folder / "run" / "checkpoints" / "step_000003" / "model" / "model.safetensors"
+        found.append((hashlib.sha256(weights.read_bytes()).hexdigest(), [row.get("loss") for row in rows_of(folder)]))
+    assert found[0] == found[1] == found[2]
 
 
 def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() -> None:
