@@ -7,9 +7,11 @@ the whole and of its parts on one thread.
 """
 
 import argparse
+import json
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import median
 
 import numpy as np
@@ -22,9 +24,15 @@ from trueline.config.rl import RLConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import Completion, Prompt, Trajectory, pack_samples, to_sample
 from trueline.rl.metrics import describe_models, describe_step
+from trueline.rollout.ledger import Ledger
 from trueline.rollout.rollouts import Dropped
 
 GROUP, PROMPT = 8, 256
+
+
+def part_of(random: np.random.Generator, size: int, version: int) -> Completion:
+    versions = np.full(size, version, np.int32)
+    return Completion(random.integers(0, 50_000, size), -random.random(size, np.float32), versions, "stop")
 
 
 class Step:
@@ -34,8 +42,9 @@ class Step:
         random = np.random.default_rng(0)
         self.config = RLConfig.parse({"algorithm": {"preset": "grpo"}})
         self.tokens = tokens
+        half = tokens // 2  # each completion has crossed one update
         self.arrived = [
-            pickle.dumps(Completion(random.integers(0, 50_000, tokens), -random.random(tokens, np.float32), 3, "stop"))
+            [pickle.dumps(part_of(random, size, version)) for size, version in ((half, 2), (tokens - half, 3))]
             for _ in range(answers)
         ]
         self.parts: dict[str, Callable[[], None]] = {
@@ -44,6 +53,7 @@ class Step:
             "advantages": self.assess,
             "weights, passes, packing": self.pack,
             "metrics": self.describe,
+            "ledger and versions": self.account,
         }
 
     def receive(self) -> None:
@@ -52,7 +62,7 @@ class Step:
         for number, data in enumerate(self.arrived):
             trajectory = Trajectory(Prompt(number // GROUP, [{"role": "user", "content": "?"}]), number // GROUP)
             trajectory.add_observation(prompt)
-            trajectory.add_action(pickle.loads(data))
+            trajectory.add_action(Completion.joined([pickle.loads(part) for part in data]))
             trajectory.add_reward(float(number % 3))
             self.trajectories.append(trajectory)
 
@@ -74,6 +84,17 @@ class Step:
         groups = [self.trajectories[start : start + GROUP] for start in range(0, len(self.trajectories), GROUP)]
         describe_step(groups, self.samples, Dropped(), 3)
         describe_models(self.samples, self.config)
+
+    def account(self) -> None:
+        """Do by itself what the ledger and per-token versions add to the parts above."""
+        ledger, groups = Ledger(), range(len(self.trajectories) // GROUP)
+        ledger.close([ledger.draw(row) for row in groups], "trained")
+        json.dumps(asdict(ledger) | ledger.row())
+        ledger.balance()
+        versions = [np.concatenate([one.versions[:-PROMPT], one.versions[-PROMPT:]]) for one in self.trajectories]
+        np.concatenate([one[one >= 0] for one in versions]).mean()
+        for trajectory in self.trajectories:
+            trajectory.oldest_version()
 
     def seconds(self) -> dict[str, float]:
         found = {}

@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.report import LossSettings
 
+EXAMPLE = 512  # tokens of it
+
 
 @dataclass(slots=True)
 class RLTrainer:
@@ -57,6 +59,7 @@ class RLTrainer:
     guard: Guard
     critic_guard: Guard | None
     watch: MemoryWatch
+    example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
     def fit(self) -> RLState:
@@ -82,6 +85,7 @@ class RLTrainer:
                     metrics = self.learn(samples)
                     metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
                     metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
+                    self.example = trajectories[0].tokens[:EXAMPLE].tolist() if self.rollout.max_staleness else []
                     state.advance([group[0].group for group in groups], learns)
                     self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
                     self.judge_critic(metrics)
@@ -138,13 +142,17 @@ class RLTrainer:
                         self.sync.renew()
                     with self.sharing.syncing():
                         metrics = self.sync.publish(self.state.version)
-                    metrics |= self.sync.verify()
+                    metrics |= self.sync.verify() | self.numerics()
                 except ActorFailure:
                     if not self.sync.lost_engines():
                         raise
                 else:
                     self.sync.pool.found()
                     return metrics | self.sharing.metrics()
+
+    def numerics(self) -> dict[str, float]:
+        """Score an answer of the last step by engines and trainer under the same weights, if answers may be stale."""
+        return {"mismatch/numerics": self.sync.gap(self.example)} if self.example and self.sync.check else {}
 
     def kl_coefficient(self) -> float:
         """Return the KL coefficient, fixed or as it has adapted so far."""
@@ -225,6 +233,9 @@ class RLTrainer:
     def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
+        if "mismatch/numerics" in metrics:
+            rest = metrics["mismatch/logprob_gap_mean"] - metrics["mismatch/numerics"]
+            metrics["mismatch/staleness"] = max(rest, 0.0)
         if not self.config.reward.named_parts():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         self.tracker.log(self.state.step, metrics)

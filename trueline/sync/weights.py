@@ -137,7 +137,7 @@ class WeightSync:
         return live[0], held
 
     def _calibrate(self) -> str:
-        self.floor = self._canary_gap()
+        self.floor = self.gap(self.canary.tokens)
         limit = self.canary.tolerance or self.canary.strange
         if not self.floor <= limit:
             raise SyncFailure(
@@ -179,7 +179,7 @@ class WeightSync:
                     f"after the update engine {engine} answers {tokens} tokens of a prompt from its prefix cache, "
                     "which the old weights filled: it was not emptied"
                 )
-        gap = self._canary_gap()
+        gap = self.gap(self.canary.tokens)
         if not gap <= self.limit():
             raise SyncFailure(
                 f"after the update an engine's log-probs differ from the trainer's by {gap:.3g} on average, more than "
@@ -204,11 +204,11 @@ class WeightSync:
                         f"{names[0]} to {names[-1]})"
                     )
 
-    def _canary_gap(self) -> float:
-        tokens = torch.tensor(self.canary.tokens)
-        sample = Sample(tokens, torch.arange(len(tokens)) > 0)
+    def gap(self, tokens: list[int]) -> float:
+        """Return how far the log-probs of trainer and engines are apart on these tokens, under the weights of now."""
+        sample = Sample(torch.tensor(tokens), torch.arange(len(tokens)) > 0)
         ours = self.policy.score([sample], temperature=1.0)[0][1:]
-        theirs = self._engines(RolloutEngine.score, self.canary.tokens)
+        theirs = self._engines(RolloutEngine.score, tokens)
         return torch.stack([(ours - torch.tensor(scores)).abs().mean() for scores in theirs]).max().item()  # NaN too
 
     def _engines(
