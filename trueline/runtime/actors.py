@@ -21,6 +21,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from trueline.monitoring.beats import BEAT, WORK, Doing, start_beating
+
 CONCURRENT_CALLS = 4096
 
 Given = ParamSpec("Given")
@@ -89,7 +91,7 @@ class LocalActor(Generic[Object]):
     def submit(
         self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
-        with LOCAL_CALLS:
+        with WORK.doing("call", self.name, method.__name__), LOCAL_CALLS:
             return Done(self.name, methodcaller(method.__name__, *args, **named)(self.target))
 
     async def call(
@@ -98,7 +100,8 @@ class LocalActor(Generic[Object]):
         *args: Given.args,
         **named: Given.kwargs,
     ) -> Result:
-        result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
+        with WORK.doing("call", self.name, method.__name__):
+            result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
         return result
 
     def stop(self) -> None:
@@ -110,10 +113,12 @@ class RayPending(Generic[Result]):
     who: str
     reference: Any
     log: Path
+    doing: Doing | None = None
 
     def result(self, timeout_seconds: float) -> Result:
         try:
             value: Result = ray.get(self.reference, timeout=timeout_seconds)
+            self._returned()
             return value
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
@@ -124,9 +129,14 @@ class RayPending(Generic[Result]):
     async def awaited(self) -> Result:
         try:
             value: Result = await self.reference
+            self._returned()
             return value
         except (RayActorError, RayTaskError) as error:
             raise failure(self.who, error, self.log) from error
+
+    def _returned(self) -> None:
+        if self.doing is not None:
+            WORK.end(self.doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +169,14 @@ class Host:
 
     def __init__(self, log: str) -> None:
         redirect_output(Path(log))
+        start_beating(Path(log).parent, Path(log).stem)
 
     def make(self, target: str, args: Sequence[Any]) -> None:
         """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
         self.target = None
         try:
-            self.target = build(target, args)
+            with WORK.doing("call", "", "make"):
+                self.target = build(target, args)
         finally:
             if self.target is None:
                 traceback.print_exc()
@@ -172,7 +184,8 @@ class Host:
                 os._exit(1)
 
     def call(self, method: str, *args: Any, **named: Any) -> Any:
-        return methodcaller(method, *args, **named)(self.target)
+        with WORK.doing("call", "", method):
+            return methodcaller(method, *args, **named)(self.target)
 
     def home(self) -> tuple[str, list[str]]:
         """Return the node and the GPUs that this process was given, for others that share them."""
@@ -192,7 +205,8 @@ class AsyncHost(Host):
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         await self.made.wait()
-        return await methodcaller(method, *args, **named)(self.target)
+        with WORK.doing("call", "", method):
+            return await methodcaller(method, *args, **named)(self.target)
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
@@ -226,13 +240,15 @@ class RayActor(Generic[Object]):
         return await pending.awaited()
 
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log)
+        doing = WORK.begin("call", self.name, method)
+        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log, doing)
 
     def home(self) -> Pending[tuple[str, list[str]]]:
         return RayPending(f"{self.name}.home", self.at_home, self.log)
 
     def stop(self) -> None:
         ray.kill(self.handle)
+        self.log.with_suffix(BEAT).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
+from trueline.monitoring.beats import WORK
 from trueline.runtime.actors import Target, build
 from trueline.runtime.fingerprints import bit_sum
 from trueline.runtime.transport import Address, Meeting
@@ -151,7 +152,8 @@ class Worker(WeightSender):
         report = work() if self.spec.world > 1 else attempted(work, self.engine.discard)
         if report.out_of_memory:
             return report
-        report.step = self.engine.step() | memory_metrics(self.device)
+        with WORK.doing("part", "optimizer step"):
+            report.step = self.engine.step() | memory_metrics(self.device)
         return report
 
     def release(self) -> tuple[float, float]:
