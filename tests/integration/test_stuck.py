@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,7 @@ def test_data_that_never_come(tmp_path: Path, model_folder: Path, capfd: Any, mo
     (tmp_path / "data").mkdir()
     pipe = tmp_path / "data" / "rows.jsonl"
     os.mkfifo(pipe)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     report = Watch._report
 
     def feed(watch: Watch, text: str) -> None:

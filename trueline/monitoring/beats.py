@@ -52,7 +52,7 @@ class Beat:
     born: float  # tells it from a later process with the same number
     host: str
     written: float
-    moved: float  # when something last came to its end
+    moved: float  # when something last came to its end, or was told to go on
     rows: list[Row]
 
 
@@ -81,13 +81,18 @@ class Work:
             self.all.discard(doing)
             if doing.outer is not None:
                 doing.outer.inner -= 1
-        self.moved = time.time() if well else self.moved
+        if well:
+            self.move()
+
+    def move(self) -> None:
+        """Tell that long work goes on, though nothing has come to its end."""
+        self.moved = time.time()
 
     @contextmanager
     def doing(self, kind: str, who: str, what: str = "") -> Iterator[None]:
         doing, well = self.begin(kind, who, what), False
         if kind == "phase":
-            self.moved = doing.since
+            self.move()
         token = OUTER.set(doing)
         try:
             yield

@@ -140,9 +140,8 @@ def called(seen: Situation) -> str:
     row = seen.oldest("call")
     if row is None:
         return ""
-    callee = next((one for one in seen.others if one.beat.name == row.who), seen.driver)
-    waits = f"{times(row, 'call')} for `{row.what}`"
-    return f"{row.who} has not answered for {seen.age(row)}: {waits}; it {doing(callee, seen)}"
+    does = "".join(f"; it {doing(one, seen)}" for one in seen.others if one.beat.name == row.who)
+    return f"{row.who} has not answered for {seen.age(row)}: {times(row, 'call')} for `{row.what}`{does}"
 
 
 def within(seen: Situation) -> str:

@@ -131,6 +131,7 @@ class Worker(WeightSender):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
                 rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)), batch, micro_batch)
+                WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
     @contextmanager
@@ -174,6 +175,7 @@ class Worker(WeightSender):
             # The gradient of a loss that is not finite may be finite; no rank may step on it.
             total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
             self.engine.backward(total, last=number == len(passes))
+            WORK.move()
             tally.add(values, batch, **more)
         report = tally.report()
         report.logprobs = torch.cat(fresh).cpu().numpy() if fresh else report.logprobs
@@ -185,6 +187,7 @@ class Worker(WeightSender):
             for micro_batch in passes:
                 batch, _, values = self._loss(packed, micro_batch, loss, settings)
                 tally.add(values, batch)
+                WORK.move()
         return tally.report()
 
     def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:

@@ -3,6 +3,7 @@
 import queue
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, look
 from trueline.monitoring.watch import Watch, explain
 
 HOUR = 3600.0  # of silence; nothing here takes as long, so that only `check` reports, at the time it is given
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
