@@ -206,7 +206,7 @@ def test_a_whole_run_explains_itself_and_goes_on(
         assert text.startswith("reward `reward` has not answered for ")
         assert "== stacks of run" in text and "rollouts.py" in text
     assert "stuck: reward `reward` has not answered for " in (run / "logs" / "run.log").read_text()
-    assert explain(run).startswith("The run has ended. The last line of its log: done: step 1 of 1")
+    assert explain(run).startswith("The run has ended. The last word of its log: done: step 1 of 1")
 
 
 # Ranks and engines, in processes of their own

@@ -39,7 +39,8 @@ class Situation:
 
 
 def dead(seen: Situation) -> str:
-    names = [one.beat.name for one in seen.others if one.state == GONE]
+    ending = (phase := seen.phase()) is not None and phase.who == "end"  # when they shall go
+    names = [one.beat.name for one in seen.others if one.state == GONE and not ending]
     return f"{names[0]}'s process is gone{beside(names)}; its log tells why" if names else ""
 
 

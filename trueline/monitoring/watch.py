@@ -133,6 +133,7 @@ def explain(run: Path) -> str:
     if driver is not None and process_of(driver) is not None:
         return told(situation(driver, folder.logs))
     lines = folder.log.read_text(errors="replace").split("\n") if folder.log.is_file() else []
-    last = next((line for line in reversed(lines) if line.strip()), "it has said nothing")
+    tail = [line for line in lines if line.strip()][-2:] or ["it has said nothing"]  # an error, and how to go on
+    last = next((line for line in tail if line.startswith("error: ")), tail[-1])
     how = "has ended" if driver is None else f"is not running: its process {driver.pid} is gone without a word"
-    return f"The run {how}. The last line of its log: {last}"
+    return f"The run {how}. The last word of its log: {last}"

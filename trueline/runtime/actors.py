@@ -170,13 +170,14 @@ class Host:
     def __init__(self, log: str) -> None:
         redirect_output(Path(log))
         start_beating(Path(log).parent, Path(log).stem)
+        self.making = WORK.begin("call", "", "make")  # from now on: what is sent along is imported first
 
     def make(self, target: str, args: Sequence[Any]) -> None:
         """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
         self.target = None
         try:
-            with WORK.doing("call", "", "make"):
-                self.target = build(target, args)
+            self.target = build(target, args)
+            WORK.end(self.making)
         finally:
             if self.target is None:
                 traceback.print_exc()

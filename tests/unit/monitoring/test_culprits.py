@@ -44,6 +44,7 @@ URL = "https://judge.example/v1"
 def test_a_process_that_is_gone() -> None:
     others = [seen("engine-0"), seen("engine-1", state=GONE), seen("engine-2", state=ELSEWHERE)]
     assert named(ROLLOUT, GENERATE, others=others).startswith("engine-1's process is gone;")
+    assert named(row("phase", "end"), others=others) == "the run itself is in `end` since 3 min"
 
 
 def test_a_process_that_is_stopped() -> None:

@@ -84,11 +84,13 @@ def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> No
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         explain(logs)
     (logs / "run.log").write_text("step 1\ndone: step 4 of 4\n\n")
-    assert explain(tmp_path) == "The run has ended. The last line of its log: done: step 4 of 4"
+    assert explain(tmp_path) == "The run has ended. The last word of its log: done: step 4 of 4"
+    (logs / "run.log").write_text("step 1\nerror: engine-0 is gone\nThe run can go on with: trueline\n")
+    assert explain(tmp_path) == "The run has ended. The last word of its log: error: engine-0 is gone"
     child = "import sys; from pathlib import Path; from trueline.monitoring.beats import *; "
     child += "write_beat(Path(sys.argv[1]), WORK.beat('run'))"
     subprocess.run([sys.executable, "-c", child, str(logs)], check=True)
-    assert "is gone without a word. The last line of its log: done: step 4 of 4" in explain(tmp_path)
+    assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
 
 
 def test_a_number_that_another_process_has_taken_is_not_the_process(tmp_path: Path) -> None:
