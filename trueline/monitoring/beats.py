@@ -140,7 +140,9 @@ def answer_with_stacks(folder: Path, name: str) -> None:
 
 
 def no_stacks() -> None:
-    faulthandler.unregister(signal.SIGUSR1)
+    """Give SIGUSR1 back to the user's handler; where there is none, who asks too late would end the process."""
+    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def start_beating(folder: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from trueline.monitoring.beats import Row
 from trueline.monitoring.stacks import GONE, STOPPED, Seen
 from trueline.monitoring.timing import duration
 
-SMALL_DISK = 64 * 2**20  # bytes; no checkpoint is smaller
+SMALL_DISK = 64 * 2**20  # bytes; hardly a checkpoint fits in
 SILENT_SECONDS = 30.0  # of a process that lives: something holds all of its threads
 SAVING = ("save", "saved")  # methods
 

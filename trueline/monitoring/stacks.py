@@ -50,7 +50,7 @@ def look(beat: Beat, folder: Path) -> Seen:
         state = process.status()
         children = [] if state == STOPPED else [one for one in process.children() if one.status() == STOPPED]
         return Seen(beat, state, stack_of(beat, folder, state), [f"{one.name()}, pid {one.pid}" for one in children])
-    except psutil.Error:
+    except (psutil.Error, OSError):  # it went, with its files, while it was looked at
         return Seen(beat, GONE)
 
 

@@ -91,11 +91,12 @@ class Watch:
         self.ended.set()
         self.thread.join(BEAT_SECONDS)
         self.open_now.remove(self)
-        no_stacks()
-        if self.open_now:
-            answer_with_stacks(self.open_now[-1].logs, RUN)
         clear_beats(self.logs)
         clear_beats(self.aside)
+        if self.open_now:
+            answer_with_stacks(self.open_now[-1].logs, RUN)
+        else:
+            no_stacks()
         with suppress(OSError):
             self.aside.rmdir()  # unless a report is in it
 

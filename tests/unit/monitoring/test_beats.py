@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -93,12 +92,10 @@ def test_others_read_what_was_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_thousands_of_calls_cost_little() -> None:
-    """A step of 4096 answers: begun, ended, and told of once."""
+def test_thousands_of_calls_are_few_rows() -> None:
     work = Work()
-    began = time.process_time()
     calls = [work.begin("call", f"engine-{number % 8}", "generate") for number in range(4096)]
-    assert len(work.rows()) == 8
+    assert [row.count for row in work.rows()] == [512] * 8
     for call in calls:
         work.end(call)
-    assert time.process_time() - began < 10  # orders of magnitude above what it takes: not quadratic
+    assert work.rows() == []

@@ -93,6 +93,25 @@ def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> No
     assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
 
 
+ASKED_TOO_LATE = """
+import os, signal, sys
+from trueline.monitoring.watch import Watch
+heard = []
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append("own"))
+with Watch(1000.0, print):
+    os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+print(*heard)
+"""
+
+
+@pytest.mark.parametrize(("handler", "heard"), [("none", "\n"), ("own", "own\n")])
+def test_whoever_asks_too_late_ends_nothing_and_a_handler_of_the_users_is_back(handler: str, heard: str) -> None:
+    command = [sys.executable, "-c", ASKED_TOO_LATE, handler]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == heard
+
+
 def test_a_number_that_another_process_has_taken_is_not_the_process(tmp_path: Path) -> None:
     beat = WORK.beat("engine-0")
     stranger = replace(beat, born=beat.born - 60)
