@@ -86,17 +86,21 @@ class Watch:
         clear_beats(logs)
         answer_with_stacks(logs, RUN)
         self.logs, self.say = logs, say
+        self._leave_aside()
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         self.thread.join(BEAT_SECONDS)
         self.open_now.remove(self)
         clear_beats(self.logs)
-        clear_beats(self.aside)
+        self._leave_aside()
         if self.open_now:
             answer_with_stacks(self.open_now[-1].logs, RUN)
         else:
             no_stacks()
+
+    def _leave_aside(self) -> None:
+        clear_beats(self.aside)
         with suppress(OSError):
             self.aside.rmdir()  # unless a report is in it
 
