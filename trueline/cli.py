@@ -86,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_data_verbs(verbs)
     add_reward_verbs(verbs)
     add_export(verbs)
+    add_explain(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
@@ -123,6 +124,13 @@ def add_export(verbs: Any) -> None:
     export.add_argument("--average", action="store_true", help="the moving average of the weights, where one was kept")
     export.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as trained")
     export.set_defaults(run=run_export)
+
+
+def add_explain(verbs: Any) -> None:
+    about = "tell what a run is doing: what holds it up if it does not move, and the stacks of its processes"
+    explain = verbs.add_parser("explain", help=about)
+    explain.add_argument("of", metavar="RUN", help="folder of the run, or its name below runs/")
+    explain.set_defaults(run=run_explain)
 
 
 def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
@@ -190,6 +198,14 @@ def run_export(options: argparse.Namespace) -> int:
 
     written = export(options.source, options.target, Export(options.merge, options.average, options.dtype))
     say(f"written: {written}")
+    return 0
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    from trueline.monitoring.watch import explain  # noqa: PLC0415
+
+    named = Path(RunConfig.model_fields["folder"].default) / options.of
+    sys.stdout.write(explain(Path(options.of) if Path(options.of).is_dir() else named) + "\n")
     return 0
 
 

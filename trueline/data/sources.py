@@ -16,6 +16,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
 HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
@@ -33,6 +34,11 @@ class Located:
 
 def open_source(path: str, key: str) -> list[Located]:
     """Return all rows of `path`; `key` is the configuration key that named it."""
+    with WORK.doing("data", key, path):
+        return read_source(path, key)
+
+
+def read_source(path: str, key: str) -> list[Located]:
     local = Path(path).expanduser()
     if not path:
         raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from trueline.monitoring.beats import WORK
+
 
 def duration(seconds: float) -> str:
     """Return a time as people say it, in its largest unit and the one below."""
@@ -26,7 +28,8 @@ class Timer:
     def phase(self, name: str) -> Iterator[None]:
         start, self.latest = time.perf_counter(), name
         try:
-            yield
+            with WORK.doing("phase", name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
+from trueline.monitoring.beats import WORK
 from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, Verdict
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import check_reward_model
@@ -14,14 +15,15 @@ from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, chec
 
 
 class CombinedReward:
-    def __init__(self, parts: dict[str, tuple[Reward, RewardPartConfig]], policy_error: float) -> None:
+    def __init__(
+        self, parts: dict[str, tuple[Reward, RewardPartConfig]], policy_error: float, processes: int = 1
+    ) -> None:
         self.parts, self.policy_error = parts, policy_error
+        self.places = {name: REWARD_KINDS[kind_of(part)].place(part, processes) for name, (_, part) in parts.items()}
 
     async def verdict(self, call: Call) -> Verdict:
         """Return the weighted sum, or raise any reward's failure; without one, the completion's own error decides."""
-        scored = await asyncio.gather(
-            *(reward.score(call) for reward, _ in self.parts.values()), return_exceptions=True
-        )
+        scored = await asyncio.gather(*(self._score(name, call) for name in self.parts), return_exceptions=True)
         results = dict(zip(self.parts, scored, strict=True))
         for name, result in results.items():
             if isinstance(result, BaseException) and not isinstance(result, PolicyError):
@@ -35,6 +37,10 @@ class CombinedReward:
         if errors:
             return Verdict(self.policy_error, values, errors[0] or PolicyError.__name__)
         return Verdict(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
+
+    async def _score(self, name: str, call: Call) -> float:
+        with WORK.doing("reward", name, self.places[name]):
+            return await self.parts[name][0].score(call)
 
     def _named(self, name: str, error: BaseException) -> BaseException:
         """Return the same kind of error; among several rewards it says which one failed."""
@@ -60,6 +66,8 @@ class RewardKind:
     # Of the data's columns and whether there are labels; a function's gives its parameters.
     check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], list[str] | None]
     open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
+    # Where calls wait, in words; of functions, in how many processes.
+    place: Callable[[RewardPartConfig, int], str] = lambda part, _: part.function
 
 
 def kind_of(part: RewardPartConfig) -> str:
@@ -76,12 +84,19 @@ REWARD_KINDS = {  # the first that fits
         lambda part: part.function.startswith(("http://", "https://")),
         lambda part, *_: check_scorer(part),
         lambda part, config, *_: ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch),
+        lambda part, _: f"{part.function}, which takes {part.remote.concurrency} at a time",
     ),
     "judge": RewardKind(
         lambda part: part.function == "judge",
         lambda part, _, columns, labelled: check_judge(part, columns, labelled),
         lambda part, config, *_: JudgeReward(part, config.timeout_seconds),
+        lambda part, _: f"{part.judge.url}, which takes {part.remote.concurrency} at a time",
     ),
     "model": RewardKind(is_model, lambda part, *_: check_reward_model(part), lambda *given: given[-1]()),
-    "function": RewardKind(lambda _: True, check_function, lambda *given: FunctionReward(*given[:3])),
+    "function": RewardKind(
+        lambda _: True,
+        check_function,
+        lambda *given: FunctionReward(*given[:3]),
+        lambda part, processes: f"{part.function}, in {processes} processes",
+    ),
 }

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
 from trueline.environments.single_turn import SingleTurn
+from trueline.monitoring.beats import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -91,6 +92,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
 
 
+@WORK.doing("phase", "start")
 def start_models(
     plan: RLPlan, processes: Processes, loop: EventLoop, progress: Progress
 ) -> tuple[dict[str, ModelGroup], EnginePool]:

@@ -9,6 +9,7 @@ from typing import TypeVar
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.base import Environment, Step
+from trueline.monitoring.beats import WORK
 from trueline.rewards.base import RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.failures import RolloutFailure
@@ -38,7 +39,8 @@ class Episodes:
     async def run(self, environment: Environment, prompt: Prompt, ticket: Ticket, params: SamplingParams) -> Trajectory:
         trajectory = Trajectory(prompt, ticket.group)
         try:
-            messages = await attempt(environment.reset(prompt), trajectory)
+            with WORK.doing("environment", type(environment).__name__, "reset"):
+                messages = await attempt(environment.reset(prompt), trajectory)
             if messages is None:
                 return trajectory
             tokens = self.chat.prompt_tokens(messages, prompt.tools)
@@ -48,7 +50,8 @@ class Episodes:
             completion, trajectory.reply = ended(completion, params.stop, self.chat.reply_text)
             trajectory.add_action(completion)
             trajectory.truncated = completion.finish_reason == "length"
-            step = await attempt(environment.step(trajectory.reply), trajectory)
+            with WORK.doing("environment", type(environment).__name__, "step"):
+                step = await attempt(environment.step(trajectory.reply), trajectory)
             if step is not None:
                 record(trajectory, step)
         finally:

@@ -9,6 +9,7 @@ import numpy as np
 
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
+from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
 from trueline.runtime.event_loop import EventLoop
@@ -31,6 +32,10 @@ class GroupSampler:
 
     async def sample(self, numbered: Numbered, place: int) -> Group:
         """Sample the group of one prompt; `place` tells it from all others that this sampler makes."""
+        with WORK.doing("group", self.purpose):
+            return await self._sample(numbered, place)
+
+    async def _sample(self, numbered: Numbered, place: int) -> Group:
         number, prompt = numbered
         seeds = [completion_seed(self.seed, number, index) for index in range(self.size)]
         tickets = [Ticket(place, index, seed, self.purpose) for index, seed in enumerate(seeds)]

@@ -9,6 +9,7 @@ from torch import Tensor
 from trueline.config.model import ModelConfig
 from trueline.data.types import INTERRUPTED, Completion
 from trueline.models.loading import DTYPES, load_model
+from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
 from trueline.runtime.transport import Bucket, Channel, Link, bucket_print, bucket_views
@@ -91,6 +92,7 @@ class HFEngine(RolloutEngine):
                     logprobs[row].append(scores[row])
                     reasons[row] = finish_reason(tokens[row], requests[row].params)
                 inputs = torch.tensor(drawn, device=self.device)[:, None]
+                WORK.move()
         parts = zip(tokens, logprobs, reasons, strict=True)
         return [Completion.of(row, scores, self.version, reason) for row, scores, reason in parts]
 

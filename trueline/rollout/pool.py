@@ -109,17 +109,14 @@ class EnginePool:
 
     async def _seek(self, place: int, seconds: float) -> None:
         actor = self.actors[place]
+        if not isinstance(actor, RayActor):
+            return
         try:
-            await asyncio.wait_for(actor.call(RolloutEngine.processes), seconds)
+            await asyncio.wait_for(actor.alive().awaited(), seconds)
         except ActorDeath as death:
             self.lose(place, str(death))
         except TimeoutError:
             self.lose(place, f"{actor.name} has given no sign of life for {seconds:.0f} s")
-            await self._kill(place)
-
-    async def _kill(self, place: int) -> None:
-        actor = self.actors[place]
-        if isinstance(actor, RayActor):
             await asyncio.to_thread(actor.kill)
 
     async def seek(self, seconds: float) -> bool:
@@ -137,9 +134,9 @@ class EnginePool:
         if times >= MOST_DEATHS:
             raise ActorFailure(f"engines died {times} times in one step, at last: {next(iter(self.lost.values()))}")
         for place in self.lost:
-            await self._kill(place)
             actor = self.actors[place]
             assert isinstance(actor, RayActor), "an engine of this very process cannot be lost"
+            await asyncio.to_thread(actor.kill)
             actor.begin()
         await asyncio.gather(*(self.actors[place].call(RolloutEngine.processes) for place in self.lost))
 

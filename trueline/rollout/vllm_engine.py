@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, Completion
+from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams, in_parts
 from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.runtime.actors import Given, Result
@@ -127,6 +128,7 @@ class VllmEngine:
         finished: list[Any] = []
         while not finished and not self.asked and self.llm.has_unfinished_requests():
             finished = [output for output in self.llm.step() if output.finished]
+            WORK.move()
         return finished
 
     def _stopped(self, stepping: asyncio.Task[None]) -> None:

@@ -10,9 +10,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from trueline.config.run import RunConfig
+from trueline.monitoring.beats import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.trackers import check_trackers
+from trueline.monitoring.watch import Watch
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.preflight import chained
@@ -56,18 +58,26 @@ def launch(
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     config, taken = chained(config)
-    job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
-    about = "\n".join([job.about, *taken])
-    if job.trains:
-        check_trackers(job.config.monitoring)
-    if dry_run:
-        sys.stdout.write(f"{job.config.dump()}\n{about}\n")
-        return 0
-    folder.open(job.config, verb, resume=resume)
-    progress = Progress(name, job.total, log=folder.log)
-    progress.note(f"{about}\nrun        {folder.path}")
-    if resume and job.trains and not folder.has_checkpoint():
-        progress.note("resume     no checkpoint yet: starts over at step 0")
+    with Watch(config.timeout_seconds, lambda said: sys.stderr.write(f"{said}\n")) as watch:
+        with WORK.doing("phase", "plan"):
+            job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
+        about = "\n".join([job.about, *taken])
+        if job.trains:
+            check_trackers(job.config.monitoring)
+        if dry_run:
+            sys.stdout.write(f"{job.config.dump()}\n{about}\n")
+            return 0
+        folder.open(job.config, verb, resume=resume)
+        progress = Progress(name, job.total, log=folder.log)
+        watch.move(folder.logs, progress.note)
+        progress.note(f"{about}\nrun        {folder.path}")
+        if resume and job.trains and not folder.has_checkpoint():
+            progress.note("resume     no checkpoint yet: starts over at step 0")
+        return carry_out(job, folder, progress)
+
+
+def carry_out(job: Job, folder: RunFolder, progress: Progress) -> int:
+    """Do the work; where it fails, say why and how it goes on."""
     try:
         return job.work(folder, progress)
     except FAILURES as error:

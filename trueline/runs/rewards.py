@@ -59,7 +59,7 @@ def open_rewards(
         return REWARD_KINDS[kind_of(part)].open(part, config, log, loaded)
 
     parts = {name: (opened(name, part), part) for name, part in config.named_parts().items()}
-    return CombinedReward(parts, config.policy_error)
+    return CombinedReward(parts, config.policy_error, config.processes)
 
 
 def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:

@@ -23,6 +23,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from trueline.monitoring.beats import BEAT, WORK, Doing, start_beating
+
 CONCURRENT_CALLS = 4096
 
 Given = ParamSpec("Given")
@@ -95,7 +97,7 @@ class LocalActor(Generic[Object]):
     def submit(
         self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
-        with LOCAL_CALLS:
+        with WORK.doing("call", self.name, method.__name__), LOCAL_CALLS:
             return Done(self.name, methodcaller(method.__name__, *args, **named)(self.target))
 
     async def call(
@@ -104,7 +106,8 @@ class LocalActor(Generic[Object]):
         *args: Given.args,
         **named: Given.kwargs,
     ) -> Result:
-        result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
+        with WORK.doing("call", self.name, method.__name__):
+            result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
         return result
 
     def stop(self) -> None:
@@ -116,10 +119,12 @@ class RayPending(Generic[Result]):
     who: str
     reference: Any
     log: Path
+    doing: Doing | None = None
 
     def result(self, timeout_seconds: float) -> Result:
         try:
             value: Result = ray.get(self.reference, timeout=timeout_seconds)
+            self._returned()
             return value
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
@@ -130,12 +135,17 @@ class RayPending(Generic[Result]):
     async def awaited(self) -> Result:
         try:
             value: Result = await self.reference
+            self._returned()
             return value
         except (RayActorError, RayTaskError) as error:
             raise failure(self.who, error, self.log) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
             raise
+
+    def _returned(self) -> None:
+        if self.doing is not None:
+            WORK.end(self.doing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +184,15 @@ class Host:
 
     def __init__(self, log: str) -> None:
         redirect_output(Path(log))
+        start_beating(Path(log).parent, Path(log).stem)
+        self.making = WORK.begin("call", "", "make")  # from now on: what is sent along is imported first
 
     def make(self, target: str, args: Sequence[Any]) -> None:
         """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
         self.target = None
         try:
             self.target = build(target, args)
+            WORK.end(self.making)
         finally:
             if self.target is None:
                 traceback.print_exc()
@@ -187,7 +200,8 @@ class Host:
                 os._exit(1)
 
     def call(self, method: str, *args: Any, **named: Any) -> Any:
-        return methodcaller(method, *args, **named)(self.target)
+        with WORK.doing("call", "", method):
+            return methodcaller(method, *args, **named)(self.target)
 
     def home(self) -> "Home":
         """Return where this process is, for others that share its GPUs or have to end it."""
@@ -205,9 +219,14 @@ class AsyncHost(Host):
         super().make(target, args)
         self.made.set()
 
+    async def alive(self) -> None:
+        """Answer once the object is made; not counted as something that the process does."""
+        await self.made.wait()
+
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
         await self.made.wait()
-        return await methodcaller(method, *args, **named)(self.target)
+        with WORK.doing("call", "", method):
+            return await methodcaller(method, *args, **named)(self.target)
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
@@ -256,13 +275,19 @@ class RayActor(Generic[Object]):
         return await pending.awaited()
 
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log)
+        doing = WORK.begin("call", self.name, method)
+        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log, doing)
+
+    def alive(self) -> Pending[None]:
+        """Ask a process with coroutines for a sign of life."""
+        return RayPending(f"{self.name}.alive", self.handle.alive.remote(), self.log)
 
     def home(self) -> Pending[Home]:
         return RayPending(f"{self.name}.home", self.at_home, self.log)
 
     def stop(self) -> None:
         ray.kill(self.handle)
+        self.log.with_suffix(BEAT).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 
 from trueline.config.base import ConfigError
+from trueline.monitoring.beats import WORK
 from trueline.runtime import LOOPBACK
 
 START_SECONDS = 120
@@ -68,7 +69,8 @@ def ray_cluster(machine: Machine) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with WORK.doing("phase", "end"):
+            ray.shutdown()
 
 
 def reserve(bundles: list[dict[str, float]]) -> object:

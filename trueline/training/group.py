@@ -15,6 +15,7 @@ from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
+from trueline.monitoring.beats import WORK
 from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
 from trueline.training.checkpoints import Saved, Writing
 from trueline.training.mesh import Mesh
@@ -167,6 +168,7 @@ def prepare_saving(models: Sequence[ModelGroup]) -> None:
         model.call(Worker.prepare_saving, sum(len(model.actors) for model in models))
 
 
+@WORK.doing("phase", "start")
 def start_groups(groups: Sequence[ModelGroup]) -> None:
     """Start the ranks of several models at once; each model's ranks meet at its rank 0."""
     seconds = groups[0].timeout_seconds

@@ -26,6 +26,7 @@ from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
+from trueline.monitoring.beats import WORK
 from trueline.runtime.actors import Target, build
 from trueline.runtime.fingerprints import bit_sum
 from trueline.runtime.transport import Address, Meeting
@@ -130,6 +131,7 @@ class Worker(WeightSender):
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device)
                 rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)), batch, micro_batch)
+                WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
     @contextmanager
@@ -151,7 +153,8 @@ class Worker(WeightSender):
         report = work() if self.spec.world > 1 else attempted(work, self.engine.discard)
         if report.out_of_memory:
             return report
-        report.step = self.engine.step() | memory_metrics(self.device)
+        with WORK.doing("part", "optimizer step"):
+            report.step = self.engine.step() | memory_metrics(self.device)
         return report
 
     def release(self) -> tuple[float, float]:
@@ -172,6 +175,7 @@ class Worker(WeightSender):
             # The gradient of a loss that is not finite may be finite; no rank may step on it.
             total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
             self.engine.backward(total, last=number == len(passes))
+            WORK.move()
             tally.add(values, batch, **more)
         report = tally.report()
         report.logprobs = torch.cat(fresh).cpu().numpy() if fresh else report.logprobs
@@ -183,6 +187,7 @@ class Worker(WeightSender):
             for micro_batch in passes:
                 batch, _, values = self._loss(packed, micro_batch, loss, settings)
                 tally.add(values, batch)
+                WORK.move()
         return tally.report()
 
     def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:

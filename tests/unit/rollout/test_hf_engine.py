@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trueline.data.types import Completion
+from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.hf_engine import HFEngine, reshaped
 
@@ -35,6 +36,14 @@ def spec(folder: Path, max_sequences: int = 8) -> EngineSpec:
         sleeps=False,
         trust_remote_code=False,
     )
+
+
+def test_every_token_tells_that_the_run_moves(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[None] = []
+    monkeypatch.setattr(WORK, "move", lambda: moves.append(None))
+    params = SamplingParams(1.0, 5, ())
+    completion = with_engine(model_folder, lambda engine: engine.generate(PROMPT, params, "one"))
+    assert len(moves) == len(completion.tokens) == 5
 
 
 def with_engine(folder: Path, use: Callable[[HFEngine], Awaitable[Any]], **settings: int) -> Any:

@@ -1,0 +1,119 @@
+"""One report for each silence, to the screen and to a file; and the same for whoever asks from outside."""
+
+import queue
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trueline.config.base import ConfigError
+from trueline.monitoring.beats import WORK, write_beat
+from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, look
+from trueline.monitoring.watch import Watch, explain
+
+HOUR = 3600.0  # of silence; nothing here takes as long, so that only `check` reports, at the time it is given
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    (folder := tmp_path / "logs").mkdir()
+    return folder
+
+
+def test_a_silence_is_reported_once_and_the_next_one_again(logs: Path) -> None:
+    said: list[str] = []
+    (logs / "policy-0.beat").write_text("of a run before")
+    with Watch(10 * HOUR, said.append) as watch, WORK.doing("phase", "score"):
+        watch.move(logs, said.append)
+        assert not (logs / "policy-0.beat").exists() and not watch.aside.exists()
+        watch.check(WORK.moved + HOUR - 1)
+        assert not said
+        watch.check(WORK.moved + HOUR + 1)
+        watch.check(WORK.moved + 3 * HOUR)
+        assert len(said) == 1
+        assert explain(logs.parent).startswith("the run itself is in `score` since")
+        with WORK.doing("phase", "train"):
+            watch.check(WORK.moved + HOUR - 1)
+            assert len(said) == 1
+            watch.check(WORK.moved + HOUR + 1)
+    first, second = said
+    assert first.startswith("stuck: the run itself is in `score` since") and str(logs / "stuck-1.txt") in first
+    assert second.startswith("stuck: the run itself is in `train` since")
+    whole = (logs / "stuck-2.txt").read_text()
+    assert whole.splitlines()[0] == second.splitlines()[0].removeprefix("stuck: ")
+    assert "== stacks of run" in whole and "test_a_silence_is_reported_once" in whole
+    assert sorted(file.name for file in logs.iterdir()) == ["stuck-1.txt", "stuck-2.txt"]
+
+
+def test_what_moves_in_another_process_moves_the_run(logs: Path) -> None:
+    said: list[str] = []
+    with Watch(10 * HOUR, said.append) as watch, WORK.doing("phase", "train"):
+        watch.move(logs, said.append)
+        write_beat(logs, replace(WORK.beat("policy-0"), moved=WORK.moved + HOUR))
+        watch.check(WORK.moved + HOUR + 1)
+        assert not said
+        watch.check(WORK.moved + 2 * HOUR + 1)
+        assert len(said) == 1
+
+
+def test_of_runs_in_runs_only_the_inner_one_reports() -> None:
+    said: list[str] = []
+    with Watch(10 * HOUR, said.append) as outer, WORK.doing("phase", "train"):
+        with Watch(10 * HOUR, said.append):
+            outer.check(WORK.moved + 2 * HOUR)
+            assert not said
+        outer.check(WORK.moved + 2 * HOUR)
+        assert len(said) == 1
+
+
+def test_the_thread_reports_by_itself() -> None:
+    said: queue.Queue[str] = queue.Queue()
+    with Watch(1.0, said.put), WORK.doing("phase", "train"):
+        assert said.get(timeout=HOUR)
+
+
+def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        explain(logs)
+    (logs / "run.log").write_text("step 1\ndone: step 4 of 4\n\n")
+    assert explain(tmp_path) == "The run has ended. The last word of its log: done: step 4 of 4"
+    (logs / "run.log").write_text("step 1\nerror: engine-0 is gone\nThe run can go on with: trueline\n")
+    assert explain(tmp_path) == "The run has ended. The last word of its log: error: engine-0 is gone"
+    child = "import sys; from pathlib import Path; from trueline.monitoring.beats import *; "
+    child += "write_beat(Path(sys.argv[1]), WORK.beat('run'))"
+    subprocess.run([sys.executable, "-c", child, str(logs)], check=True)
+    assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
+
+
+ASKED_TOO_LATE = """
+import os, signal, sys
+from trueline.monitoring.watch import Watch
+heard = []
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append("own"))
+with Watch(1000.0, print):
+    os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+print(*heard)
+"""
+
+
+@pytest.mark.parametrize(("handler", "heard"), [("none", "\n"), ("own", "own\n")])
+def test_whoever_asks_too_late_ends_nothing_and_a_handler_of_the_users_is_back(handler: str, heard: str) -> None:
+    command = [sys.executable, "-c", ASKED_TOO_LATE, handler]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == heard
+
+
+def test_a_number_that_another_process_has_taken_is_not_the_process(tmp_path: Path) -> None:
+    beat = WORK.beat("engine-0")
+    stranger = replace(beat, born=beat.born - 60)
+    assert look(stranger, tmp_path) == Seen(stranger, GONE)
+    assert look(replace(beat, host="another"), tmp_path).state == ELSEWHERE

@@ -1,0 +1,144 @@
+"""A run that does not move explains itself: once, to its screen and to a file, and whenever it is asked."""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from trueline.config.base import ConfigError
+from trueline.monitoring.beats import (
+    BEAT,
+    BEAT_SECONDS,
+    RUN,
+    WORK,
+    Beat,
+    answer_with_stacks,
+    clear_beats,
+    no_stacks,
+    read_beat,
+    write_beat,
+)
+from trueline.monitoring.culprits import Situation, culprit
+from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.stacks import Seen, look, other_beats, process_of
+from trueline.monitoring.timing import duration
+
+SHARE_OF_TIMEOUT = 0.1  # of `timeout_seconds`: a silence that is worth a report
+SHOWN_LINES = 12  # of a report on the screen
+
+
+def situation(driver: Beat, logs: Path) -> Situation:
+    """Look at all processes of a run, whose driver says this of itself."""
+    others = [look(beat, logs) for beat in other_beats(logs, RUN)]
+    folder = logs.parent
+    return Situation(look(driver, logs), others, str(folder), shutil.disk_usage(folder).free)
+
+
+def told(seen: Situation) -> str:
+    """Return the report: the culprit, what is under way, the processes, and their stacks."""
+    everyone = [seen.driver, *seen.others]
+    silence = duration(seen.now - max(one.beat.moved for one in everyone))
+    rows = [row for row in seen.driver.beat.rows if row.kind != "phase"]
+    phase = (phase := seen.phase()) and f" in `{phase.who}`"
+    under_way = [f"  {row.kind:<12}{row.who} {row.what}: {row.count}, since {seen.age(row)}" for row in rows]
+    return "\n".join(
+        [
+            culprit(seen),
+            f"Nothing has moved for {silence}{phase or ''}; nothing is ended before its own deadline.",
+            "under way, the oldest first:",
+            *(under_way or ["  nothing"]),
+            "processes:",
+            *(f"  {one.beat.name:<12}pid {one.beat.pid}, {one.state}: {said(one, seen)}" for one in everyone),
+            *(f"\n== stacks of {one.beat.name} (pid {one.beat.pid}) ==\n{one.stack or 'none'}" for one in everyone),
+        ]
+    )
+
+
+def said(one: Seen, seen: Situation) -> str:
+    rows = ", ".join(f"{row.who} {row.what}".strip() for row in one.beat.rows if row.kind in ("phase", "call", "part"))
+    return f"{rows or 'idle'} (told {duration(seen.now - one.beat.written)} ago)"
+
+
+class Watch:
+    """While it is open, a thread tells what the driver does, and reports a silence that is too long."""
+
+    open_now: list["Watch"] = []  # the last one reports: stages of a run are runs, too
+
+    def __init__(self, timeout_seconds: float, say: Callable[[str], object]) -> None:
+        self.silence, self.say = timeout_seconds * SHARE_OF_TIMEOUT, say
+        self.aside = self.logs = Path(tempfile.mkdtemp(prefix="trueline-"))  # until the run has a folder
+        self.reported = 0.0  # the last movement before the last report
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.open_now.append(self)
+        answer_with_stacks(self.logs, RUN)
+        self.thread.start()
+        return self
+
+    def move(self, logs: Path, say: Callable[[str], object]) -> None:
+        """Tell and report in the run's folder from now on."""
+        clear_beats(logs)
+        answer_with_stacks(logs, RUN)
+        self.logs, self.say = logs, say
+        self._leave_aside()
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join(BEAT_SECONDS)
+        self.open_now.remove(self)
+        clear_beats(self.logs)
+        self._leave_aside()
+        if self.open_now:
+            answer_with_stacks(self.open_now[-1].logs, RUN)
+        else:
+            no_stacks()
+
+    def _leave_aside(self) -> None:
+        clear_beats(self.aside)
+        with suppress(OSError):
+            self.aside.rmdir()  # unless a report is in it
+
+    def _watch(self) -> None:
+        while not self.ended.wait(min(BEAT_SECONDS, self.silence / 4)):
+            self.check(time.time())
+
+    def check(self, now: float) -> None:
+        """Tell what the driver does; report, once, if by now nothing has moved for too long."""
+        driver = WORK.beat(RUN)
+        write_beat(self.logs, driver)
+        if now - driver.moved < self.silence or self.open_now[-1] is not self:
+            return
+        moved = max(beat.moved for beat in [driver, *other_beats(self.logs, RUN)])
+        if now - moved > self.silence and moved > self.reported:
+            self.reported = moved
+            with suppress(OSError):  # of a disk that has gone, say: the run itself will tell
+                self._report(told(situation(driver, self.logs)))
+
+    def _report(self, text: str) -> None:
+        number = len(list(self.logs.glob("stuck-*.txt"))) + 1
+        file = self.logs / f"stuck-{number}.txt"
+        with suppress(OSError):
+            file.write_text(text + "\n")
+        shown = text.partition("\n\n")[0].splitlines()[:SHOWN_LINES]
+        self.say("\n".join([f"stuck: {shown[0]}", *shown[1:], f"stacks and all of it: {file}"]))
+
+
+def explain(run: Path) -> str:
+    """Explain a run from outside: what holds it up, or how it ended."""
+    folder = RunFolder(run)
+    if not folder.logs.is_dir():
+        raise ConfigError(f"{run} is not the folder of a run: it has no logs")
+    driver = read_beat(folder.logs / f"{RUN}{BEAT}")
+    if driver is not None and process_of(driver) is not None:
+        return told(situation(driver, folder.logs))
+    lines = folder.log.read_text(errors="replace").split("\n") if folder.log.is_file() else []
+    tail = [line for line in lines if line.strip()][-2:] or ["it has said nothing"]  # an error, and how to go on
+    last = next((line for line in tail if line.startswith("error: ")), tail[-1])
+    how = "has ended" if driver is None else f"is not running: its process {driver.pid} is gone without a word"
+    return f"The run {how}. The last word of its log: {last}"
