@@ -3,8 +3,9 @@
     python benchmarks/asynchrony.py FOLDER [--seeds 3] [--steps 14] [--delay 0.005] [--tokens 600] [--modes NAME ...]
         [--out FILE]
 
-A small random model whose answers end at random, through Ray, vLLM and DeepSpeed on CPUs. The engine sleeps before each
-token (tests/support/slow_engine.py), as a large model would take its time there, and leaves the cores to the trainer.
+A small random model through Ray, vLLM and DeepSpeed on CPUs. The engine (tests/support/slow_engine.py) sleeps before
+each token, as a large model would take its time there, and leaves the cores to the trainer; the lengths of answers are
+heavy-tailed: half of them have less than 40 tokens, one in thirty as many as it may.
 The runs of one seed follow each other; what is printed are medians over seeds of the steps from the third on, and for
 each mode the range over seeds of the mean reward of the last ten steps.
 """
@@ -25,6 +26,7 @@ MODES = {
     "synchronous": [],
     "1 wait": ["rollout.max_staleness=1"],
     "1 interrupt": ["rollout.max_staleness=1", "rollout.on_update=interrupt"],
+    "1 keep": ["rollout.max_staleness=1", "rollout.on_update=keep"],
     "3 wait": ["rollout.max_staleness=3"],
     "3 keep": ["rollout.max_staleness=3", "rollout.on_update=keep"],
 }
@@ -47,6 +49,7 @@ def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[s
     words += ["algorithm.kl.coefficient=0", "checkpoint.save=false", "monitoring.tensorboard=false", *MODES[mode]]
     command = [sys.executable, "-m", "tests.support.slow_run", "grpo", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SECONDS_PER_TOKEN": str(given.delay)}
+    environment["HEAVY_TAIL"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
