@@ -223,8 +223,12 @@ class RLTrainer:
     def evaluate(self) -> dict[str, float]:
         if self.evaluator is None:
             return {}
-        with self.timer.phase("evaluate"):
-            metrics, trajectories = self.evaluator.run()
+        try:
+            with self.timer.phase("evaluate"):
+                metrics, trajectories = self.evaluator.run()
+        except EngineLost:
+            self.publish()
+            return self.evaluate()
         self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in trajectories[:3]])
         if "evaluation/reward" in metrics:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trueline.data.types import Trajectory
+from trueline.runtime.actors import ActorFailure
 
 SMALLEST_WINDOW = 100  # completions; a share of fewer would let a single failure stop a small run
 SHOWN = 3
@@ -21,7 +22,7 @@ class NothingToLearn(RolloutFailure):
     """Every group that was sampled for a step has one reward only."""
 
 
-class EngineLost(RuntimeError):
+class EngineLost(ActorFailure):
     """An engine is gone; what was sampled so far is kept, and sampling goes on once it is there again."""
 
 

@@ -12,6 +12,7 @@ from typing import Any, Concatenate
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import RolloutEngine, SamplingParams, in_parts
+from trueline.rollout.failures import EngineLost
 from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result
 
 SILENCE = 10  # a part of timeout_seconds after which an engine that gives no sign of life is started anew
@@ -52,6 +53,7 @@ class EnginePool:
         self.there = asyncio.Event()  # an engine can be asked
         self.there.set()
         self.deaths = Counter[str]()  # by cause, since the last step
+        self.tended = False  # lost engines come back
 
     async def generate(self, tokens: list[int], params: SamplingParams, group: int, request: str) -> Completion:
         self.groups[group] += 1
@@ -66,6 +68,8 @@ class EnginePool:
     async def _ask(self, group: int, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         """Ask an engine; what one that dies had to do, another does."""
         for attempt in itertools.count():
+            if not self.there.is_set() and not (self.tended and waits(request)):
+                raise EngineLost("; ".join(self.lost.values()))
             await self.there.wait()
             place = self.homes[group] = self._place(group)
             load, name = self.loads[place], f"{request}-again{attempt}" if attempt else request
@@ -99,6 +103,7 @@ class EnginePool:
 
     async def watch(self, seconds: float) -> None:
         """Ask engines again and again for a sign of life; one that gives none for so long is ended, and lost."""
+        self.tended = True
         while True:
             await asyncio.sleep(seconds / 4)
             await self._seek_all(seconds)
@@ -169,3 +174,8 @@ class EnginePool:
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
+
+
+def waits(request: str) -> bool:
+    """Tell whether a request may wait for engines to come back: the controller, which starts them, waits for others."""
+    return not request.startswith("evaluate")

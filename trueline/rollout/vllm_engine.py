@@ -104,7 +104,8 @@ class VllmEngine:
             await self._ask(self.llm.abort_request, [request])
             raise
         finally:
-            del self.waiting[request]
+            if self.waiting.get(request) is done:  # not one that was asked again under the same name
+                del self.waiting[request]
             self.running -= 1
             if not self.running:
                 self.idle.set()

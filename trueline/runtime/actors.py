@@ -252,12 +252,13 @@ class RayActor(Generic[Object]):
 
     def kill(self) -> None:
         """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
-        home: Home = ray.get(self.at_home)
-        if home.node == ray.get_runtime_context().get_node_id():
-            kill_family(home.pid)
-        else:
-            there = NodeAffinitySchedulingStrategy(home.node, soft=False)
-            ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
+        with suppress(RayActorError):  # it died before it could say where it is
+            home: Home = ray.get(self.at_home)
+            if home.node == ray.get_runtime_context().get_node_id():
+                kill_family(home.pid)
+            else:
+                there = NodeAffinitySchedulingStrategy(home.node, soft=False)
+                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
         ray.kill(self.handle)
 
     def submit(

@@ -23,12 +23,12 @@ from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, Rew
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes, Ticket
-from trueline.rollout.failures import FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.ledger import Ledger, LedgerFailure
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
-from trueline.runtime.actors import ActorFailure
+from trueline.runtime.actors import ActorDeath, ActorFailure
 from trueline.runtime.event_loop import EventLoop
 
 PROMPTS = [Prompt(number, [{"role": "user", "content": f"{number:02d}"}], label=number) for number in range(40)]
@@ -515,3 +515,81 @@ def test_an_episode_shows_the_prompts_tools(tokenizer: PreTrainedTokenizerFast) 
     run = episodes.run(SingleTurn(rewards), prompt, Ticket(0, 0, None), SamplingParams(1.0, 8, (STOP,)))
     shown = own.decode(asyncio.run(run).tokens[:-3])
     assert shown.startswith("<tools>add;</s>") and shown.endswith("<tool>2</s>\n<assistant>")
+
+
+class MortalEngine(FakeEngine):
+    """Dies at its request number `last`, and stays dead until it is `revived`."""
+
+    last = 10**9
+
+    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        if len(self.requests) >= self.last:
+            raise ActorDeath(f"{self.name}.generate: its process died (7 of 8)")
+        return await super().generate(tokens, params, request)
+
+
+def test_what_a_lost_engine_had_to_answer_another_does() -> None:
+    engines = [MortalEngine(), MortalEngine()]
+    pool = EnginePool(engines)
+    engines[0].last = 1
+
+    async def ask() -> list[Completion]:
+        calls = [pool.generate([1], SamplingParams(1.0, 5, ()), 0, f"train-0-{index}") for index in range(4)]
+        return list(await asyncio.gather(*calls))
+
+    assert len(asyncio.run(ask())) == 4
+    assert [len(engine.requests) for engine in engines] == [1, 3]
+    assert list(pool.lost) == [0] and pool.trouble.is_set() and pool.there.is_set()
+    assert pool.deaths == {"fake.generate: its process died (# of #)": 1}
+
+
+def test_without_engines_training_waits_and_all_else_is_told(loop: EventLoop) -> None:
+    engine = MortalEngine()
+    pool = EnginePool([engine])
+    engine.last = 0
+    params = SamplingParams(1.0, 5, ())
+    with pytest.raises(EngineLost, match="its process died"):  # nobody starts engines of a job again
+        loop.run(pool.generate([1], params, 0, "generate-0"), "asking")
+    pool.tended = True
+    with pytest.raises(EngineLost, match="its process died"):
+        loop.run(pool.generate([1], params, 0, "evaluate-0"), "asking")
+    waiting = asyncio.run_coroutine_threadsafe(pool.generate([1], params, 0, "train-0"), loop.loop)
+    engine.last = 10**9
+
+    async def mend() -> bool:
+        await asyncio.sleep(0.05)
+        before = waiting.done()
+        pool.found()
+        return before
+
+    assert not loop.run(mend(), "mending")
+    assert len(waiting.result(10).tokens) == 3
+    assert not pool.lost and not pool.trouble.is_set()
+
+
+def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loop: EventLoop) -> None:
+    rollouts, engine = build(groups=3)
+    pool, judge = rollouts.sampler.episodes.pool, rollouts._trainable
+
+    def lose_after_the_first(flight: Any) -> bool:
+        rollouts._trainable = judge
+        pool.lose(0, "gone")
+        return bool(judge(flight))
+
+    rollouts._trainable = lose_after_the_first
+    rollouts.start(0)
+    with pytest.raises(EngineLost, match="gone"):
+        rollouts.take(3)
+    assert len(rollouts.ready) == 1
+    pool.found()
+    assert prompt_ids(rollouts.take(3)) == [0, 1, 2]
+    assert not rollouts.ready and len(engine.requests) == 9
+
+
+def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLoop) -> None:
+    pool = EnginePool([FakeEngine(), FakeEngine()])
+    for number in (1, 2, 3):
+        pool.found()
+        pool.lose(number % 2, f"error {number} of 5")
+    with pytest.raises(ActorFailure, match="engines died 3 times in one step, at last: error 3 of 5"):
+        loop.run(pool.renew(), "renewing")
