@@ -7,6 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +125,8 @@ def check_run_folder(folder: Path, steps: int) -> None:
     assert AutoTokenizer.from_pretrained(newest).eos_token_id == 2
 
 
-def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
-    """The trainer lives on in its own process; nothing that it has trained is lost."""
+def test_steps_are_saved_when_an_engine_dies_again_and_again(home: Path) -> None:
+    """It is started anew, in vain; the trainer lives on in its own process, and nothing that it has trained is lost."""
     started = subprocess.Popen(
         command("--name", "killed", "steps=100000", "rollout.engine=hf", "checkpoint.every=0", *SMALL),
         cwd=home,
@@ -137,17 +140,30 @@ def test_steps_are_saved_when_an_engine_is_killed(home: Path) -> None:
     for line in started.stdout:
         lines.append(line)
         if re.match(r"killed 2/", line):
-            family = psutil.Process(started.pid).children(recursive=True)
-            (engine,) = [one for one in family if title_of(one).startswith("ray::AsyncHost")]
+            (engine,) = engines_of(family := psutil.Process(started.pid).children(recursive=True))
             assert engine.nice() == 0  # another busy program leaves it its share of the cores
-            engine.kill()
+            threading.Thread(target=kill_engines, args=[started], daemon=True).start()
     said = "".join(lines)
     assert started.wait() == 1, said
-    assert "engine-0" in said and "its process died" in said
+    assert said.count("the engine is started again") >= 2
+    assert "engines died 3 times in one step" in said and "engine-0" in said and "its process died" in said
     folder = home / "runs" / "killed"
     reached = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))
     assert (folder / "checkpoints" / f"step_{reached:06d}" / "training.safetensors").is_file(), said
     assert wait_until_gone(family)
+
+
+def engines_of(family: list[psutil.Process]) -> list[psutil.Process]:
+    return [one for one in family if title_of(one).startswith("ray::AsyncHost")]
+
+
+def kill_engines(run: subprocess.Popen[str]) -> None:
+    """End each engine as soon as it can be seen."""
+    while run.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            for engine in engines_of(psutil.Process(run.pid).children(recursive=True)):
+                engine.kill()
+        time.sleep(0.2)
 
 
 def test_the_resolved_tree_is_valid_input(home: Path, here: Screen) -> None:

@@ -27,7 +27,7 @@ from trueline.rl.metrics import (
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs
 from trueline.rollout.evaluation import Evaluator
-from trueline.rollout.failures import EngineLost, NothingToLearn
+from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import Guard
@@ -143,6 +143,8 @@ class RLTrainer:
                     with self.sharing.syncing():
                         metrics = self.sync.publish(self.state.version)
                     metrics |= self.sync.verify() | self.numerics()
+                except EnginesDie:
+                    raise
                 except ActorFailure:
                     if not self.sync.lost_engines():
                         raise

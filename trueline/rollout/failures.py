@@ -22,6 +22,10 @@ class NothingToLearn(RolloutFailure):
     """Every group that was sampled for a step has one reward only."""
 
 
+class EnginesDie(ActorFailure):
+    """They cannot be brought back: each time they die of the same cause."""
+
+
 class EngineLost(ActorFailure):
     """An engine is gone; what was sampled so far is kept, and sampling goes on once it is there again."""
 

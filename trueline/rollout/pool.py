@@ -12,8 +12,8 @@ from typing import Any, Concatenate
 
 from trueline.data.types import Completion
 from trueline.rollout.engine import RolloutEngine, SamplingParams, in_parts
-from trueline.rollout.failures import EngineLost
-from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result
+from trueline.rollout.failures import EngineLost, EnginesDie
+from trueline.runtime.actors import Actor, ActorDeath, Given, RayActor, Result
 
 SILENCE = 10  # a part of timeout_seconds after which an engine that gives no sign of life is started anew
 MOST_DEATHS = 3  # within one step, by one cause
@@ -96,7 +96,6 @@ class EnginePool:
         if place in self.lost:
             return
         self.lost[place] = cause
-        self.deaths[re.sub(r"[0-9]+", "#", cause)] += 1
         self.trouble.set()
         if len(self.lost) == len(self.actors):
             self.there.clear()
@@ -135,15 +134,21 @@ class EnginePool:
 
     async def renew(self) -> None:
         """Start lost engines again and wait for them; refuse where they die again and again of one cause."""
+        self.deaths.update({re.sub(r"^\S+: |[0-9]+", "#", cause) for cause in self.lost.values()})
         ((_, times),) = self.deaths.most_common(1)
         if times >= MOST_DEATHS:
-            raise ActorFailure(f"engines died {times} times in one step, at last: {next(iter(self.lost.values()))}")
+            raise EnginesDie(f"engines died {times} times in one step, at last: {next(iter(self.lost.values()))}")
         for place in self.lost:
             actor = self.actors[place]
             assert isinstance(actor, RayActor), "an engine of this very process cannot be lost"
             await asyncio.to_thread(actor.kill)
             actor.begin()
-        await asyncio.gather(*(self.actors[place].call(RolloutEngine.processes) for place in self.lost))
+        for place in self.lost:
+            try:
+                await self.actors[place].call(RolloutEngine.processes)
+            except ActorDeath as death:
+                self.lost[place] = str(death)
+                raise
 
     def found(self) -> None:
         """Let requests go to all engines again, once they have the newest weights."""

@@ -74,7 +74,7 @@ class WeightSync:
                 shared |= handles
         address = policy.actors[0].submit(Worker.listen).result(seconds)
         sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
-        patience = max(seconds / SILENCE, LEAST_SECONDS)  # a member that is stopped blocks all others
+        patience = min(max(seconds / SILENCE, LEAST_SECONDS), seconds)  # a member that is stopped blocks all others
         link = Link(address, senders + sum(sizes), patience, self.way.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
         self._both(
