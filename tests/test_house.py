@@ -414,6 +414,11 @@ def tracked_files() -> list[str]:
     return [name for name in git_files("--cached", "--others") if name not in ignored and (ROOT / name).is_file()]
 
 
+def test_tables_of_what_was_measured_are_as_measured() -> None:
+    command = [sys.executable, "benchmarks/tables.py", "--check"]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0, "run python benchmarks/tables.py"
+
+
 def git_files(*options: str) -> list[str]:
     command = ["git", "ls-files", "--exclude-standard", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

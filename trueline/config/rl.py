@@ -185,7 +185,7 @@ class RLConfig(RunConfig):
     """Passes over one step's completions."""
 
     placement: Literal["auto", "separate", "colocated"] = "auto"
-    """Whether training and engines have GPUs of their own; auto shares them when there are too few."""
+    """Whether training and engines have GPUs of their own or share them: in turns, or at once if max_staleness > 0."""
 
     checkpoint: RLCheckpointConfig = RLCheckpointConfig()
     model: ModelConfig = ModelConfig()
@@ -209,11 +209,6 @@ class RLConfig(RunConfig):
                 f"minibatches={self.minibatches} does not divide the {completions} answers of a step "
                 f"(prompts_per_step={self.prompts_per_step} x algorithm.group_size={self.algorithm.group_size}): "
                 "change one of the three"
-            )
-        if self.placement == "colocated" and self.rollout.max_staleness > 0:
-            raise ValueError(
-                "placement=colocated cannot sample while it trains: set rollout.max_staleness=0 "
-                f"(got {self.rollout.max_staleness}) or placement=separate"
             )
         check_training(self.training, self.model)
         for name, role in self.roles().items():

@@ -79,7 +79,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             models=models,
             rollouts=make_rollouts(plan, sampling, state, folder),
             sync=sync,
-            sharing=DeviceSharing(pool, loop, plan.shares_gpus(), list(groups.values()), progress.note),
+            sharing=DeviceSharing(pool, loop, plan.takes_turns(), list(groups.values()), progress.note),
             evaluator=make_evaluator(plan, sampling),
             checkpoints=checkpoints,
             tracker=tracker,

@@ -33,7 +33,11 @@ def describe_plan(plan: RLPlan) -> str:
     """Describe who gets what, the recipe, the batch arithmetic, and a first estimate of memory and time."""
     config, layout, model = plan.config, plan.layout, plan.config.model
     each = {name: f", about {value / GIB:.1f} GiB each" for name, value in memory_bytes(plan).items()}
-    sharing = "share GPUs and take turns" if layout.colocated and plan.machine.gpus else "run side by side"
+    sharing = (
+        f"share GPUs and {'take turns' if layout.in_turns else 'work at once'}"
+        if plan.shares_gpus()
+        else "run side by side"
+    )
     if config.runtime == "local":
         sharing = "live in this process"
     return "\n".join(

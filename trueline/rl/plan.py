@@ -61,8 +61,11 @@ class RLDraft:
         return asked if asked != "auto" else "ipc" if self.shares_gpus() else "gloo"
 
     def shares_gpus(self) -> bool:
-        """Tell whether models and engines take turns on the same GPUs."""
         return self.layout.colocated and self.machine.gpus > 0
+
+    def takes_turns(self) -> bool:
+        """Tell whether engines sleep while models on the same GPUs train."""
+        return self.shares_gpus() and self.layout.in_turns
 
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
@@ -268,6 +271,6 @@ def rooms_of(plan: RLDraft, share: float | None) -> list[Room]:
     shared = [(one, 1) for one in tenants if one.name not in own]
     host = HOST_SHARE * machine.memory_bytes / machine.gpus
     return [
-        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine, host),
+        Room(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine, host, layout.in_turns),
         *(Room(machine.gpu_bytes, "cuda", [(one, 1)], host=host) for one in tenants if one.name in own),
     ]

@@ -96,6 +96,7 @@ class Room:
     engines: int = 0
     engine: EngineRoom = field(default_factory=lambda: EngineRoom(0.0, 0.0, 0.0))
     host: float = 0.0  # bytes of the machine's memory for the moments of one rank of each model
+    in_turns: bool = True  # an engine sleeps while the models on its GPU train
 
     def each(self, choice: Choice, phase: str = "training") -> dict[str, tuple[int, float]]:
         """Return how many there are of each kind, and the bytes of one in a phase."""
@@ -111,11 +112,12 @@ class Room:
     def engine_bytes(self, choice: Choice, phase: str) -> float:
         if self.device == "cpu":
             return self.engine.most
-        return self.engine.asleep if phase == "training" else choice.share * self.size + ENGINE_OUTSIDE + SYNCING
+        asleep = phase == "training" and self.in_turns
+        return self.engine.asleep if asleep else choice.share * self.size + ENGINE_OUTSIDE + SYNCING
 
     def phases(self, choice: Choice) -> dict[str, float]:
         """Return the bytes in use by phase: on GPUs an engine and the models beside it take turns."""
-        names = ("rollout", "training") if self.device == "cuda" and self.engines else ("training",)
+        names = ("rollout", "training") if self.device == "cuda" and self.engines and self.in_turns else ("training",)
         return {name: sum(count * size for count, size in self.each(choice, name).values()) for name in names}
 
     def needed(self, choice: Choice) -> float:
@@ -140,7 +142,7 @@ class Room:
         """Give an engine whose share was not set what the models leave while it works, up to what it can use."""
         if self.device == "cpu" or not self.engines or self.engine.share is not None:
             return choice
-        left = share - self.phases(choice)["rollout"] / self.size
+        left = share - next(iter(self.phases(choice).values())) / self.size  # while it works
         most = min(choice.share + left, max(self.engine.most / self.size, choice.share))
         return replace(choice, share=math.floor(most * 1000) / 1000)
 

@@ -108,7 +108,7 @@ def engine_specs(
             seed=seed + number,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             cuda_graphs=rollout.cuda_graphs,
-            sleeps=layout.colocated and ROLLOUT_ENGINES[rollout.engine].sleeps,
+            sleeps=layout.colocated and layout.in_turns and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
             adapter_rank=model.lora.rank if model.lora.apart() else 0,
             cache_bytes=cache_bytes,

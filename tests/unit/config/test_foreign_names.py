@@ -152,7 +152,7 @@ def test_what_a_kind_of_run_does_not_have_is_not_proposed() -> None:
 
 
 def test_every_answer_is_given_for_some_kind_of_run() -> None:
-    for names, answers in ROWS:
+    for names, answers in ROWS.items():
         given = [named_in(answer_to(kind, names.split()[0])) for kind in KINDS]
         for answer in answers:
             assert any(set(keys_named(answer)) <= KEYS[kind] for kind in KINDS), f"{answer} names no key"
@@ -160,7 +160,7 @@ def test_every_answer_is_given_for_some_kind_of_run() -> None:
 
 
 def test_names_stand_once_and_are_no_keys() -> None:
-    names = [name for row, _ in ROWS for name in row.split()]
+    names = [name for row in ROWS for name in row.split()]
     assert len(names) == len(set(names))
     assert not set(names) & set().union(*KEYS.values())
 

@@ -87,14 +87,6 @@ def test_one_stop_string_needs_no_brackets() -> None:
     assert RLConfig.load([], ["rollout.stop=[a, b]"]).rollout.stop == ["a", "b"]
 
 
-def test_colocated_models_cannot_lag() -> None:
-    message = refused("placement=colocated", "rollout.max_staleness=2")
-    assert "placement=colocated" in message
-    assert "rollout.max_staleness=0" in message
-    assert "got 2" in message
-    assert RLConfig.load([], ["placement=separate", "rollout.max_staleness=2"]).rollout.max_staleness == 2
-
-
 @pytest.mark.parametrize("name", ["../outside", "a/b", "", ".hidden", "a b"])
 def test_a_name_is_one_folder_and_no_path(name: str) -> None:
     with pytest.raises(ConfigError, match="name"):

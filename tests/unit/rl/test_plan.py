@@ -446,6 +446,22 @@ def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
     assert "GiB on each GPU" not in describe_plan(elsewhere(24))
 
 
+def test_engines_and_models_on_the_same_gpu_work_at_once_where_answers_may_be_stale(elsewhere: Any) -> None:
+    """Nobody sleeps, so the memory must hold all of them."""
+    together, turns = elsewhere(64, "rollout.max_staleness=1", gpus=1), elsewhere(64, gpus=1)
+    assert together.config.placement == "colocated" and together.transport() == "ipc"
+    assert (together.takes_turns(), turns.takes_turns()) == (False, True)
+    for plan, sleeps in ((together, False), (turns, True)):
+        (spec,) = engine_specs(plan.config.model, plan.rollout, plan.layout, 0, plan.cache_bytes())
+        assert spec.sleeps is sleeps and spec.cache_bytes > 0
+    phases = together.forecast.room.phases(together.forecast.choice)
+    assert list(phases) == ["training"] and phases["training"] <= 0.9 * 64 * GIB
+    apart = turns.forecast.room.phases(together.forecast.choice)
+    assert phases["training"] > max(apart.values())
+    assert "share GPUs and work at once" in describe_plan(together)
+    assert "share GPUs and take turns" in describe_plan(turns)
+
+
 def test_models_and_engines_take_turns_with_the_cores_unless_answers_may_lag(elsewhere: Any) -> None:
     assert elsewhere(24).layout.in_turns
     assert not elsewhere(24, "rollout.max_staleness=1").layout.in_turns

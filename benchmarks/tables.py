@@ -1,0 +1,75 @@
+"""Write the tables of docs/benchmarks.md from the files in benchmarks/results.
+
+    python benchmarks/tables.py [--check]
+
+Each stands between `<!-- NAME -->` and `<!-- / -->`, NAME being that of a file. With --check nothing is written, and
+the exit status is 1 if a table is not what its file says.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- / -->", re.DOTALL)
+NAMES = {"trueline": "Trueline", "trl": "TRL"}
+Found = dict[str, Any]
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    head, *others = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *others])
+
+
+def steps(found: Found) -> str:
+    rows = [("", "seconds a step", "sampled tokens a second", "in use")]
+    for key, name in NAMES.items():
+        side = found[key]
+        phases = ", ".join(f"{phase} {value:.1f}" for phase, value in side["phases"].items() if value >= 0.05)
+        seconds = f"{side['seconds']:.1f}" + (f" ({phases})" if phases else "")
+        used = f"{side['gib']:.1f} GiB" if side["gib"] else "not measured"
+        rows.append((name, seconds, f"{side['tokens'] / side['seconds']:.0f}", used))
+    said = "" if found["counts"] else " Mean lengths differ by more than 10 %, so this does not count."
+    return f"{table(*rows)}\n\nSeconds per step: {found['step_ratio']:.2f} of TRL's.{said}"
+
+
+def modes(found: Found) -> str:
+    runs = {mode: of for mode, of in found.items() if mode != "command"}
+    speeds = {mode: median(one["samples_per_second"] for one in of) for mode, of in runs.items()}
+    first = next(iter(speeds.values()))
+    rows = [("`max_staleness`, `on_update`", "samples a second", "", "reward")]
+    for mode, of in runs.items():
+        number, _, name = mode.partition(" ")
+        rewards = [one["reward"] for one in of]
+        called = f"{number}, `{name}`" if name else "0"
+        speed = f"{speeds[mode]:.1f}", f"{speeds[mode] / first:.2f}"
+        rows.append((called, *speed, f"{min(rewards):.3f} to {max(rewards):.3f}"))
+    return table(*rows)
+
+
+TABLES: dict[str, Callable[[Found], str]] = {"rl_step_cpu": steps, "rl_step_h200": steps, "asynchrony_cpu": modes}
+
+
+def filled(page: str) -> str:
+    def fill(hit: re.Match[str]) -> str:
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{hit[1]}.json").read_text())
+        return f"<!-- {hit[1]} -->\n{TABLES[hit[1]](found)}\n<!-- / -->"
+
+    return MARKED.sub(fill, page)
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    if "--check" in sys.argv:
+        return int(filled(page) != page)
+    PAGE.write_text(filled(page))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
