@@ -9,7 +9,7 @@ import pytest
 
 from trueline.config.rl import RLConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.rl.build import make_evaluator, make_rollouts, start_models
+from trueline.rl.build import make_evaluator, make_rollouts, start_models, way_of
 from trueline.rl.plan import RLPlan, plan_rl
 from trueline.rollout.episode import Episodes
 from trueline.rollout.ledger import Ledger
@@ -92,3 +92,11 @@ def test_an_engine_that_shares_the_models_gpu_is_told_its_cache(planned: Any, co
     loop.stop()
     assert [line.split()[0] for line in processes.heard] == ["model", "loaded", "engine", "engines"]
     assert [size > 0 for size in processes.caches] == [colocated]
+
+
+def test_what_becomes_of_old_groups_and_running_answers_is_passed_on(planned: Any, tmp_path: Path) -> None:
+    for words, drops, mode in (((), False, "wait"), (("rollout.too_old=drop", "rollout.on_update=keep"), True, "keep")):
+        plan = planned(*words)
+        talk = Sampling(Episodes(EnginePool([]), plan.chat), NOTHING, (2,), NOTHING)
+        assert make_rollouts(plan, talk, RLState(), RunFolder(tmp_path)).plan.drop_old is drops
+        assert way_of(plan).on_update == mode

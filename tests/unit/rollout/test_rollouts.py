@@ -594,3 +594,11 @@ def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLo
         with pytest.raises(EnginesDie if number == 3 else AssertionError) as caught:  # these cannot be started again
             loop.run(pool.renew(), "renewing")
     assert "engines died 3 times in one step, at last: error 3 of 5" in str(caught.value)
+
+
+def test_each_part_of_an_answer_has_a_seed_of_its_own_and_the_tokens_that_are_left() -> None:
+    params = SamplingParams(1.0, 10, (), seed=5)
+    first, second, third = params.after(0, 0), params.after(3, 1), params.after(7, 2)
+    assert [one.max_new_tokens for one in (first, second, third)] == [10, 7, 3]
+    assert first.seed == 5 and len({first.seed, second.seed, third.seed}) == 3
+    assert SamplingParams(1.0, 10, ()).after(3, 1).seed is None
