@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from random_model import make_model, make_prompts
+from random_model import make_model, make_prompts, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {
@@ -92,9 +92,7 @@ def main() -> int:
         print(
             f"{mode:<12} {speed:6.2f} samples/s ({speed / first:.2f})  reward {min(rewards):.3f} to {max(rewards):.3f}"
         )
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")
+    write_result(given.out, found)
     return 0
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from random_model import SHAPES, make_model
+from random_model import SHAPES, make_model, write_result
 
 from trueline.config.rl import RolloutConfig
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
@@ -120,11 +120,9 @@ def main() -> int:
         return 0
     make_model(folder / "model", given.shape, vocabulary=given.vocabulary)
     speeds = {"vllm": median(vllm_side(folder)), "pool": median(through_pool(folder, given))}
-    found = {"command": sys.argv[1:], **speeds, "ratio": speeds["pool"] / speeds["vllm"]}
+    found = speeds | {"ratio": speeds["pool"] / speeds["vllm"]}
     print(json.dumps(found))
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(given.out, found)
     return 0
 
 

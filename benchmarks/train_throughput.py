@@ -10,7 +10,6 @@ worse and is shown for what exactness costs. Medians of the steps from the third
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from random_model import SHAPES, make_model
+from random_model import SHAPES, make_model, write_result
 
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -138,9 +137,7 @@ def main() -> int:
             name = "checkpointed" if again else "plain"
             found[name] = speeds | {"ratio": speeds["ours"] / speeds["bare"]}
             print(f"{name:<13} " + "  ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")
+    write_result(given.out, found)
     return 0
 
 

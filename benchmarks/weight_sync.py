@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from random_model import SHAPES, make_model, make_prompts
+from random_model import SHAPES, make_model, make_prompts, write_result
 
 from trueline.cli import main as trueline
 
@@ -47,9 +47,7 @@ def main() -> int:
     names = {"seconds": "time/sync", "sent_and_compared": "sync/seconds", "gb_per_second": "sync/gb_per_second"}
     found = {name: median(row[key] for row in steps) for name, key in names.items()}
     print(json.dumps(found))
-    if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")
+    write_result(given.out, found)
     return 0
 
 
