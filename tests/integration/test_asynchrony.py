@@ -77,8 +77,13 @@ def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: i
 
 
 def engines_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    family = psutil.Process(run.pid).children(recursive=True)
-    return [one for one in family if one.cmdline()[:1] and one.cmdline()[0].startswith("ray::AsyncHost")]
+    return [one for one in psutil.Process(run.pid).children(recursive=True) if title(one).startswith("ray::AsyncHost")]
+
+
+def title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        return " ".join(process.cmdline())
+    return ""
 
 
 def wait_for(run: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
@@ -133,14 +138,28 @@ def test_engines_that_die_or_hang_are_started_again_and_no_prompt_is_lost(home: 
     assert "its process died" in said and "no sign of life" in said
 
 
+@pytest.mark.soak
+def test_an_engine_that_hangs_in_its_second_start_is_started_once_more(home: Path) -> None:
+    more = ["rollout.max_staleness=1", "rollout.engines=2", "steps=6", "timeout_seconds=60"]
+    with started(home, "harmed-twice", *more) as run:
+        harm(run, home, "harmed-twice", [(signal.SIGKILL, 0.1)])
+        before = {one.pid for one in engines_of(run)}
+        renewed = wait_for(run, lambda: [one for one in engines_of(run) if one.pid not in before])
+        renewed[0].suspend()
+        said, _ = run.communicate()
+    assert run.returncode == 0, said
+    assert "was not ready within timeout_seconds=60 of its start; the engine is started again" in said
+    assert set(fates_of(home, "harmed-twice").values()) == {1}
+
+
 VICTIMS = {"driver": "", "rank": "ray::Host", "engine": "ray::AsyncHost"}  # by the first words of its processes
 
 
 def kill_one(run: subprocess.Popen[str], victim: str) -> None:
     """End a process of the run, and wait for what the run makes of it."""
     family = psutil.Process(run.pid).children(recursive=True)
-    title = VICTIMS[victim]
-    named = [one for one in family if title and one.cmdline()[:1] and one.cmdline()[0].split(".")[0] == title]
+    wanted = VICTIMS[victim]
+    named = [one for one in family if wanted and title(one).split(".")[0] == wanted]
     (named[0] if named else psutil.Process(run.pid)).kill()
     run.communicate()
     for one in family:  # a driver that is killed leaves its cluster behind for a moment

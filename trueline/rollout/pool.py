@@ -13,7 +13,7 @@ from typing import Any, Concatenate
 from trueline.data.types import Completion
 from trueline.rollout.engine import RolloutEngine, SamplingParams, in_parts
 from trueline.rollout.failures import EngineLost, EnginesDie
-from trueline.runtime.actors import Actor, ActorDeath, Given, RayActor, Result
+from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result
 
 SILENCE = 10  # a part of timeout_seconds after which an engine that gives no sign of life is started anew
 MOST_DEATHS = 3  # within one step, by one cause
@@ -52,7 +52,8 @@ class EnginePool:
         self.trouble = asyncio.Event()  # an engine was lost
         self.there = asyncio.Event()  # an engine can be asked
         self.there.set()
-        self.deaths = Counter[str]()  # by cause, since the last step
+        self.causes: set[str] = set()  # of what was lost since engines were last started again
+        self.deaths = Counter[str]()  # how often by each cause, since the last step
         self.tended = False  # lost engines come back
 
     async def generate(self, tokens: list[int], params: SamplingParams, group: int, request: str) -> Completion:
@@ -95,10 +96,14 @@ class EnginePool:
         """Remember that an engine is gone, and let whoever waits for answers know."""
         if place in self.lost:
             return
-        self.lost[place] = cause
+        self._count(place, cause)
         self.trouble.set()
         if len(self.lost) == len(self.actors):
             self.there.clear()
+
+    def _count(self, place: int, cause: str) -> None:
+        self.lost[place] = cause
+        self.causes.add(re.sub(r"^\S+: |[0-9]+", "#", cause))
 
     async def watch(self, seconds: float) -> None:
         """Ask engines again and again for a sign of life; one that gives none for so long is ended, and lost."""
@@ -132,9 +137,10 @@ class EnginePool:
             self.there.clear()
         return bool(self.lost)
 
-    async def renew(self) -> None:
+    async def renew(self, seconds: float) -> None:
         """Start lost engines again and wait for them; refuse where they die again and again of one cause."""
-        self.deaths.update({re.sub(r"^\S+: |[0-9]+", "#", cause) for cause in self.lost.values()})
+        self.deaths.update(self.causes)
+        self.causes.clear()
         ((_, times),) = self.deaths.most_common(1)
         if times >= MOST_DEATHS:
             raise EnginesDie(f"engines died {times} times in one step, at last: {next(iter(self.lost.values()))}")
@@ -144,11 +150,15 @@ class EnginePool:
             await asyncio.to_thread(actor.kill)
             actor.begin()
         for place in self.lost:
+            name = self.actors[place].name
             try:
-                await self.actors[place].call(RolloutEngine.processes)
+                await asyncio.wait_for(self.actors[place].call(RolloutEngine.processes), seconds)
             except ActorDeath as death:
-                self.lost[place] = str(death)
+                self._count(place, str(death))
                 raise
+            except TimeoutError:
+                self._count(place, f"{name} was not ready within timeout_seconds={seconds:.0f} of its start")
+                raise ActorFailure(self.lost[place]) from None
 
     def found(self) -> None:
         """Let requests go to all engines again, once they have the newest weights."""

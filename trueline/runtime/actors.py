@@ -20,6 +20,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, T
 
 import psutil
 import ray
+from ray._private import state as cluster_state
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -176,7 +177,6 @@ class Spot:
 class Home(NamedTuple):
     node: str
     gpus: list[str]
-    pid: int
 
 
 class Host:
@@ -204,8 +204,8 @@ class Host:
             return methodcaller(method, *args, **named)(self.target)
 
     def home(self) -> "Home":
-        """Return where this process is, for others that share its GPUs or have to end it."""
-        return Home(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], os.getpid())
+        """Return where this process is, for others that share its GPUs."""
+        return Home(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
 
 
 class AsyncHost(Host):
@@ -252,13 +252,14 @@ class RayActor(Generic[Object]):
 
     def kill(self) -> None:
         """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
-        with suppress(RayActorError):  # it died before it could say where it is
-            home: Home = ray.get(self.at_home)
-            if home.node == ray.get_runtime_context().get_node_id():
-                kill_family(home.pid)
+        known = cluster_state.actors(self.handle._actor_id.hex())  # it may never have answered itself
+        if known["Pid"] and known["State"] != "DEAD":
+            node = known["Address"]["NodeID"]
+            if node == ray.get_runtime_context().get_node_id():
+                kill_family(known["Pid"])
             else:
-                there = NodeAffinitySchedulingStrategy(home.node, soft=False)
-                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(known["Pid"]))
         ray.kill(self.handle)
 
     def submit(

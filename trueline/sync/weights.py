@@ -102,7 +102,8 @@ class WeightSync:
 
     def renew(self) -> None:
         """Start engines that are lost again, in their places; the next `publish` sends to them as to all."""
-        self.loop.run(self.pool.renew(), "starting engines again")
+        patience = self.policy.timeout_seconds
+        self.loop.run(self.pool.renew(patience), "starting engines again", bounded=False)
         if self.way.transport != "local":
             self._connect()
 

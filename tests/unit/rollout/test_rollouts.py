@@ -592,7 +592,7 @@ def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLo
         for place in (0, 1):
             pool.lose(place, f"error {number} of 5")
         with pytest.raises(EnginesDie if number == 3 else AssertionError) as caught:  # these cannot be started again
-            loop.run(pool.renew(), "renewing")
+            loop.run(pool.renew(1), "renewing")
     assert "engines died 3 times in one step, at last: error 3 of 5" in str(caught.value)
 
 
