@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from random_model import SHAPES, make_model, make_prompts
+from random_model import SHAPES, make_model, make_prompts, write_result
 
 from trueline.cli import main as trueline
 
@@ -111,18 +111,14 @@ def main() -> int:
     make_model(folder / "model", "small" if options.cpu else options.shape, vocabulary=options.vocabulary)
     make_prompts(folder)
     sides = {"trueline": run_trueline(folder, options, overrides)}
-    found: dict[str, Any] = {"command": sys.argv[1:], "load": os.getloadavg()[0]}
+    print(sides["trueline"].line("trueline"), flush=True)
+    found: dict[str, Any] = {"load": os.getloadavg()[0]}
     if options.trl_python:
         sides["trl"] = run_trl(folder, options)
+        print(sides["trl"].line("trl"))
         found |= compared(sides["trueline"], sides["trl"])
-    for name, side in sides.items():
-        print(side.line(name))
     print(json.dumps(found))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            json.dumps(found | {name: asdict(side) for name, side in sides.items()}, indent=1) + "\n"
-        )
+    write_result(options.out, found | {name: asdict(side) for name, side in sides.items()})
     return 0
 
 

@@ -6,7 +6,8 @@
 All sides compute the same log-probs of the same passes and step torch's fused AdamW. Trueline's worker, by DeepSpeed,
 keeps float32 sums of gradients and float32 weights, clips, checks and reports. The bare loop keeps the same sums and
 weights and clips by the same norm; `rough` is a loop that rounds all of them to the type it computes in, which trains
-worse and is shown for what exactness costs. Medians of the steps from the third on, with and without checkpointing.
+worse and is shown for what exactness costs. Each side has two turns, one after the other, for a device may be slower at
+first; medians of the steps of both turns from the third on, with and without checkpointing.
 """
 
 import argparse
@@ -53,19 +54,19 @@ def finished() -> float:
     return time.perf_counter()
 
 
-def median_seconds(step: Any, steps: int) -> float:
+def timed(step: Any, steps: int) -> list[float]:
     seconds = []
     for _ in range(steps):
         start = finished()
         step()
         seconds.append(finished() - start)
-    return median(seconds[WARM:])
+    return seconds[WARM:]
 
 
-def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
     worker = Worker(WorkerSpec(config, TrainingConfig(), 0, 1, 1000, 0))
     worker.start(worker.listen())
-    return median_seconds(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
+    return timed(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
 
 
 def make_scorer(config: ModelConfig) -> Scorer:
@@ -79,7 +80,7 @@ def run_pass(scorer: Scorer, packed: Any, micro_batch: Any) -> None:
     (-(batch.token_weights() * found["logprobs"]).sum()).backward()
 
 
-def rough(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+def rough(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
     scorer = make_scorer(config)
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-6, fused=True)
 
@@ -89,10 +90,10 @@ def rough(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    return median_seconds(step, steps)
+    return timed(step, steps)
 
 
-def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
+def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
     scorer = make_scorer(config)
     weights = list(scorer.parameters())
     masters = [weight.detach().float().clone() for weight in weights]
@@ -113,7 +114,7 @@ def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> float:
             torch._foreach_copy_(weights, masters)
         optimizer.zero_grad()
 
-    return median_seconds(step, steps)
+    return timed(step, steps)
 
 
 def main() -> int:
@@ -133,7 +134,10 @@ def main() -> int:
         (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(given.tokens))
         for again in (False, True):
             config = ModelConfig(path=f"{folder}/model", dtype=DTYPE, gradient_checkpointing=again)
-            speeds = {side.__name__: tokens / side(config, packed, passes, given.steps) for side in (rough, bare, ours)}
+            seconds: dict[str, list[float]] = {"rough": [], "bare": [], "ours": []}
+            for side in (rough, bare, ours) * 2:
+                seconds[side.__name__] += side(config, packed, passes, given.steps)
+            speeds = {side: tokens / median(every) for side, every in seconds.items()}
             name = "checkpointed" if again else "plain"
             found[name] = speeds | {"ratio": speeds["ours"] / speeds["bare"]}
             print(f"{name:<13} " + "  ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-MICRO_BATCH = 16
+MICRO_TOKENS = 16 * 1024  # of answers in a pass: more does not fit
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -46,6 +46,7 @@ class Clock(TrainerCallback):
 
 def make_config(folder: Path, given: dict[str, Any]) -> GRPOConfig:
     answers = given["prompts"] * given["group"]
+    micro_batch = min(MICRO_TOKENS // given["tokens"], 16)
     place = {"use_cpu": True, "bf16": False} if given["cpu"] else {"bf16": True, "use_vllm": True}
     if not given["cpu"]:
         place |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True}
@@ -53,8 +54,8 @@ def make_config(folder: Path, given: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         max_steps=given["steps"],
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=answers // MICRO_BATCH,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=answers // micro_batch,
         num_generations=given["group"],
         max_completion_length=given["tokens"],
         learning_rate=1e-6,

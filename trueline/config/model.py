@@ -62,9 +62,6 @@ class ModelConfig(Config):
     context_parallel: int = Field(1, ge=1)
     """Ranks that share out every sequence (ring attention), for contexts too long for one device."""
 
-    liger: bool = False
-    """Use Liger's fused kernels for norms, rotary embeddings and MLPs; needs a GPU and the liger-kernel package."""
-
     lora: LoraConfig = LoraConfig()
 
     def width(self) -> int:

@@ -209,8 +209,6 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
         torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic knows nothing, rather than noise
     if config.lora.quantize:
         lora.keep_gradients(model)
-    if config.liger:
-        apply_liger(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -230,11 +228,3 @@ def padding_token(tokenizer: Any) -> int:
     end = tokenizer.eos_token_id
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
     return next(int(token) for token in known if token is not None and token != end)
-
-
-def apply_liger(model: Any) -> None:
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415
-    except ImportError:
-        raise ConfigError("model.liger=true: liger-kernel is not installed; pip install 'trueline[liger]'") from None
-    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)

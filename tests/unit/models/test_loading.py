@@ -1,5 +1,4 @@
 import copy
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -219,12 +218,6 @@ def test_a_model_without_sdpa_can_be_loaded_padded(tmp_path: Path, tokenizer: Pr
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert load_model(ModelConfig(path=str(tmp_path), attention="eager"), torch.float32) is not None
     assert load_model(ModelConfig(path=str(tmp_path)), torch.float32) is not None
-
-
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
-def test_liger_is_refused_where_it_is_missing(model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.liger=true: liger-kernel is not installed"):
-        load_model(ModelConfig(path=str(model_folder), liger=True), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["router_jitter_noise"])
