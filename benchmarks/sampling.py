@@ -23,7 +23,7 @@ from trueline.config.rl import RolloutConfig
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
-from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes, process_environment
 
@@ -31,7 +31,7 @@ SECONDS = 600.0
 
 
 def spec_of(folder: Path, given: argparse.Namespace) -> EngineSpec:
-    dtype = "bfloat16" if this_machine().gpus else "float32"
+    dtype = "bfloat16" if machine_at_hand().gpus else "float32"
     context, sequences = 128 + given.tokens, given.answers[0] * given.answers[1]
     return EngineSpec(f"{folder}/model", dtype, context, 1, sequences, 0, 0.5, True, False, False)
 
@@ -42,7 +42,7 @@ def prompts_of(given: argparse.Namespace) -> list[list[int]]:
 
 
 def through_pool(folder: Path, given: argparse.Namespace) -> list[float]:
-    machine, loop = this_machine(), EventLoop(SECONDS)
+    machine, loop = machine_at_hand(), EventLoop(SECONDS)
     params = SamplingParams(1.0, given.tokens, (given.end,))
     speeds = []
     with ray_cluster(machine):
@@ -76,7 +76,7 @@ def by_vllm(folder: Path, given: argparse.Namespace) -> list[float]:
 
     from trueline.rollout.vllm_engine import engine_options
 
-    options = engine_options(spec_of(folder, given), on_gpu=this_machine().gpus > 0)
+    options = engine_options(spec_of(folder, given), on_gpu=machine_at_hand().gpus > 0)
     llm = LLM(**options)
     params = VllmParams(
         temperature=1.0, max_tokens=given.tokens, stop_token_ids=[given.end], detokenize=False, logprobs=0
@@ -93,7 +93,7 @@ def by_vllm(folder: Path, given: argparse.Namespace) -> list[float]:
 
 def vllm_side(folder: Path) -> list[float]:
     """Run this program again for vLLM's side."""
-    machine = this_machine()
+    machine = machine_at_hand()
     target = ROLLOUT_ENGINES["vllm"].target(RolloutConfig())
     variables = [f"{name}={value}" for name, value in process_environment(target, machine).items()]
     result = folder / "vllm.json"

@@ -218,6 +218,8 @@ def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
 
 def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool = False) -> int:
     """Do a run, or say what it would do, and return its exit status."""
+    if config.cluster.address:
+        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
     quiet_libraries()
     from trueline.runs.launch import launch  # noqa: PLC0415
 

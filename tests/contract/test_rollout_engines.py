@@ -19,7 +19,7 @@ from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Actor, RayActor, Spot, Target
-from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
 
@@ -65,7 +65,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         trust_remote_code=False,
     )
     logs = tmp_path_factory.mktemp("logs")
-    machine = this_machine()
+    machine = machine_at_hand()
     spots = {
         name: Spot(environment=process_environment(target, machine) | {"PYTHONPATH": str(ROOT)})
         for name, target in TARGETS.items()

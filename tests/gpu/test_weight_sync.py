@@ -17,7 +17,7 @@ from trueline.config.rl import RolloutConfig, SyncConfig
 from trueline.rollout.engine import EngineSpec, RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
-from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes, RoleRanks
 from trueline.sync.proof import SyncFailure
@@ -57,7 +57,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     model, logs = os.environ["SMOLLM2"], tmp_path_factory.mktemp("logs")
-    machine, loop = this_machine(), EventLoop(SECONDS)
+    machine, loop = machine_at_hand(), EventLoop(SECONDS)
     training = TrainingConfig(learning_rate=1e-4)
     engine = replace(ROLLOUT_ENGINES["vllm"], path="tests.support.faulty_receiver:FaultyEngine")
     target = replace(worker_target(training), path="tests.support.faulty_worker:FaultyWorker")

@@ -92,7 +92,7 @@ def wait_for(run: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
         if found:
             return found
         time.sleep(0.2)
-    raise AssertionError(f"the run ended with {run.returncode} before that")
+    raise AssertionError(f"the run ended with {run.returncode} before that: {run.stdout and run.stdout.read()}")
 
 
 def harm(run: subprocess.Popen[str], home: Path, name: str, harms: list[tuple[int, float]]) -> None:

@@ -25,7 +25,7 @@ from trueline.config.run import CheckpointConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Completion, Prompt
 from trueline.environments.base import Environment, Step
-from trueline.monitoring.beats import BEAT, RUN, WORK, answer_with_stacks, read_beat
+from trueline.monitoring.beats import BEAT, WORK, read_beat
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.watch import Watch, explain
 from trueline.rewards.combined import CombinedReward
@@ -36,7 +36,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import opened_loop
 from trueline.runs.rewards import open_rewards
 from trueline.runtime.actors import RayActor, Spot, wait_all
-from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.training.checkpoints import Checkpoints, Writing
 
@@ -60,7 +60,6 @@ def watched(logs: Path, timeout_seconds: float = 10.0) -> Iterator[First]:
     with Watch(timeout_seconds, said.put) as watch:
         # Not by `move`, nor to the end: what processes tell that live longer than this shall stay.
         watch.logs, WORK.moved = logs, time.time()
-        answer_with_stacks(logs, RUN)
         yield lambda: said.get(timeout=LONG).splitlines()[0]
         watch.logs = watch.aside
 
@@ -189,11 +188,14 @@ def test_a_whole_run_explains_itself_and_goes_on(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2="}\n' * 4)
     run, report, asked = tmp_path / "run", Watch._report, []
 
-    def release(watch: Watch, text: str) -> None:
-        report(watch, text)
+    def ask() -> None:
         command = [sys.executable, "-m", "trueline.cli", "explain", str(run)]
         asked.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         (tmp_path / "go on").touch()
+
+    def release(watch: Watch, text: str) -> None:
+        report(watch, text)
+        threading.Thread(target=ask).start()
 
     monkeypatch.setattr(Watch, "_report", release)
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", "--name", "run", f"folder={tmp_path}"]
@@ -214,7 +216,7 @@ def test_a_whole_run_explains_itself_and_goes_on(
 
 @pytest.fixture(scope="module")
 def ray_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with ray_cluster(this_machine()):
+    with ray_cluster(machine_at_hand()):
         (logs := tmp_path_factory.mktemp("run") / "logs").mkdir()
         yield logs
 

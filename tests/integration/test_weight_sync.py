@@ -23,7 +23,7 @@ from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import RayActor, Spot
-from trueline.runtime.cluster import ray_cluster, this_machine
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
 from trueline.sync.proof import SyncFailure
@@ -41,7 +41,7 @@ PROMPTS = [[10, 20, 30, 40], [50, 60, 70], [80, 90, 100, 110, 120], [33, 44]]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with ray_cluster(this_machine()):
+    with ray_cluster(machine_at_hand()):
         yield
 
 
@@ -57,7 +57,7 @@ def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Two processes that serve every ZeRO stage and model in turn."""
     logs = tmp_path_factory.mktemp("trainer")
     target = replace(worker_target(TrainingConfig()), path="tests.support.restartable:RestartableWorker")
-    spot = Spot(environment=process_environment(target, this_machine(), 2) | {"PYTHONPATH": str(ROOT)})
+    spot = Spot(environment=process_environment(target, machine_at_hand(), 2) | {"PYTHONPATH": str(ROOT)})
     actors = [RayActor(f"policy-{rank}", target, [], spot, logs / f"{rank}.log") for rank in range(2)]
     group = ModelGroup("policy", actors, TrainingConfig(micro_batch_samples=3), TIMEOUT)
     yield group
@@ -71,7 +71,7 @@ def engines(
     """One engine on one device and one on two, for one model."""
     folder = tmp_path_factory.mktemp(request.param)
     model = str(make_tiny_model(folder / "model", tied=request.param == "tied"))
-    spot = Spot(environment=process_environment(ENGINE, this_machine()) | {"PYTHONPATH": str(ROOT)})
+    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
     actors = [
         RayActor(f"engine-tp{width}", ENGINE, [engine_spec(model, width)], spot, folder / f"tp{width}.log")
         for width in (1, 2)
@@ -265,7 +265,7 @@ def test_adapters_alone_reach_an_engine_that_holds_them(
 ) -> None:
     """The engine computes with its own weights and the adapters it is sent, and wrong adapters are noticed at once."""
     model = str(make_tiny_model(tmp_path / "model", tied=True))
-    spot = Spot(environment=process_environment(ENGINE, this_machine()) | {"PYTHONPATH": str(ROOT)})
+    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
     spec = replace(engine_spec(model, 1), adapter_rank=4)
     pool = EnginePool([RayActor("engine-adapters", ENGINE, [spec], spot, tmp_path / "engine.log")])
     restart(trainer, model, 2, LoraConfig(rank=4, alpha=12, sync="adapter"))

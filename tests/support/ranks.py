@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.config.model import RanksConfig
-from trueline.runtime.cluster import this_machine
+from trueline.runtime.cluster import machine_at_hand
 from trueline.runtime.placement import process_environment
 from trueline.training.worker import Worker, worker_target
 
@@ -22,7 +22,7 @@ def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any
     """What `function(rank, world, *args)` returns on each rank; a failing rank fails the test."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "call.pickle").write_bytes(pickle.dumps((function, world, args)))
-    own = process_environment(worker_target(RanksConfig(engine="deepspeed")), this_machine(), world)
+    own = process_environment(worker_target(RanksConfig(engine="deepspeed")), machine_at_hand(), world)
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
     processes = []
     for rank in range(world):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trueline.config.base import Config, merge
 
@@ -37,6 +37,21 @@ class CheckpointConfig(Config):
                 f"{asked}, so checkpoints need evaluations of their steps: set checkpoint.every and evaluation.every "
                 f"above 0 (got {self.every} and {evaluated_every})"
             )
+
+
+class ClusterConfig(Config):
+    address: str | None = None
+    """Ray cluster to run on, HOST:PORT or auto; null takes RAY_ADDRESS, else this machine alone."""
+
+    @field_validator("address")
+    @classmethod
+    def check_address(cls, address: str | None) -> str | None:
+        if address and address.startswith("ray://"):
+            raise ValueError(
+                "ray:// puts the run outside of the cluster, where it cannot share memory with its processes: start it "
+                "on a node (or with `ray job submit`) and name HOST:PORT or auto"
+            )
+        return address
 
 
 class MonitoringConfig(Config):
@@ -93,5 +108,6 @@ class RunConfig(EnginesConfig):
     timeout_seconds: float = Field(1800.0, gt=0)
     """Longest wait for any one answer of a process (start, sampling, update) before the run stops and names it."""
 
+    cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()

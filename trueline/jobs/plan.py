@@ -25,7 +25,7 @@ from trueline.runs.preflight import (
 from trueline.runs.rewards import check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, reward_models
 from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line
-from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices
 
 Kind = TypeVar("Kind", bound=SamplingConfig)
@@ -70,7 +70,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     firsts = [prompts[0] for prompts in sets.values()]
     examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
     warnings = [said for example in examples for said in check_rewards(config.reward, example, required=scored)]
-    facts, machine = check_model(config.model), this_machine()
+    facts, machine = check_model(config.model), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)

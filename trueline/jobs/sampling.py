@@ -34,7 +34,7 @@ from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start
-from trueline.runs.processes import Sampling, opened, opened_loop, role_group, sampling_of, start_engines
+from trueline.runs.processes import Needed, Sampling, opened, opened_loop, role_group, sampling_of, start_engines
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.summary import warning_lines
 from trueline.runtime.placement import Processes
@@ -60,8 +60,9 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
 def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Sampling]:
     """Start engines and rewards, yield what samples with them, and end them."""
     config = plan.config
+    needed = Needed([config.model.path, *(role.model.path for role in plan.reward_roles)])
     with ExitStack() as stack:
-        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime, needed))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
         engines = start_engines(processes, config.model, plan.rollout, config.seed)

@@ -23,7 +23,7 @@ from trueline.runs.processes import opened, role_group
 from trueline.runs.roles import RoleModel
 from trueline.runs.summary import model_line
 from trueline.runtime.actors import ActorFailure
-from trueline.runtime.cluster import Machine, this_machine
+from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout
 from trueline.training.group import ModelGroup
 
@@ -61,7 +61,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     model = config.served_model()
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
-    facts, machine = check_model(model), this_machine()
+    facts, machine = check_model(model), machine_at_hand()
     check_parallel(model, facts)
     model = model.replaced(
         {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}

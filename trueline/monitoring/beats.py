@@ -1,23 +1,24 @@
 """What a process is doing, kept while it lasts, and told every second in a file that other processes can read."""
 
-import faulthandler
 import json
 import os
-import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
 BEAT_SECONDS = 1.0
-BEAT, STACKS = ".beat", ".stacks"
+BEAT, ASKED, STACKS = ".beat", ".asked", ".stacks"  # the last is written by a process that finds the one before
 RUN = "run"  # name of the driver among the processes of a run
 
 
@@ -124,6 +125,25 @@ def write_beat(folder: Path, beat: Beat) -> None:
         aside = folder / f"{beat.name}{BEAT}.{beat.pid}"
         aside.write_text(json.dumps(asdict(beat)))
         aside.replace(folder / f"{beat.name}{BEAT}")
+        if (asked := folder / f"{beat.name}{ASKED}").exists():
+            aside.write_text(thread_stacks())
+            aside.replace(asked.with_suffix(STACKS))
+            asked.unlink()
+
+
+def thread_stacks() -> str:
+    """Return where all threads of this process are; a signal's handler must not look, for frames change under it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        "\n".join(
+            [f"Thread {names.get(ident, ident)}, the innermost first:", *map(frame_line, traceback.walk_stack(at))]
+        )
+        for ident, at in sys._current_frames().items()
+    )
+
+
+def frame_line(frame: tuple[FrameType, int]) -> str:
+    return f'  File "{frame[0].f_code.co_filename}", line {frame[1]} in {frame[0].f_code.co_name}'
 
 
 def read_beat(file: Path) -> Beat | None:
@@ -134,20 +154,8 @@ def read_beat(file: Path) -> Beat | None:
         return None
 
 
-def answer_with_stacks(folder: Path, name: str) -> None:
-    """Let SIGUSR1 write the stacks of all threads to a file, whatever the threads are in."""
-    faulthandler.register(signal.SIGUSR1, file=(folder / f"{name}{STACKS}").open("w"), all_threads=True)
-
-
-def no_stacks() -> None:
-    """Give SIGUSR1 back to the user's handler; where there is none, who asks too late would end the process."""
-    if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        faulthandler.unregister(signal.SIGUSR1)
-
-
 def start_beating(folder: Path, name: str) -> None:
     """Tell from now on, in a file of `folder`, what this process does."""
-    answer_with_stacks(folder, name)
 
     def go_on() -> None:
         while True:
@@ -158,5 +166,5 @@ def start_beating(folder: Path, name: str) -> None:
 
 
 def clear_beats(folder: Path) -> None:
-    for file in [*folder.glob(f"*{BEAT}*"), *folder.glob(f"*{STACKS}")]:
+    for file in (file for kind in (f"{BEAT}*", ASKED, STACKS) for file in folder.glob(f"*{kind}")):
         file.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from trueline.monitoring.beats import BEAT, STACKS, Beat, read_beat
+from trueline.monitoring.beats import ASKED, BEAT, STACKS, Beat, read_beat, thread_stacks
 
 STACK_SECONDS = 5.0
 SAME_SECONDS = 2.0  # by which the time of birth may differ, as the clock is set
 GONE, STOPPED, ELSEWHERE = "gone", psutil.STATUS_STOPPED, "on another machine"
-# A line of faulthandler's and of py-spy's: file and function, or function and file.
+# A line of a process's own and of py-spy's: file and function, or function and file.
 FRAMES = (
     re.compile(r'^ +File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)$', re.MULTILINE),
     re.compile(r"^ +(?P<name>\S+) \((?P<file>[^:()]+):(?P<line>\d+)\)$", re.MULTILINE),
@@ -65,7 +64,9 @@ def process_of(beat: Beat) -> psutil.Process | None:
 
 def stack_of(beat: Beat, folder: Path, state: str) -> str:
     """Return the stacks of all threads: by py-spy where it is installed and allowed, or by asking the process."""
-    return spied(beat.pid) or ("" if state == STOPPED else asked(beat.pid, folder / f"{beat.name}{STACKS}"))
+    if beat.pid == os.getpid():
+        return thread_stacks()
+    return spied(beat.pid) or ("" if state == STOPPED else asked(folder / beat.name))
 
 
 def spied(pid: int) -> str:
@@ -79,20 +80,16 @@ def spied(pid: int) -> str:
     return ""
 
 
-def asked(pid: int, file: Path) -> str:
-    """Have a process write its stacks to a file; only one that has such a file knows what the signal means."""
-    if not file.is_file():
-        return ""
-    size = before = file.stat().st_size
+def asked(name: Path) -> str:
+    """Have a process write its stacks to a file; one whose interpreter is held by native code does not come to it."""
+    file, request = Path(f"{name}{STACKS}"), Path(f"{name}{ASKED}")
+    request.touch()
     deadline = time.monotonic() + STACK_SECONDS
-    with suppress(PermissionError):
-        os.kill(pid, signal.SIGUSR1)
-    while time.monotonic() < deadline:
+    while request.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-        size, last = file.stat().st_size, size
-        if size == last > before:  # it has grown, and grows no more
-            break
-    return file.read_bytes()[before:].decode(errors="replace")
+    answered = not request.exists()
+    request.unlink(missing_ok=True)
+    return file.read_text() if answered else ""
 
 
 def other_beats(folder: Path, driver: str) -> list[Beat]:

@@ -16,9 +16,7 @@ from trueline.monitoring.beats import (
     RUN,
     WORK,
     Beat,
-    answer_with_stacks,
     clear_beats,
-    no_stacks,
     read_beat,
     write_beat,
 )
@@ -77,14 +75,12 @@ class Watch:
 
     def __enter__(self) -> Self:
         self.open_now.append(self)
-        answer_with_stacks(self.logs, RUN)
         self.thread.start()
         return self
 
     def move(self, logs: Path, say: Callable[[str], object]) -> None:
         """Tell and report in the run's folder from now on."""
         clear_beats(logs)
-        answer_with_stacks(logs, RUN)
         self.logs, self.say = logs, say
         self._leave_aside()
 
@@ -94,10 +90,6 @@ class Watch:
         self.open_now.remove(self)
         clear_beats(self.logs)
         self._leave_aside()
-        if self.open_now:
-            answer_with_stacks(self.open_now[-1].logs, RUN)
-        else:
-            no_stacks()
 
     def _leave_aside(self) -> None:
         clear_beats(self.aside)

@@ -13,7 +13,7 @@ from trueline.offline.reference import ReferenceCache, fill_reference
 from trueline.offline.trainer import SupervisedTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import model_group, opened
+from trueline.runs.processes import Needed, model_group, opened
 from trueline.runs.rescue import MemoryWatch
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
@@ -27,8 +27,9 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
     data = plan.fingerprint()
     check_data(checkpoints, data)
+    needed = Needed([config.model.path], config.checkpoint.save)
     with ExitStack() as stack:
-        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime, needed))
         specs = worker_specs(plan)
         model = model_group("model", processes.policy(worker_target(config.training), specs), specs)
         model.start()

@@ -16,10 +16,10 @@ from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, settled
-from trueline.runs.preflight import check_parallel, check_routers, rank_count, resolve_dtype, resolve_path
-from trueline.runs.summary import machine_line, model_line, ranks_line, warning_lines
-from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Layout, check_devices
+from trueline.runs.preflight import check_parallel, check_routers, node_rooms, rank_count, resolve_dtype, resolve_path
+from trueline.runs.summary import machine_line, model_line, node_lines, ranks_line, warning_lines
+from trueline.runtime.cluster import Machine, machine_at_hand
+from trueline.runtime.placement import Layout, check_devices, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SupervisedPlan:
 def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded; with `here`, this machine must have the memory to train."""
     check_engines(config, "training")
-    facts, machine = check_model(config.model), this_machine()
+    facts, machine = check_model(config.model), machine_at_hand()
     config, world, max_tokens = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
     material = load_material(config, chat, max_tokens)
@@ -51,7 +51,7 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     forecast = forecast_memory(config, facts, machine, world, longest) if here else None
     config = config.replaced(forecast.keys()) if forecast else config
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
-    layout = Layout(world)
+    layout = Layout(world, width=config.model.width())
     check_devices(layout, machine)
     config = config.replaced({"steps": steps})
     return SupervisedPlan(config, machine, facts, layout, material, steps, longest, chat, forecast)
@@ -103,10 +103,11 @@ def forecast_memory(
         tenants.append(Tenant("teacher", "training", check_model(teacher), teacher, ranks, world, tokens))
     if machine.gpus:
         host = HOST_SHARE * machine.memory_bytes / machine.gpus
-        room = Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants], host=host)
+        rooms = [Room(machine.gpu_bytes, "cuda", [(one, 1) for one in tenants], host=host)]
     else:
-        room = Room(machine.memory_bytes, "cpu", [(one, world) for one in tenants])
-    return settled([room], longest, "max_tokens")
+        nodes = placed(Layout(world, width=config.model.width()), machine).policy
+        rooms = node_rooms(machine, [(one, nodes) for one in tenants])
+    return settled(rooms, longest, "max_tokens")
 
 
 def check_teacher(config: DistillRunConfig) -> None:
@@ -125,6 +126,7 @@ def describe_plan(plan: SupervisedPlan) -> str:
             machine_line(plan.machine),
             model_line(model.path, plan.facts, model.dtype, model.lora.rank),
             ranks_line("training", plan.layout.policy_ranks, config.training, model),
+            *node_lines(plan.layout, plan.machine),
             *(plan.forecast.lines() if plan.forecast else []),
             f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
             *(f"format     {described}" for described in train.formats),

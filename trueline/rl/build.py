@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
@@ -25,12 +25,21 @@ from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import Sampling, model_group, opened, opened_loop, role_group, sampling_of, start_engines
+from trueline.runs.processes import (
+    Needed,
+    Sampling,
+    model_group,
+    opened,
+    opened_loop,
+    role_group,
+    sampling_of,
+    start_engines,
+)
 from trueline.runs.rescue import MemoryWatch
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.placement import Processes
+from trueline.runtime.placement import Processes, placed
 from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, prepare_saving, start_groups
@@ -46,7 +55,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
     check_data(checkpoints, data := plan.fingerprint())
     with ExitStack() as stack:
-        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime))
+        processes = stack.enter_context(opened_for(plan, folder))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
         groups, pool = start_models(plan, processes, loop, progress)
@@ -90,6 +99,11 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
         )
+
+
+def opened_for(plan: RLPlan, folder: RunFolder) -> AbstractContextManager[Processes]:
+    needed = Needed(plan.models(), plan.config.checkpoint.save)
+    return opened(plan.machine, plan.layout, folder.logs, plan.config.runtime, needed)
 
 
 @WORK.doing("phase", "start")
@@ -155,7 +169,9 @@ def way_of(plan: RLPlan) -> Way:
     if config.model.dtype == "bfloat16" and config.rollout.dtype == "float32":
         differs = "the trainer holds them in bfloat16, the engines in float32"
     transport = "local" if config.runtime == "local" else plan.transport()
-    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart(), config.rollout.on_update)
+    places = placed(plan.layout, plan.machine)
+    nodes = (places.policy[0], *places.engines)
+    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart(), config.rollout.on_update, nodes)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

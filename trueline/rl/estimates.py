@@ -5,7 +5,15 @@ from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import describe_recipe
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import GIB, engine_bytes, tenant_bytes
-from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line, ranks_line, warning_lines
+from trueline.runs.summary import (
+    engines_line,
+    machine_line,
+    model_line,
+    node_lines,
+    prompts_line,
+    ranks_line,
+    warning_lines,
+)
 
 FLOPS_PER_GPU, FLOPS_PER_CPU = 2e14, 2e10  # rough, for a first estimate of time
 
@@ -47,6 +55,7 @@ def describe_plan(plan: RLPlan) -> str:
             ranks_line("policy", layout.policy_ranks, config.training, model) + each["policy"],
             *describe_roles(plan, each),
             engines_line(plan.rollout) + each["engine"],
+            *node_lines(layout, plan.machine),
             *plan.forecast.lines(),
             describe_recipe(config),
             *describe_batches(plan),

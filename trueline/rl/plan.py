@@ -22,14 +22,15 @@ from trueline.runs.preflight import (
     fitting_prompts,
     load_prompts,
     measured,
+    node_rooms,
     resolve_dtype,
     resolve_path,
     resolved_rollout,
 )
 from trueline.runs.rewards import check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, roles_of
-from trueline.runtime.cluster import Machine, this_machine
-from trueline.runtime.placement import Layout, check_devices
+from trueline.runtime.cluster import Machine, machine_at_hand
+from trueline.runtime.placement import Layout, check_devices, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ class RLDraft:
     @property
     def longest_prompt(self) -> int:
         return max(source.longest for source in self.sources)
+
+    def models(self) -> list[str]:
+        return [self.config.model.path, *(role.model.path for role in self.roles)]
 
     def transport(self) -> str:
         """Return by what weights travel from the trainer's processes to the engines'."""
@@ -94,7 +98,7 @@ def plan_rl(config: RLConfig) -> RLPlan:
     required = reads_reward(config.algorithm)
     warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
     facts = check_model(config.model)
-    machine = this_machine()
+    machine = machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
@@ -185,7 +189,8 @@ def resolve(
         **{role.section: {"ranks": role.world} for role in roles},
     }
     beside, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
-    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, beside, in_turns)
+    width = config.model.width()
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, beside, in_turns, width)
     config = config.replaced(values)
     check_critic(config)
     return config, rollout, layout, roles
@@ -259,14 +264,16 @@ def tenants_of(plan: RLDraft) -> list[Tenant]:
 
 
 def rooms_of(plan: RLDraft, share: float | None) -> list[Room]:
-    """Return one room for all processes on a CPU; on GPUs the policy's, and one for each model with GPUs of its own."""
+    """Return a room for all processes on a node's CPUs; of GPUs the policy's, and one for each model with its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
     completions = plan.config.prompts_per_step * plan.config.algorithm.group_size
     engine = engine_room(plan.rollout, plan.facts, machine, completions, share)
     if not machine.gpus:
-        local = plan.config.runtime == "local"
-        counted = [(one, 1 if local else one.world) for one in tenants]
-        return [Room(machine.memory_bytes, "cpu", counted, layout.engines, engine)]
+        if plan.config.runtime == "local":
+            return [Room(machine.memory_bytes, "cpu", [(one, 1) for one in tenants], layout.engines, engine)]
+        places = placed(layout, machine)
+        nodes = {"policy": places.policy, **places.roles}
+        return node_rooms(machine, [(one, nodes[one.name]) for one in tenants], places.engines, engine)
     own = {one.name for one in layout.roles if not one.shared}
     shared = [(one, 1) for one in tenants if one.name not in own]
     host = HOST_SHARE * machine.memory_bytes / machine.gpus

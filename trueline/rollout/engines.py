@@ -7,7 +7,6 @@ from functools import partial
 from trueline.config.rl import OWN_GPU, RolloutConfig
 from trueline.models.loading import DTYPES, ModelFacts
 from trueline.rollout.engine import RolloutEngine
-from trueline.runtime import LOOPBACK
 from trueline.runtime.actors import Target
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
@@ -45,7 +44,6 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    quiet |= {"VLLM_HOST_IP": "127.0.0.1"} if LOOPBACK else {}
     if gpus:
         # FlashInfer's sampler compiles kernels at its first use, for minutes.
         return quiet | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

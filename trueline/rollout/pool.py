@@ -13,10 +13,11 @@ from typing import Any, Concatenate
 from trueline.data.types import Completion
 from trueline.rollout.engine import RolloutEngine, SamplingParams, in_parts
 from trueline.rollout.failures import EngineLost, EnginesDie
-from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result
+from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, Given, RayActor, Result, gone
 
 SILENCE = 10  # a part of timeout_seconds after which an engine that gives no sign of life is started anew
 MOST_DEATHS = 3  # within one step, by one cause
+NODE_SECONDS = 2.0  # between two looks at the node of an engine that starts
 
 
 @dataclass(slots=True)
@@ -152,13 +153,23 @@ class EnginePool:
         for place in self.lost:
             name = self.actors[place].name
             try:
-                await asyncio.wait_for(self.actors[place].call(RolloutEngine.processes), seconds)
+                await asyncio.wait_for(self._ready(place), seconds)
             except ActorDeath as death:
                 self._count(place, str(death))
                 raise
             except TimeoutError:
                 self._count(place, f"{name} was not ready within timeout_seconds={seconds:.0f} of its start")
                 raise ActorFailure(self.lost[place]) from None
+
+    async def _ready(self, place: int) -> None:
+        """Wait for an engine that was begun; one whose node is gone will never be."""
+        actor = self.actors[place]
+        starting = asyncio.create_task(actor.call(RolloutEngine.processes))
+        while not (await asyncio.wait({starting}, timeout=NODE_SECONDS))[0]:
+            if isinstance(actor, RayActor) and await asyncio.to_thread(gone, actor.spot.address):
+                starting.cancel()
+                raise EnginesDie(f"{actor.name}: node {actor.spot.address} is gone; --resume goes on with what is left")
+        await starting
 
     def found(self) -> None:
         """Let requests go to all engines again, once they have the newest weights."""

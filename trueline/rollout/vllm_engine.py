@@ -175,7 +175,7 @@ class VllmEngine:
         return self.workers
 
     async def connect(self, link: Link, first_rank: int) -> None:
-        plain = (list(link.address), link.world, link.timeout_seconds, link.transport, link.shared)
+        plain = (list(link.address), list(link.nodes), link.timeout_seconds, link.transport, link.shared)
         await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:

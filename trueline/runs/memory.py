@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
@@ -86,6 +86,9 @@ class EngineRoom:
         return int(max(taken, self.least) - self.fixed)
 
 
+NO_ENGINE = EngineRoom(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """One memory, and how many ranks of each model and how many engines share it."""
@@ -94,9 +97,10 @@ class Room:
     device: str  # "cuda" or "cpu"
     tenants: list[tuple[Tenant, int]]
     engines: int = 0
-    engine: EngineRoom = field(default_factory=lambda: EngineRoom(0.0, 0.0, 0.0))
+    engine: EngineRoom = NO_ENGINE
     host: float = 0.0  # bytes of the machine's memory for the moments of one rank of each model
     in_turns: bool = True  # an engine sleeps while the models on its GPU train
+    place: str = "here"  # or the address of a node
 
     def each(self, choice: Choice, phase: str = "training") -> dict[str, tuple[int, float]]:
         """Return how many there are of each kind, and the bytes of one in a phase."""
@@ -332,7 +336,7 @@ def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
     parts = ", ".join(
         f"{count} x {name} {size / GIB:.1f}" for name, (count, size) in room.each(smallest, phase).items()
     )
-    place = f"on a GPU ({phase})" if room.device == "cuda" else "free here"
+    place = f"on a GPU ({phase})" if room.device == "cuda" else f"free {room.place}"
     return (
         f"the run needs about {phases[phase] / GIB:.1f} GiB of memory ({parts}), {room.size / GIB:.1f} GiB are "
         f"{place}: {remedy(rooms, longest, lengths)}"

@@ -1,6 +1,7 @@
 """Fill in keys left to machine and model, and refuse what cannot work, before any kind of run starts."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,7 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.rewards.combined import kind_of
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import others
+from trueline.runs.memory import NO_ENGINE, EngineRoom, Room, Tenant
 from trueline.runtime.cluster import Machine
 from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
@@ -205,3 +207,19 @@ def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:
             "tokens: raise the limit"
         )
     return PromptSet(kept, len(prompts) - len(kept), longest)
+
+
+def node_rooms(
+    machine: Machine,
+    tenants: Sequence[tuple[Tenant, list[int]]],
+    engines: Sequence[int] = (),
+    engine: EngineRoom = NO_ENGINE,
+) -> list[Room]:
+    """Return the memory of each node that has work; of models and engines the nodes of their processes are given."""
+    rooms = []
+    for at, node in enumerate(machine.split()):
+        here = [(tenant, nodes.count(at)) for tenant, nodes in tenants if at in nodes]
+        place = f"on {node.address}" if node.address else "here"
+        if here or at in engines:
+            rooms.append(Room(node.memory_bytes, "cpu", here, list(engines).count(at), engine, place=place))
+    return rooms

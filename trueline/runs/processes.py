@@ -1,6 +1,6 @@
 """The one opening of processes: Ray, ranks, engines, and what turns prompts into scored completions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,21 +16,36 @@ from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
 from trueline.runs.roles import RoleModel
 from trueline.runtime.actors import Actor
-from trueline.runtime.cluster import Machine, ray_cluster
+from trueline.runtime.cluster import Machine, prove_folders, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What the nodes of a cluster have to see of each other's disks."""
+
+    models: Sequence[str]
+    saves: bool = False  # all of them write into the folder of the run
+
+
+NOTHING = Needed(())
+
+
 @contextmanager
-def opened(machine: Machine, layout: Layout, logs: Path, runtime: str) -> Iterator[Processes]:
+def opened(machine: Machine, layout: Layout, logs: Path, runtime: str, needed: Needed = NOTHING) -> Iterator[Processes]:
     """Start Ray, unless everything stays in this process, and end it with all that was started."""
     local = runtime == "local"
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(machine))
-        yield Processes(machine, layout, logs, local)
+        processes = Processes(machine, layout, logs, local)
+        if machine.nodes and not local:
+            nodes = [machine.nodes[at] for at in processes.places.used()]
+            prove_folders(nodes, logs.parent, needed.models, needed.saves)
+        yield processes
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class RoleModel:
     world: int  # ranks
 
     def layout(self) -> RoleRanks:
-        return RoleRanks(self.name, self.world, self.ranks.placement == "shared")
+        return RoleRanks(self.name, self.world, self.ranks.placement == "shared", self.model.width())
 
     def spread(self, policy_ranks: int) -> "RoleModel":
         """Take all of the policy's ranks that whole copies fit on, unless ranks were asked for."""

@@ -10,12 +10,27 @@ from trueline.runs.idle_keys import idle_keys
 from trueline.runs.memory import GIB
 from trueline.runs.preflight import PromptSet
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Layout, crowding
+from trueline.runtime.placement import Layout, crowding, placed
 
 
 def machine_line(machine: Machine) -> str:
     devices = f"{machine.gpus} GPUs" if machine.gpus else f"{machine.cpus} CPU cores"
-    return f"machine    {devices}, {machine.memory_bytes / GIB:.1f} GiB of memory free"
+    name = f"cluster    {len(machine.nodes)} nodes, free on them" if machine.nodes else "machine   "
+    return f"{name} {devices}, {machine.memory_bytes / GIB:.1f} GiB of memory free"
+
+
+def node_lines(layout: Layout, machine: Machine) -> list[str]:
+    """Say who goes where, for a cluster."""
+    if not machine.nodes:
+        return []
+    places = placed(layout, machine)
+    kinds = {"policy": places.policy, **places.roles, "engine": places.engines}
+    lines = []
+    for at in places.used():
+        here = {kind: [str(number) for number, node in enumerate(nodes) if node == at] for kind, nodes in kinds.items()}
+        said = "; ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in here.items() if numbers)
+        lines.append(f"node       {machine.nodes[at].address}: {said}")
+    return lines
 
 
 def model_line(path: str, facts: ModelFacts, dtype: str, adapters: int = 0) -> str:

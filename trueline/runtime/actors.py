@@ -5,28 +5,25 @@ travels is the method's name.
 """
 
 import asyncio
-import os
-import pkgutil
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import psutil
 import ray
-from ray._private import state as cluster_state
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trueline.monitoring.beats import BEAT, WORK, Doing, start_beating
+from trueline.monitoring.beats import BEAT, WORK, Doing
+from trueline.runtime.host import AsyncHost, Home, Host
 
 CONCURRENT_CALLS = 4096
+HOME_SECONDS = 10  # that a process has to say where it is, once it is to be ended
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -41,6 +38,10 @@ class ActorFailure(RuntimeError):
 
 class ActorDeath(ActorFailure):
     """Its process is gone."""
+
+
+class NodeLost(ActorDeath):
+    """Its process is gone, and the node that it was on."""
 
 
 class Pending(Protocol[Result_co]):
@@ -121,6 +122,7 @@ class RayPending(Generic[Result]):
     reference: Any
     log: Path
     doing: Doing | None = None
+    address: str = ""  # of its node, in a cluster
 
     def result(self, timeout_seconds: float) -> Result:
         try:
@@ -131,7 +133,7 @@ class RayPending(Generic[Result]):
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
         except (RayActorError, RayTaskError) as error:
-            raise failure(self.who, error, self.log) from error
+            raise failure(self.who, error, self.log, self.address) from error
 
     async def awaited(self) -> Result:
         try:
@@ -139,7 +141,7 @@ class RayPending(Generic[Result]):
             self._returned()
             return value
         except (RayActorError, RayTaskError) as error:
-            raise failure(self.who, error, self.log) from error
+            raise failure(self.who, error, self.log, self.address) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
             raise
@@ -159,6 +161,7 @@ class Spot:
     cpus: float = 0
     gpus: float = 0
     environment: dict[str, str] = field(default_factory=dict)
+    address: str = ""  # of the node, in a cluster
 
     def options(self) -> dict[str, Any]:
         strategy: Any = "DEFAULT"
@@ -172,66 +175,6 @@ class Spot:
             "num_gpus": self.gpus,
             "runtime_env": {"env_vars": self.environment},
         }
-
-
-class Home(NamedTuple):
-    node: str
-    gpus: list[str]
-
-
-class Host:
-    """Make the object that `target` names inside a process of its own, and pass calls on to it."""
-
-    def __init__(self, log: str) -> None:
-        redirect_output(Path(log))
-        start_beating(Path(log).parent, Path(log).stem)
-        self.making = WORK.begin("call", "", "make")  # from now on: what is sent along is imported first
-
-    def make(self, target: str, args: Sequence[Any]) -> None:
-        """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
-        self.target = None
-        try:
-            self.target = build(target, args)
-            WORK.end(self.making)
-        finally:
-            if self.target is None:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-
-    def call(self, method: str, *args: Any, **named: Any) -> Any:
-        with WORK.doing("call", "", method):
-            return methodcaller(method, *args, **named)(self.target)
-
-    def home(self) -> "Home":
-        """Return where this process is, for others that share its GPUs."""
-        return Home(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()])
-
-
-class AsyncHost(Host):
-    """The same for coroutines, which Ray may begin in another order than they were asked for."""
-
-    def __init__(self, log: str) -> None:
-        super().__init__(log)
-        self.made = asyncio.Event()
-
-    def make(self, target: str, args: Sequence[Any]) -> None:
-        super().make(target, args)
-        self.made.set()
-
-    async def alive(self) -> None:
-        """Answer once the object is made; not counted as something that the process does."""
-        await self.made.wait()
-
-    async def call(self, method: str, *args: Any, **named: Any) -> Any:
-        await self.made.wait()
-        with WORK.doing("call", "", method):
-            return await methodcaller(method, *args, **named)(self.target)
-
-
-def build(target: str, args: Sequence[Any]) -> Any:
-    """Make an object of the class at `package.module:Class`; nothing else of the package is imported."""
-    return pkgutil.resolve_name(target)(*args)
 
 
 class RayActor(Generic[Object]):
@@ -252,14 +195,13 @@ class RayActor(Generic[Object]):
 
     def kill(self) -> None:
         """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
-        known = cluster_state.actors(self.handle._actor_id.hex())  # it may never have answered itself
-        if known["Pid"] and known["State"] != "DEAD":
-            node = known["Address"]["NodeID"]
-            if node == ray.get_runtime_context().get_node_id():
-                kill_family(known["Pid"])
+        with suppress(RayActorError, GetTimeoutError):  # it died, or was stopped, before it could say where it is
+            home: Home = ray.get(self.at_home, timeout=HOME_SECONDS)
+            if home.node == ray.get_runtime_context().get_node_id():
+                kill_family(home.pid)
             else:
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
-                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(known["Pid"]))
+                there = NodeAffinitySchedulingStrategy(home.node, soft=False)
+                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
         ray.kill(self.handle)
 
     def submit(
@@ -277,15 +219,16 @@ class RayActor(Generic[Object]):
         return await pending.awaited()
 
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        doing = WORK.begin("call", self.name, method)
-        return RayPending(f"{self.name}.{method}", self.handle.call.remote(method, *args, **named), self.log, doing)
+        doing, address = WORK.begin("call", self.name, method), self.spot.address
+        called = self.handle.call.remote(method, *args, **named)
+        return RayPending(f"{self.name}.{method}", called, self.log, doing, address)
 
     def alive(self) -> Pending[None]:
         """Ask a process with coroutines for a sign of life."""
-        return RayPending(f"{self.name}.alive", self.handle.alive.remote(), self.log)
+        return RayPending(f"{self.name}.alive", self.handle.alive.remote(), self.log, address=self.spot.address)
 
     def home(self) -> Pending[Home]:
-        return RayPending(f"{self.name}.home", self.at_home, self.log)
+        return RayPending(f"{self.name}.home", self.at_home, self.log, address=self.spot.address)
 
     def stop(self) -> None:
         ray.kill(self.handle)
@@ -301,21 +244,19 @@ class Target(Generic[Object]):
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
 
 
-def redirect_output(log: Path) -> None:
-    """Send what libraries print to a file, not to the user's screen."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-
-
-def failure(who: str, error: Exception, log: Path) -> ActorFailure:
+def failure(who: str, error: Exception, log: Path, address: str = "") -> ActorFailure:
     """Make a failure of the cause alone, the user's mistake or ours, for Ray's own message is pages long."""
     if isinstance(error, RayTaskError):
         return ActorFailure(f"{who}: {type(error.cause).__name__}: {error.cause}; see {log}")
-    return ActorDeath(f"{who}: its process died ({last_line(log)}); see {log}")
+    if gone(address):
+        return NodeLost(f"{who}: node {address} is gone, with all of its processes; --resume goes on with what is left")
+    where = f" on {address}" if address else ""
+    return ActorDeath(f"{who}: its process died{where} ({last_line(log)}); see {log}")
+
+
+def gone(address: str) -> bool:
+    """Tell whether a node of the cluster is lost."""
+    return bool(address) and not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
 
 
 def kill_family(pid: int) -> None:

@@ -2,23 +2,28 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import torch
-from ray.exceptions import GetTimeoutError
+from ray._private import state as cluster_state
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trueline.config.base import ConfigError
 from trueline.monitoring.beats import WORK
-from trueline.runtime import LOOPBACK
+from trueline.runtime import REACH
 
 START_SECONDS = 120
 OBJECT_STORE_BYTES = 512 * 2**20
 PROCESS_BYTES = 512 * 2**20  # of a process that has imported its libraries
+VERSIONS = f"Python {platform.python_version()}, Ray {ray.__version__}"
 
 # What every process of a run starts with. Ray must leave device variables alone: processes that share a
 # GPU are given none by Ray and see it through CUDA_VISIBLE_DEVICES.
@@ -29,7 +34,7 @@ QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_worker_niceness": "0",  # Ray's own 15 leaves a rank 3 % of a core that another program keeps busy
     "DO_NOT_TRACK": "1",
-    **LOOPBACK,
+    **REACH,
 }
 
 # Threads that wait for each other sleep: were they to spin, those of a process that waits would take the cores from the
@@ -38,17 +43,57 @@ PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """What is free on one node of a cluster."""
+
+    address: str
+    id: str  # Ray's
+    cpus: int  # slots that Ray has free
+    memory_bytes: int
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """What one run may use of the machine it is started on."""
+    """What one run may use: of the machine that it is started on, or of a cluster's nodes together."""
 
     cpus: int
     memory_bytes: int
     gpus: int
-    gpu_bytes: int
+    gpu_bytes: int  # of each; the smallest
     gpu_name: str = ""
+    nodes: tuple[Node, ...] = ()  # of a cluster
+
+    def split(self) -> tuple[Node, ...]:
+        """Return the nodes; this machine by itself is one."""
+        return self.nodes or (Node("", "", self.cpus, self.memory_bytes, self.gpus),)
 
 
-def this_machine() -> Machine:
+def machine_at_hand() -> Machine:
+    """Look at the cluster that RAY_ADDRESS names, or at this machine."""
+    if "RAY_ADDRESS" not in os.environ:
+        return own_devices()
+    connect(0)
+    seen = [(node, look(node["NodeID"], own_devices)) for node in ray.nodes() if node["Alive"]]
+    free = cluster_state.available_resources_per_node()
+    nodes, kinds = [], []
+    for node, pending in seen:
+        there = answered(pending, node["NodeManagerAddress"])
+        left = free.get(node["NodeID"], {})
+        cpus, gpus = int(left.get("CPU", 0)), int(left.get("GPU", 0))
+        nodes.append(Node(node["NodeManagerAddress"], node["NodeID"], cpus, there.memory_bytes, gpus))
+        kinds += [there] * (gpus > 0)
+    return Machine(
+        sum(node.cpus for node in nodes),
+        sum(node.memory_bytes for node in nodes),
+        sum(node.gpus for node in nodes),
+        min((kind.gpu_bytes for kind in kinds), default=0),
+        kinds[0].gpu_name if kinds else "",
+        tuple(nodes),
+    )
+
+
+def own_devices() -> Machine:
     gpus = torch.cuda.device_count()
     return Machine(
         cpus=psutil.cpu_count() or 1,
@@ -59,13 +104,45 @@ def this_machine() -> Machine:
     )
 
 
-@contextmanager
-def ray_cluster(machine: Machine) -> Iterator[None]:
-    """Start Ray here, or join the cluster that RAY_ADDRESS names; afterwards end it, with all its processes."""
+def look(node: str, work: Any, *args: Any) -> Any:
+    """Have a node do something small."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"scheduling_strategy": there, "num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": QUIET}}
+    return ray.remote(work).options(**options).remote(*args)
+
+
+def answered(pending: Any, address: str) -> Any:
+    try:
+        return ray.get(pending, timeout=START_SECONDS)
+    except (RayError, GetTimeoutError) as error:
+        said = str(error).strip().split("\n")[-1]
+        raise ConfigError(
+            f"node {address} cannot do this run's work ({said}): it needs the same {VERSIONS} and this package, "
+            "installed or sent as Ray's working directory"
+        ) from error
+
+
+def connect(gpus: int) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start Ray here, unless that is done."""
+    if ray.is_initialized():
+        return
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
-    local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": machine.gpus}
-    ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+    if address and address.startswith("ray://"):
+        raise ConfigError(f"RAY_ADDRESS={address}: start the run on a node of the cluster, and name HOST:PORT or auto")
+    local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": gpus}
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, RuntimeError) as error:
+        if not address:
+            raise
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined with {VERSIONS}: {error}") from error
+
+
+@contextmanager
+def ray_cluster(machine: Machine) -> Iterator[None]:
+    """Be part of the cluster, or of one of this machine's own; afterwards end all processes of the run."""
+    connect(machine.gpus)
     try:
         yield
     finally:
@@ -73,15 +150,44 @@ def ray_cluster(machine: Machine) -> Iterator[None]:
             ray.shutdown()
 
 
-def reserve(bundles: list[dict[str, float]]) -> object:
+def reserve(bundles: Sequence[dict[str, float]]) -> object:
     """Return a placement group for these bundles, or say in an error what is missing, but never wait endlessly."""
-    group = ray.util.placement_group(bundles, strategy="PACK")
+    group = ray.util.placement_group(list(bundles), strategy="PACK")
     try:
         ray.get(group.ready(), timeout=START_SECONDS)
     except GetTimeoutError:
         wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in wanted}
+        ray.util.remove_placement_group(group)
         raise ConfigError(
             f"the cluster has no room: {wanted} wanted, {free} free; use fewer ranks or engines"
         ) from None
     return group
+
+
+def prove_folders(nodes: Sequence[Node], run: Path, models: Sequence[str], saves: bool) -> None:
+    """Have every node read the models and write into the run's folder, and look for what it wrote."""
+    pendings = [(node, look(node.id, visit, str(run), models)) for node in nodes]
+    for node, pending in pendings:
+        unread, written = answered(pending, node.address)
+        if unread:
+            raise ConfigError(f"node {node.address} cannot read {unread}: put it on a disk that all nodes see")
+        mark = run / written if written else None
+        if mark is not None and mark.is_file():
+            mark.unlink()
+        elif saves:
+            raise ConfigError(
+                f"node {node.address} does not write into {run}, where checkpoints and logs go: set folder= to one on "
+                "a disk that all nodes see, or checkpoint.save=false, which leaves logs on their nodes"
+            )
+
+
+def visit(run: str, models: Sequence[str]) -> tuple[str, str]:
+    """Return the first model that cannot be read here, and the name of a file that was written into the folder."""
+    unread = next((path for path in models if Path(path).is_absolute() and not Path(path, "config.json").is_file()), "")
+    mark = Path(run, f"node-{ray.get_runtime_context().get_node_id()}")
+    try:
+        mark.write_text("")
+    except OSError:
+        return unread, ""
+    return unread, mark.name

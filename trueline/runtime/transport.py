@@ -3,7 +3,7 @@
 import datetime
 import math
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -117,24 +117,37 @@ class Channel(Protocol):
 
 
 class BroadcastGroup:
-    """A gloo or NCCL group of its own, beside those of DeepSpeed and vLLM. Rank 0 sends."""
+    """Gloo or NCCL groups of their own, beside those of DeepSpeed and vLLM. Rank 0 sends.
 
-    def __init__(self, store: Any, rank: int, world: int, timeout_seconds: float, device: torch.device = CPU) -> None:
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        store = dist.PrefixStore("weights", store)
-        self.device = device
-        if device.type == "cpu":
-            self.group = dist.ProcessGroupGloo(store, rank, world, timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self.group = dist.ProcessGroupNCCL(store, rank, world, options)
+    `nodes` are those of all ranks. Weights go to one process of each node, which passes them on to the others there.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, nodes: Sequence[int], timeout_seconds: float, device: torch.device = CPU
+    ) -> None:
+        self.device, self.timeout = device, datetime.timedelta(seconds=timeout_seconds)
+        firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+        here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        ways = {"between": firsts if rank in firsts else [], f"within {nodes[rank]}": here}
+        self.groups = [
+            self._group(dist.PrefixStore(f"weights {name}", store), ranks.index(rank), len(ranks))
+            for name, ranks in ways.items()
+            if len(ranks) > 1 or len(nodes) == 1
+        ]
+
+    def _group(self, store: Any, rank: int, world: int) -> Any:
+        if self.device.type == "cpu":
+            return dist.ProcessGroupGloo(store, rank, world, self.timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(store, rank, world, options)
 
     def room(self, bucket: Bucket) -> Tensor:
         return bucket_buffer(bucket, self.device)
 
     def send(self, buffer: Tensor) -> None:
-        self.group.broadcast(buffer, 0).wait()
+        for group in self.groups:
+            group.broadcast(buffer, 0).wait()
 
     def take(self, bucket: Bucket) -> Tensor:
         buffer = self.room(bucket)
@@ -150,16 +163,16 @@ class Link:
     """How trainer ranks and engine processes reach each other."""
 
     address: Address
-    world: int
+    nodes: tuple[int, ...]  # of all ranks
     timeout_seconds: float
     transport: str = "gloo"  # or "nccl", "ipc"
     shared: dict[str, list[SharedMemory]] = field(default_factory=dict)  # by GPU, where weights travel by ipc
 
     def joined(self, rank: int, device: torch.device, meeting: Meeting | None = None) -> BroadcastGroup:
         """Return the group on this rank; the one that opened the meeting brings it."""
-        store = (meeting or Meeting()).store(self.address, self.world, self.timeout_seconds)
+        store = (meeting or Meeting()).store(self.address, len(self.nodes), self.timeout_seconds)
         place = device if self.transport == "nccl" else CPU
-        return BroadcastGroup(store, rank, self.world, self.timeout_seconds, place)
+        return BroadcastGroup(store, rank, self.nodes, self.timeout_seconds, place)
 
     def received_by(self, rank: int, device: torch.device) -> Channel:
         """Return the channel of an engine's process."""
@@ -198,7 +211,7 @@ class GpuPair:
     """
 
     def __init__(self, group: BroadcastGroup, buffers: list[Tensor]) -> None:
-        self.group, self.buffers = group.group, buffers
+        (self.group,), self.buffers = group.groups, buffers
         self.turn = 0
 
     @classmethod

@@ -29,8 +29,8 @@ class WeightReceiver:
     channel: Channel
 
     def join_trainer(self, plain: list[Any], first_rank: int) -> None:
-        (host, port), world, seconds, transport, shared = plain
-        link = Link((host, port), world, seconds, transport, shared)
+        (host, port), nodes, seconds, transport, shared = plain
+        link = Link((host, port), tuple(nodes), seconds, transport, shared)
         self.channel = link.received_by(first_rank + self.rank, self.device)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:

@@ -46,6 +46,7 @@ class Way:
     differs: str = ""  # empty: they are the same
     apart: bool = False  # adapters alone are sent
     on_update: str = "wait"  # what becomes of completions under way
+    nodes: tuple[int, ...] = ()  # of the rank that sends and of each engine; empty: one
 
 
 class WeightSync:
@@ -75,7 +76,11 @@ class WeightSync:
         address = policy.actors[0].submit(Worker.listen).result(seconds)
         sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
         patience = min(max(seconds / SILENCE, LEAST_SECONDS), seconds)  # a member that is stopped blocks all others
-        link = Link(address, senders + sum(sizes), patience, self.way.transport, shared)
+        sender, *engines = self.way.nodes or (0,) * (1 + len(sizes))
+        nodes = [sender] * senders + [node for node, size in zip(engines, sizes, strict=True) for _ in range(size)]
+        if shared:  # what travels between processes there says only when
+            nodes = [0] * len(nodes)
+        link = Link(address, tuple(nodes), patience, self.way.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
         self._both(
             [actor.submit(Worker.connect, link).awaited() for actor in policy.actors],
@@ -168,7 +173,8 @@ class WeightSync:
         self._engines(RolloutEngine.resume)
         seconds = time.perf_counter() - start
         speed = self.bytes / 1e9 / sent
-        return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/version": version}
+        wire = self.bytes / 1e9 * max(len(set(self.way.nodes)) - 1, 0)  # from node to node
+        return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/wire_gb": wire, "sync/version": version}
 
     def verify(self) -> dict[str, float]:
         """Compare the log-probs of trainer and engines, which must be fully awake, on the same tokens."""

@@ -27,8 +27,9 @@ from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, me
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 from trueline.monitoring.beats import WORK
-from trueline.runtime.actors import Target, build
+from trueline.runtime.actors import Target
 from trueline.runtime.fingerprints import bit_sum
+from trueline.runtime.host import build
 from trueline.runtime.transport import Address, Meeting
 from trueline.sync.sender import WeightSender
 from trueline.training.checkpoints import Saved, save_tensors

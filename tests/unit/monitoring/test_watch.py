@@ -4,14 +4,15 @@ import queue
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.beats import WORK, write_beat
-from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, look
+from trueline.monitoring.beats import WORK, read_beat, write_beat
+from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, asked, look
 from trueline.monitoring.watch import Watch, explain
 
 HOUR = 3600.0  # of silence; nothing here takes as long, so that only `check` reports, at the time it is given
@@ -93,23 +94,35 @@ def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> No
     assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
 
 
-ASKED_TOO_LATE = """
-import os, signal, sys
-from trueline.monitoring.watch import Watch
-heard = []
-if sys.argv[1] == "own":
-    signal.signal(signal.SIGUSR1, lambda *_: heard.append("own"))
-with Watch(1000.0, print):
-    os.kill(os.getpid(), signal.SIGUSR1)
-os.kill(os.getpid(), signal.SIGUSR1)
-print(*heard)
+BUSY = """
+import sys, threading, time
+from pathlib import Path
+from trueline.monitoring.beats import start_beating
+
+def deeper(level):
+    return deeper(level - 1) if level else time.sleep(0.001)
+
+def work_on():
+    while True:
+        deeper(20)
+
+for _ in range(4):
+    threading.Thread(target=work_on, daemon=True).start()
+start_beating(Path(sys.argv[1]), "engine-0")
+time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("handler", "heard"), [("none", "\n"), ("own", "own\n")])
-def test_whoever_asks_too_late_ends_nothing_and_a_handler_of_the_users_is_back(handler: str, heard: str) -> None:
-    command = [sys.executable, "-c", ASKED_TOO_LATE, handler]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == heard
+def test_threads_that_are_at_work_survive_being_looked_at(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)]) as busy:
+        while (beat := read_beat(tmp_path / "engine-0.beat")) is None:
+            time.sleep(0.05)
+        for _ in range(5):
+            while not (stacks := asked(tmp_path / "engine-0")):
+                assert busy.poll() is None
+            assert stacks.count("in work_on") == 4
+        assert look(beat, tmp_path).stack and busy.poll() is None
+        busy.kill()
 
 
 def test_a_number_that_another_process_has_taken_is_not_the_process(tmp_path: Path) -> None:

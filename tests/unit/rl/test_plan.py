@@ -343,7 +343,7 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
-        monkeypatch.setattr(planning, "this_machine", lambda: there)
+        monkeypatch.setattr(planning, "machine_at_hand", lambda: there)
         for module in (planning, role_planning):
             monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
@@ -474,15 +474,17 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
         "gloo": elsewhere(24, gpus=2),
         "nccl": elsewhere(24, "sync.transport=nccl", gpus=2),
     }
-    assert {name: way_of(plan) for name, plan in ways.items()} == {name: Way("bfloat16", name) for name in ways}
-    assert way_of(elsewhere(24)) == Way("float32", "gloo")
+    assert {name: way_of(plan) for name, plan in ways.items()} == {
+        name: Way("bfloat16", name, nodes=(0, 0)) for name in ways
+    }
+    assert way_of(elsewhere(24)) == Way("float32", "gloo", nodes=(0, 0))
     assert way_of(elsewhere(24, "runtime=local")).transport == "local"
     wider = way_of(elsewhere(24, "rollout.dtype=float32", gpus=1))
-    assert wider == Way("float32", "ipc", "the trainer holds them in bfloat16, the engines in float32")
+    assert wider == Way("float32", "ipc", "the trainer holds them in bfloat16, the engines in float32", nodes=(0, 0))
     four_bits = way_of(elsewhere(24, "model.lora.rank=4", "model.lora.quantize=true", gpus=1))
     assert four_bits.differs == "the trainer holds them in 4 bits"
     apart = elsewhere(24, "model.lora.rank=9", "model.lora.sync=adapter", gpus=1)
-    assert way_of(apart) == Way("bfloat16", "ipc", apart=True)
+    assert way_of(apart) == Way("bfloat16", "ipc", apart=True, nodes=(0, 0))
     assert [one.adapter_rank for one in engine_specs(apart.config.model, apart.rollout, apart.layout, 0)] == [9]
     merged = elsewhere(24, "model.lora.rank=9", gpus=1)
     assert [one.adapter_rank for one in engine_specs(merged.config.model, merged.rollout, merged.layout, 0)] == [0]

@@ -35,8 +35,9 @@ from trueline.runs.memory import Tenant, model_bytes
 from trueline.runs.preflight import check_rollout, resolve_dtype
 from trueline.runs.processes import engine_specs
 from trueline.runtime import placement
-from trueline.runtime.actors import Done, Home, Spot
+from trueline.runtime.actors import Done, Spot
 from trueline.runtime.cluster import Machine
+from trueline.runtime.host import Home
 from trueline.runtime.placement import Layout, Processes, RoleRanks
 from trueline.training.engines import TRAIN_ENGINES, TrainRow
 from trueline.training.torch_engine import TorchEngine
@@ -161,7 +162,7 @@ def test_muon_is_refused_for_the_type_that_a_gpu_gives(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1", "completion": "2"}) + "\n")
-    monkeypatch.setattr("trueline.offline.plan.this_machine", lambda: machine(1))
+    monkeypatch.setattr("trueline.offline.plan.machine_at_hand", lambda: machine(1))
     words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "training.zero_stage=0"]
     with pytest.raises(ConfigError, match=r"model.dtype=float32 \(got bfloat16\)"):
         plan_supervised(SftConfig.load([], [*words, "training.optimizer=muon"]))
@@ -181,7 +182,7 @@ def test_ranks_that_the_machine_gives_are_compared_too(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight GPUs would give the policy four ranks, and the plan says so where its engine has one."""
-    monkeypatch.setattr("trueline.rl.plan.this_machine", lambda: machine(8))
+    monkeypatch.setattr("trueline.rl.plan.machine_at_hand", lambda: machine(8))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "reward.function=exact", TORCH]
     with pytest.raises(ConfigError, match=r"training.engine=torch runs in one process: set training.ranks=1 \(got 4\)"):
@@ -249,20 +250,23 @@ class Recorder:
 
 
 def environments(
-    gpus: int, engine: str, sampler: str, monkeypatch: pytest.MonkeyPatch, width: int = 1
+    gpus: int, engine: str, sampler: str, monkeypatch: pytest.MonkeyPatch, width: int = 1, in_turns: bool = True
 ) -> dict[str, dict[str, str]]:
     monkeypatch.setattr(placement, "RayActor", Recorder)
     monkeypatch.setattr(placement, "reserve", lambda bundles: None)
     monkeypatch.setattr(Recorder, "started", [])
-    processes = Processes(machine(gpus), Layout(2, 1, width), Path("logs"), local=False)
+    critic = RoleRanks("critic", 2, shared=True)
+    processes = Processes(
+        machine(gpus), Layout(2, 1, width, roles=(critic,), in_turns=in_turns), Path("logs"), local=False
+    )
     ranks, rollout = RanksConfig(engine=engine), RolloutConfig(engine=sampler, cpu_cache_gib=3.2)
     processes.policy(worker_target(ranks), [None, None])
-    processes.role(RoleRanks("critic", 2, shared=True), worker_target(ranks), [None, None])
+    processes.role(critic, worker_target(ranks), [None, None])
     processes.engines(ROLLOUT_ENGINES[sampler].target(rollout), [None])
     return dict(Recorder.started)
 
 
-SILENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
+SILENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def of_libraries(environment: dict[str, str]) -> dict[str, str]:
@@ -270,7 +274,6 @@ def of_libraries(environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueline.rollout.engines.LOOPBACK", {"GLOO_SOCKET_IFNAME": "lo"})
     cpu = environments(0, "deepspeed", "vllm", monkeypatch)
     assert [of_libraries(cpu[name]) for name in ("policy-0", "policy-1", "critic-0")] == [
         {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -292,10 +295,10 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
     assert all(one["DO_NOT_TRACK"] == "1" for one in (cpu | gpu | plain).values())
 
 
-def test_processes_that_work_at_once_share_the_cores() -> None:
-    turns, at_once = Layout(2, 3, 2), Layout(2, 3, 2, in_turns=False)
-    assert (turns.at_work(2), turns.at_work(6)) == (2, 6)
-    assert (at_once.at_work(2), at_once.at_work(6)) == (8, 8)
+def test_processes_that_work_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for in_turns, expected in ((True, {"4"}), (False, {"2"})):
+        found = environments(0, "torch", "hf", monkeypatch, 2, in_turns)
+        assert {one["OMP_NUM_THREADS"] for one in found.values()} == expected
 
 
 # Engines that the package has never heard of

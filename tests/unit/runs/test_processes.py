@@ -30,7 +30,7 @@ def test_every_rank_of_a_role_knows_what_it_is() -> None:
     processes: Any = Recorder()
     group = role_group(RoleModel("critic", "critic", model, ranks, "value", NOTHING, 4), processes, 5, 60.0, 9)
     ((place, specs),) = processes.asked
-    assert place == RoleRanks("critic", 4, shared=False)
+    assert place == RoleRanks("critic", 4, shared=False, width=2)
     assert [(one.rank, one.world) for one in specs] == [(rank, 4) for rank in range(4)]
     known = {(one.model.path, one.head, one.total_steps, one.seed, one.timeout_seconds) for one in specs}
     assert known == {("somewhere", "value", 9, 5, 60.0)}

@@ -28,7 +28,7 @@ def test_every_kind_of_run_says_a_fact_in_the_same_words(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (rl_planning, offline_planning, job_planning):
-        monkeypatch.setattr(module, "this_machine", lambda: Machine(3, 64 * GIB, 0, 0))
+        monkeypatch.setattr(module, "machine_at_hand", lambda: Machine(3, 64 * GIB, 0, 0))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
 
     def tree(rank: int = 0, **keys: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 import pytest
 
 from trueline.config.base import ConfigError
-from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Layout, RoleRanks, check_devices, crowding
+from trueline.runtime.cluster import Machine, Node
+from trueline.runtime.placement import Layout, RoleRanks, check_devices, crowding, placed
 
 
 def machine(gpus: int) -> Machine:
@@ -62,3 +62,60 @@ def test_more_processes_of_a_kind_than_cores_are_told_on_cpus_alone() -> None:
     assert all("8 CPU cores" in line for line in found)
     assert crowding(crowded, machine(16)) == []
     assert crowding(layout(8, 8, 1, False, critic(8, shared=True)), machine(0)) == []
+
+
+# Several nodes
+
+
+def cluster(*gpus: int, cpus: int = 0) -> Machine:
+    """Nodes with so many GPUs each; without any, with so many CPU slots."""
+    nodes = [
+        Node(f"10.0.0.{at}", "", cpus or 8, 2**34, count) if not cpus else Node(f"10.0.0.{at}", "", count, 2**34)
+        for at, count in enumerate(gpus)
+    ]
+    return Machine(sum(one.cpus for one in nodes), 2**36, sum(one.gpus for one in nodes), 2**34, "", tuple(nodes))
+
+
+def test_processes_fill_node_after_node_and_engines_take_the_freest() -> None:
+    found = placed(layout(3, 2, 2, False, critic(2, shared=False)), cluster(4, 6))
+    assert (found.policy, found.roles, found.engines) == ([0, 0, 0], {"critic": [0, 1]}, [1, 1])
+    found = placed(layout(2, 1), cluster(0, 1, 2, cpus=1))
+    assert (found.policy, found.engines, found.used()) == ([1, 2], [2], [1, 2])
+
+
+def test_copies_of_a_model_stay_within_a_node_where_they_fit() -> None:
+    pairs = Layout(4, width=2)
+    assert placed(pairs, cluster(3, 3)).policy == [0, 0, 1, 1]
+    assert placed(Layout(4, width=4), cluster(2, 2)).policy == [0, 0, 1, 1]  # it fits into none
+    wide = RoleRanks("critic", 4, False, width=2)
+    assert placed(Layout(1, roles=(wide,)), cluster(4, 3)).roles == {"critic": [0, 0, 1, 1]}
+
+
+def test_what_shares_lies_with_its_ranks() -> None:
+    beside = RoleRanks("reference", 4, True)
+    found = placed(Layout(4, 2, 2, True, (beside,)), cluster(2, 2))
+    assert (found.engines, found.roles) == ([0, 1], {"reference": [0, 0, 1, 1]})
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: engine 1 would lie on 10\.0\.0\.0 and 10\.0\.0\.1"):
+        placed(Layout(6, 3, 2, True), cluster(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "said"),
+    [
+        (layout(2, 1, 4), (4, 2), r"tensor_parallel=4 needs 4 GPUs on one node: 10\.0\.0\.0 has 2 of 4 left"),
+        (layout(1, 1, 8), (4, 4), r"rollout\.tensor_parallel=8.*need 9 GPUs, there are 8"),
+        (layout(9, 0), (4, 4), r"training\.ranks=9"),
+    ],
+)
+def test_a_wish_that_no_node_can_grant_is_refused_with_what_each_has(
+    wanted: Layout, nodes: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_devices(wanted, cluster(*nodes))
+
+
+def test_cpu_slots_are_counted_on_a_cluster_alone() -> None:
+    with pytest.raises(ConfigError, match=r"training\.ranks=4 needs 4 CPU slots: 10\.0\.0\.0 has 0 of 1 left"):
+        check_devices(layout(4, 0), cluster(1, 2, cpus=1))
+    check_devices(layout(4, 4), machine(0))
+    assert crowding(layout(4, 0), cluster(1, 2, cpus=1)) == []
