@@ -6,6 +6,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ class Nodes:
     slots: Sequence[int]
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     raylets: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    sockets: str = ""
 
     def name(self, node: int) -> str:
         return f"tl{os.getpid()}n{node}"
@@ -41,6 +43,7 @@ class Nodes:
         return ["ip", "netns", "exec", self.name(node), *words]
 
     def start(self) -> None:
+        self.sockets = tempfile.mkdtemp(prefix="tl")  # with a short path, for their names have little room
         hub, bridge = f"tl{os.getpid()}", "tlbridge"
         run("ip", "netns", "add", hub)
         run("ip", "-n", hub, "link", "add", bridge, "type", "bridge")
@@ -60,7 +63,7 @@ class Nodes:
     def raylet(self, node: int) -> subprocess.Popen[bytes]:
         """Start Ray on a node; the first is the head. The call returns before it is up."""
         ray = str(Path(sys.executable).with_name("ray"))
-        where = ["--head", f"--port={PORT}", f"--temp-dir={self.folder}/ray", "--include-dashboard=false"]
+        where = ["--head", f"--port={PORT}", f"--temp-dir={self.sockets}", "--include-dashboard=false"]
         words = where if node == 0 else [f"--address={self.address(0)}:{PORT}"]
         words += [f"--node-ip-address={self.address(node)}", f"--num-cpus={self.slots[node]}", "--block"]
         environment = self.environment()
@@ -68,8 +71,10 @@ class Nodes:
         with (self.folder / f"node-{node}.log").open("wb") as log:
             command = self.inside(node, ray, "start", *words, "--object-store-memory=200000000")
             started = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        asked = [ray, "status", f"--address={self.address(0)}:{PORT}"] if node == 0 else ["true"]
-        while subprocess.run(self.inside(0, *asked), env=self.environment(), capture_output=True).returncode:
+        asked = self.inside(0, ray, "status", f"--address={self.address(0)}:{PORT}")
+        while (
+            subprocess.run(asked, env=self.environment(), capture_output=True, text=True).stdout.count(" node_") <= node
+        ):
             assert started.poll() is None, (self.folder / f"node-{node}.log").read_text()
         return started
 
@@ -90,6 +95,7 @@ class Nodes:
         for raylet in self.raylets:
             raylet.wait()
         subprocess.run(["ip", "netns", "del", f"tl{os.getpid()}"], check=False)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
 def run(*words: str) -> None:

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def machine_at_hand() -> Machine:
     if "RAY_ADDRESS" not in os.environ:
         return own_devices()
     connect(0)
-    seen = [(node, look(node["NodeID"], own_devices)) for node in ray.nodes() if node["Alive"]]
+    living = [node for node in ray.nodes() if node["Alive"]]
+    living.sort(key=lambda node: ip_address(node["NodeManagerAddress"]))
+    seen = [(node, look(node["NodeID"], own_devices)) for node in living]
     free = cluster_state.available_resources_per_node()
     nodes, kinds = [], []
     for node, pending in seen:
