@@ -192,7 +192,7 @@ def resolve(
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:
-    """Return ranks, engines, and whether they share GPUs; of two or more not `taken` each side gets about half."""
+    """Return ranks, engines, and whether they share GPUs; apart, each side gets about half of those not `taken`."""
     width = config.rollout.tensor_parallel
     if config.runtime == "local":
         return 1, 1, False
@@ -200,7 +200,9 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
         return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
     gpus = max(machine.gpus - taken, 1)
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
-    colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
+    asked = config.training.ranks is not None and config.rollout.engines is not None
+    waits = config.rollout.max_staleness == 0 and not asked  # half of the GPUs would always wait for the other half
+    colocated = config.placement == "colocated" or (config.placement == "auto" and (waits or wanted > gpus))
     if colocated:
         ranks = config.training.ranks or gpus
         return ranks, config.rollout.engines or max(ranks // width, 1), True

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
+from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import ModelFacts
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 from trueline.training.engines import TRAIN_ENGINES
-from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
