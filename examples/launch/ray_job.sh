@@ -4,10 +4,10 @@
 #
 #   examples/launch/ray_job.sh http://ADDRESS_OF_HEAD:8265 FOLDER_WITH_YOUR_REWARD
 #
-# Both ends need pip install 'ray[default]'. The address is that of Ray's dashboard, which listens on the head alone; from
-# elsewhere: ssh -L 8265:localhost:8265 HEAD. The folder is copied to the cluster (keep models and data out of it), so
-# that reward.py is found there. The token is read from ~/.ray/auth_token; put no secret into the command or a runtime
-# environment: Ray shows and logs both.
+# Both ends need pip install 'ray[default]'. The address is that of Ray's dashboard, which listens on the head alone;
+# from elsewhere: ssh -L 8265:localhost:8265 HEAD. The folder is copied to the cluster (keep models and data out of it),
+# so that reward.py is found there. The token is read from ~/.ray/auth_token; put no secret into the command or a
+# runtime environment: Ray shows and logs both.
 set -euo pipefail
 export RAY_AUTH_MODE=token
 

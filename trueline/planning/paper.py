@@ -1,12 +1,12 @@
 """Plans of runs on devices that are not here, of models that need not be: by the planners of real runs."""
 
-import itertools
+import math
 from types import SimpleNamespace
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError, nested
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
-from trueline.config.supervised import DistillRunConfig, SupervisedConfig
+from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Prompt
 from trueline.models.loading import check_model
@@ -18,8 +18,8 @@ from trueline.planning.seconds import phase_seconds, sync_bytes, train_seconds
 from trueline.rl.estimates import describe_roles, memory_bytes
 from trueline.rl.plan import RLPlan, Surroundings, check_algorithm, decide
 from trueline.runs.memory import GIB, Tenant
-from trueline.runs.preflight import Measured
-from trueline.runs.summary import engines_line, machine_line, model_line, ranks_line
+from trueline.runs.preflight import MODEL_KEYS, Kind, Measured
+from trueline.runs.summary import engines_line, machine_line, model_line, ranks_line, warning_lines
 from trueline.runtime.placement import Layout, check_devices
 
 PROMPT_TOKENS, ROW_TOKENS = 512, 2048  # where no key says otherwise
@@ -28,31 +28,24 @@ NO_TOKENIZER = SimpleNamespace(chat_template=None, eos_token_id=0)
 
 def plan_on_paper(config: RunConfig, devices: Devices) -> str:
     """Describe a run of these keys on these devices, or refuse it as it would be refused there."""
-    if isinstance(config, RLConfig):
-        return describe_rl(plan_rl_on_paper(config, devices), devices)
+    config = on_paper(config)
     if isinstance(config, SupervisedConfig):
-        return describe_supervised(config.replaced(on_paper(config)), devices)
-    raise ConfigError("only runs of reinforcement learning and of offline tasks are planned on paper")
+        return describe_supervised(config, devices)
+    assert isinstance(config, RLConfig)  # no other verb is planned
+    return describe_rl(plan_rl_on_paper(config, devices), devices)
 
 
-def on_paper(config: RLConfig | SupervisedConfig) -> Tree:
+def on_paper(config: Kind) -> Kind:
     """Mark the models of a run, so that no more than their shapes is asked for."""
-    if not config.model.path:
+    named = {key.path: str(key.default) for key in config.leaves() if key.path in MODEL_KEYS and key.default}
+    if "model.path" not in named:
         raise ConfigError("no model: give --model-shape llama-8b or another of the table, or --model FOLDER")
-    names = {"model": {"path": config.model.path}}
-    if isinstance(config, RLConfig):
-        names |= {"teacher": {"path": config.teacher.path}} if config.teacher.path else {}
-        names |= {"critic": {"path": config.critic.path}} if config.critic.path else {}
-    if isinstance(config, DistillRunConfig) and config.distill.teacher:
-        names |= {"distill": {"teacher": config.distill.teacher}}
-    return {
-        section: {key: PAPER + path.removeprefix(PAPER) for key, path in part.items()}
-        for section, part in names.items()
-    }
+    for key, path in named.items():
+        config = config.replaced(nested(key, PAPER + path.removeprefix(PAPER)))
+    return config
 
 
 def plan_rl_on_paper(config: RLConfig, devices: Devices) -> RLPlan:
-    config = config.replaced(on_paper(config))
     check_algorithm(config)
     length = config.rollout.max_prompt_tokens or PROMPT_TOKENS
     prompts = Measured([Prompt(0, [])], [length])
@@ -62,28 +55,21 @@ def plan_rl_on_paper(config: RLConfig, devices: Devices) -> RLPlan:
     return plan
 
 
-def spots(layout: Layout, devices: Devices) -> dict[str, list[int]]:
+def spots(layout: Layout, devices: Devices) -> dict[str, range]:
     """Return the first GPU of every rank and engine, numbered through the nodes; an engine lies inside one node."""
-    width, size = layout.tensor_parallel, devices.gpus_of_node
-    if layout.engines and width > size:
-        raise ConfigError(f"rollout.tensor_parallel={width} is more than the {size} GPUs of a node: set it to {size}")
-    free = itertools.count(layout.policy_ranks)
-    found = {"policy": list(range(layout.policy_ranks))}
-    for one in layout.roles:
-        found[one.name] = list(range(one.ranks)) if one.shared else list(itertools.islice(free, one.ranks))
-    first = 0 if layout.colocated else next(free)
-    found["engine"] = []
-    for _ in range(layout.engines):
-        first += size - first % size if first % size + width > size else 0
-        found["engine"].append(first)
-        first += width
-    last = (layout.policy_ranks if layout.colocated else devices.nodes * size) if layout.engines else first
-    if first > last:
+    width, size, taken = layout.tensor_parallel, devices.gpus_of_node, layout.policy_ranks
+    if layout.engines and size % width:
+        fitting = math.gcd(width, size)
         raise ConfigError(
-            f"rollout.engines={layout.engines} of {width} GPUs do not fit into nodes of {size}: set "
-            f"rollout.engines={sum(one + width <= last for one in found['engine'])}, or another rollout.tensor_parallel"
+            f"rollout.tensor_parallel={width} does not divide the {size} GPUs of a node: set it to {fitting}"
         )
-    return found
+    found = {"policy": range(taken)}
+    for one in layout.roles:
+        start = 0 if one.shared else taken
+        found[one.name] = range(start, start + one.ranks)
+        taken = max(taken, start + one.ranks)
+    first = 0 if layout.colocated else math.ceil(taken / width) * width
+    return found | {"engine": range(first, first + layout.engine_gpus(), width)}
 
 
 def describe_places(layout: Layout, devices: Devices) -> list[str]:
@@ -117,10 +103,15 @@ def describe_rl(plan: RLPlan, devices: Devices) -> str:
             f"batch      {completions} answers of {plan.rollout.max_new_tokens} tokens to prompts of "
             f"{plan.longest_prompt}; optimizer steps: {config.minibatches * config.epochs}",
             f"sync       {sync_bytes(plan) / 1e9:.1f} GB to each engine by {plan.transport()}",
-            f"expected   {', '.join(f'{name} {value:.2g} s' for name, value in seconds.items())}: "
+            f"expected   {', '.join(f'{name} {rounded(value)} s' for name, value in seconds.items())}: "
             f"{duration(sum(seconds.values()) - hidden)} a step; an estimate (docs/cluster.md)",
+            *warning_lines(config, layout, plan.machine),
         ]
     )
+
+
+def rounded(seconds: float) -> str:
+    return f"{float(f'{seconds:.2g}'):g}"
 
 
 def describe_supervised(config: SupervisedConfig, devices: Devices) -> str:
@@ -140,7 +131,8 @@ def describe_supervised(config: SupervisedConfig, devices: Devices) -> str:
             *forecast.lines(),
             *describe_places(layout, devices),
             f"batch      {config.samples_per_step} rows of {longest} tokens",
-            f"expected   train {train_seconds(one, tokens, longest, 1, devices):.2g} s a step; an estimate "
+            f"expected   train {rounded(train_seconds(one, tokens, longest, 1, devices))} s a step; an estimate "
             "(docs/cluster.md)",
+            *warning_lines(config, layout, machine),
         ]
     )

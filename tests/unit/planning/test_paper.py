@@ -13,7 +13,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 from trueline.planning.hardware import read_devices
-from trueline.planning.paper import describe_places, plan_on_paper, plan_rl_on_paper, spots
+from trueline.planning.paper import describe_places, on_paper, plan_on_paper, plan_rl_on_paper, spots
 from trueline.planning.seconds import phase_seconds, sync_bytes
 from trueline.rl.plan import RLPlan
 from trueline.runtime.placement import Layout, RoleRanks
@@ -23,7 +23,7 @@ GIB = 2**30
 
 def planned(shape: str, devices: str, *words: str) -> RLPlan:
     config = RLConfig.load([], [f"model.path={shape}", *words], {"algorithm": {"preset": "grpo"}})
-    return plan_rl_on_paper(config, read_devices(devices))
+    return plan_rl_on_paper(on_paper(config), read_devices(devices))
 
 
 def proposed(error: ConfigError) -> list[str]:
@@ -66,20 +66,16 @@ def test_ranks_engines_and_roles_have_their_nodes() -> None:
         "node 1     nothing",
     ]
     apart = Layout(6, 2, 4, roles=(RoleRanks("critic", 1, False),))
-    assert spots(apart, read_devices("2x8xH100"))["engine"] == [8, 12]  # none lies across two nodes
+    assert spots(apart, read_devices("2x8xH100"))["engine"] == range(8, 16, 4)  # none lies across two nodes
     assert describe_places(apart, read_devices("2x8xH100"))[0] == "node 0     policy 0-5, critic 0"
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        (Layout(16, 1, 16, colocated=True), r"rollout\.tensor_parallel=16 is more than the 8 GPUs .* set it to 8"),
-        (Layout(6, 2, 5), r"rollout\.engines=2 of 5 GPUs .*nodes of 8: set rollout\.engines=1"),
-    ],
-)
-def test_an_engine_lies_inside_one_node(layout: Layout, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        spots(layout, read_devices("2x8xH100"))
+@pytest.mark.parametrize(("width", "remedy"), [(16, 8), (5, 1), (6, 2)])
+def test_an_engine_lies_inside_one_node(width: int, remedy: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"tensor_parallel={width} does not divide the 8 GPUs .*: set it to {remedy}$"
+    ):
+        spots(Layout(16, 1, width, colocated=True), read_devices("2x8xH100"))
 
 
 def test_the_model_of_the_hardware_tells_what_was_measured_on_one_h200() -> None:
