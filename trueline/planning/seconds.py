@@ -29,7 +29,7 @@ def train_seconds(one: Tenant, tokens: float, length: float, updates: int, devic
     """Estimate `updates` of a model, which see so many tokens in all."""
     work = 3 - bool(one.model.lora.rank) + bool(one.model.gradient_checkpointing)  # in forward passes
     computed = work * forward_flops(one.facts, tokens, length) / (one.world * devices.flops())
-    gathered = 3 if stage_of(one) == 3 else 1  # weights for each direction, and gradients
+    gathered = 2 * (stage_of(one) == 3) + (not one.model.lora.rank)  # weights for each direction, and gradients
     moved = 16 * one.facts.parameters / one.world if one.ranks.offload == "moments" else 0
     return computed + gathered * exchange_seconds(one, tokens, devices) + updates * moved / HOST_RATE
 

@@ -94,6 +94,7 @@ def test_more_devices_take_less_time_and_more_models_more() -> None:
     assert bare["score"] == 0 < one["score"]
     adapters = planned("qwen2.5-7b", "8xH100", "model.lora.rank=16", "model.lora.sync=adapter")
     assert sync_bytes(adapters) < 0.02 * sync_bytes(planned("qwen2.5-7b", "8xH100"))
+    assert expected_of(adapters, "8xH100")["train"] < one["train"]  # neither gradients of weights nor their exchange
 
 
 def test_sampling_while_training_costs_the_longer_of_the_two() -> None:
