@@ -26,10 +26,11 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, collate, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
+from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.scorer import Scorer
 from trueline.training.report import LossSettings
-from trueline.training.worker import HEAD_CHUNK, Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"

@@ -28,6 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 LAYERS = (
     {"__init__", "api", "cli", "demo"},
     {"verbs", "objects"},
+    {"planning"},
     {"rl", "offline", "jobs"},
     {"runs"},
     {"rollout", "training", "sync"},
@@ -46,7 +47,7 @@ NEIGHBOURS = {
     ("monitoring", "config"),
     ("environments", "rewards"),
     ("jobs", "offline"),
-} | {(one, other) for one in LAYERS[4] for other in LAYERS[4]}
+} | {(one, other) for one in LAYERS[5] for other in LAYERS[5]}
 HOMES = {  # third-party library -> the files that may import it
     "ray": r"runtime/.*",
     "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py",

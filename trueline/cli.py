@@ -19,6 +19,7 @@ from trueline.verbs import DATA, REWARD, TASK_VERBS, VERBS, Verb
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 TRIAL_FLAGS = REWARD | DATA
+PLAN_FLAGS = {"--model": "model.path"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_reward_verbs(verbs)
     add_export(verbs)
     add_explain(verbs)
+    add_plan(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
@@ -131,6 +133,17 @@ def add_explain(verbs: Any) -> None:
     explain = verbs.add_parser("explain", help=about)
     explain.add_argument("of", metavar="RUN", help="folder of the run, or its name below runs/")
     explain.set_defaults(run=run_explain)
+
+
+def add_plan(verbs: Any) -> None:
+    about = "plan a run on devices that are not here: who goes where, memory and seconds of each phase"
+    plan = verbs.add_parser("plan", help=about)
+    planned = [name for name, command in VERBS.items() if trains(command)]
+    plan.add_argument("of", type=one_of(planned), metavar="VERB", help="verb of the run")
+    plan.add_argument("--devices", required=True, help="NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node")
+    plan.add_argument("--model-shape", metavar="NAME", help="published shape in place of --model, e.g. llama-70b")
+    add_config_options(plan, PLAN_FLAGS)
+    plan.set_defaults(run=plan_run)
 
 
 def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
@@ -206,6 +219,18 @@ def run_explain(options: argparse.Namespace) -> int:
 
     named = Path(RunConfig.model_fields["folder"].default) / options.of
     sys.stdout.write(explain(Path(options.of) if Path(options.of).is_dir() else named) + "\n")
+    return 0
+
+
+def plan_run(options: argparse.Namespace) -> int:
+    asked = [*given_flags(options, PLAN_FLAGS), *options.overrides]
+    asked += [f"model.path={options.model_shape}"] * (options.model_shape is not None)
+    config = load(options.of, VERBS[options.of].kind.asked(options.config, asked))
+    quiet_libraries()
+    from trueline.planning.hardware import read_devices  # noqa: PLC0415
+    from trueline.planning.paper import plan_on_paper  # noqa: PLC0415
+
+    sys.stdout.write(plan_on_paper(config, read_devices(options.devices)) + "\n")
     return 0
 
 

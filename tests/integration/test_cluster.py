@@ -96,7 +96,10 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
 @pytest.mark.parametrize(
     ("verb", "words"),
     [
-        ("ppo", ["--reward", "reward_model", *SMALL, *SPREAD, "critic.learning_rate=1e-3"]),
+        (
+            "ppo",
+            ["--reward", "reward_model", *SMALL, *SPREAD, "rollout.max_prompt_tokens=32", "critic.learning_rate=1e-3"],
+        ),
         ("dpo", [*SPREAD, "steps=3", "samples_per_step=4"]),
     ],
 )

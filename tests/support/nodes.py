@@ -1,6 +1,7 @@
 """Ray nodes with addresses of their own on one machine: network namespaces, each with a line to a bridge."""
 
 import contextlib
+import itertools
 import os
 import secrets
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,9 +28,13 @@ class Nodes:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     raylets: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: str = ""
+    number: int = field(default_factory=partial(next, itertools.count()))
 
     def name(self, node: int) -> str:
-        return f"tl{os.getpid()}n{node}"
+        return f"{self.hub()}n{node}"
+
+    def hub(self) -> str:
+        return f"tl{os.getpid()}x{self.number}"
 
     def address(self, node: int) -> str:
         return f"10.77.0.{node + 1}"
@@ -44,12 +50,12 @@ class Nodes:
 
     def start(self) -> None:
         self.sockets = tempfile.mkdtemp(prefix="tl")  # with a short path, for their names have little room
-        hub, bridge = f"tl{os.getpid()}", "tlbridge"
+        hub, bridge = self.hub(), "tlbridge"
         run("ip", "netns", "add", hub)
         run("ip", "-n", hub, "link", "add", bridge, "type", "bridge")
         run("ip", "-n", hub, "link", "set", bridge, "up")
         for node, _ in enumerate(self.slots):
-            name, line = self.name(node), f"tl{os.getpid() % 10000}l{node}"
+            name, line = self.name(node), f"tl{os.getpid() % 10000}{self.number}l{node}"
             run("ip", "netns", "add", name)
             run("ip", "link", "add", line, "type", "veth", "peer", "name", f"{line}p")
             run("ip", "link", "set", f"{line}p", "netns", hub)
@@ -94,7 +100,7 @@ class Nodes:
             subprocess.run(["ip", "netns", "del", self.name(node)], check=False)
         for raylet in self.raylets:
             raylet.wait()
-        subprocess.run(["ip", "netns", "del", f"tl{os.getpid()}"], check=False)
+        subprocess.run(["ip", "netns", "del", self.hub()], check=False)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
+from trueline.models.shapes import PAPER, SHAPES, shape_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -52,10 +53,12 @@ class ModelFacts:
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
-    """Refuse a model that cannot be trained here, by name and with the remedy."""
+    """Refuse a model that cannot be trained here, by name and with the remedy; on paper, read its shape alone."""
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
-    folder = Path(config.path).expanduser()
+    folder = Path(config.path.removeprefix(PAPER)).expanduser()
+    if config.path.startswith(PAPER):
+        return check_settings(config, folder, paper_settings(config))
     if folder.is_dir():
         check_folder(folder)
     elif not hub_name(config.path):
@@ -65,7 +68,16 @@ def check_model(config: ModelConfig) -> ModelFacts:
         )
     else:
         try_hub()
-    settings = load_settings(config)
+    return check_settings(config, folder, load_settings(config))
+
+
+def paper_settings(config: ModelConfig) -> dict[str, Any]:
+    name = config.path.removeprefix(PAPER)
+    known = name in SHAPES or not (hub_name(name) or Path(name).expanduser().is_dir())
+    return shape_settings(name) if known else load_settings(config.replaced({"path": name}))
+
+
+def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) -> ModelFacts:
     rescaled = [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]
     if rescaled:
         raise ConfigError(
@@ -128,11 +140,16 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
-    """Count parameters by the headers of the weight files, or estimate them by the shape of a model not on disk."""
-    if folder.is_dir():
-        return sum(safetensors_numel(file) for file in folder.glob("*.safetensors"))
-    hidden, layers, vocabulary = (settings[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    return int(12 * layers * hidden * hidden + vocabulary * hidden)
+    """Count parameters by the headers of the weight files; those of a model not on disk by its shape, MLPs gated."""
+    if files := list(folder.glob("*.safetensors")):
+        return sum(safetensors_numel(file) for file in files)
+    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+    size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
+    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 1)
+    key_heads, head = settings.get("num_key_value_heads") or heads, settings.get("head_dim") or hidden // heads
+    layer = 2 * hidden * head * (heads + key_heads) + 3 * hidden * size * experts + 2 * hidden
+    tables = 1 if settings.get("tie_word_embeddings") else 2
+    return int(settings["num_hidden_layers"] * layer + tables * settings["vocab_size"] * hidden)
 
 
 def safetensors_numel(file: Path) -> int:

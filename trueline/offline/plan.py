@@ -2,7 +2,9 @@
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import RanksConfig
@@ -93,7 +95,7 @@ def budget_of(config: SupervisedConfig) -> Budget:
 
 
 def forecast_memory(
-    config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int
+    config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int, *, propose: bool = True
 ) -> Forecast:
     """Choose what memory decides; a teacher lives beside its student."""
     tokens = config.samples_per_step * longest / world
@@ -107,7 +109,17 @@ def forecast_memory(
     else:
         nodes = placed(Layout(world, width=config.model.width()), machine).policy
         rooms = node_rooms(machine, [(one, nodes) for one in tenants])
-    return settled(rooms, longest, "max_tokens")
+    divide = partial(sharding_keys, config, facts, machine, world, longest) if propose and machine.gpus else str
+    return settled(rooms, longest, "max_tokens", divide)
+
+
+def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int) -> str:
+    """Return the first keys that share the model out further and make it fit, in a configuration's words."""
+    for keys in ({"zero_stage": 3}, {"zero_stage": 3, "offload": "optimizer"}):
+        with suppress(ConfigError):
+            forecast_memory(config.replaced({"training": keys}), facts, machine, world, longest, propose=False)
+            return " and ".join(f"training.{key}={value}" for key, value in keys.items())
+    return ""
 
 
 def check_teacher(config: DistillRunConfig) -> None:

@@ -1,18 +1,31 @@
 """Plan a run before anything starts: fill in what the machine and the model decide, refuse what cannot work."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import RanksConfig, check_training
-from trueline.config.rl import ResolvedRollout, RLConfig
+from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import check_engines
-from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, engine_room, settled
+from trueline.runs.memory import (
+    FEWEST_SEQUENCES,
+    GIB,
+    HOST_SHARE,
+    EngineRoom,
+    Forecast,
+    Room,
+    Tenant,
+    engine_room,
+    settled,
+)
 from trueline.runs.preflight import (
     Measured,
     PromptSet,
@@ -31,6 +44,8 @@ from trueline.runs.rewards import check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, roles_of
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, placed
+
+ENGINE_WIDTHS = (2, 4, 8)  # GPUs of an engine that a refusal proposes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +102,26 @@ class RLPlan(RLDraft):
         return room.engine.cache_bytes(share * room.size) if self.shares_gpus() else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a plan is made for besides its keys: as read and found here, or as assumed."""
+
+    facts: ModelFacts
+    machine: Machine
+    trained: list[Measured]  # one for each dataset
+    tested: dict[str, Measured]
+    chat: ChatFormat
+    warnings: list[str]  # of the rewards
+
+
 def plan_rl(config: RLConfig) -> RLPlan:
     """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
-    asked = config.rollout.gpu_memory_utilization
     check_algorithm(config)
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
+    return decide(config, look_around(config))
+
+
+def look_around(config: RLConfig) -> Surroundings:
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
@@ -102,7 +132,13 @@ def plan_rl(config: RLConfig) -> RLPlan:
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
-    config, rollout, layout, roles = resolve(config, facts, machine, [*trained, *tested.values()])
+    return Surroundings(facts, machine, trained, tested, chat, warnings)
+
+
+def decide(asked: RLConfig, around: Surroundings, *, propose: bool = True) -> RLPlan:
+    """Make the plan, or refuse it and, with `propose`, look for keys that would divide its models so that they fit."""
+    facts, machine, trained, tested = around.facts, around.machine, around.trained, around.tested
+    config, rollout, layout, roles = resolve(asked, facts, machine, [*trained, *tested.values()])
     check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
     if config.runtime != "local":
         check_devices(layout, machine)
@@ -114,8 +150,54 @@ def plan_rl(config: RLConfig) -> RLPlan:
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, chat, warnings)
-    return settle_memory(draft, asked)
+    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.warnings)
+    sections = ["training", *(role.section for role in roles)]
+    return settle_memory(
+        draft,
+        asked.rollout.gpu_memory_utilization,
+        partial(dividing_keys, asked, around, sections) if propose else str,
+    )
+
+
+def dividing_keys(config: RLConfig, around: Surroundings, sections: list[str]) -> str:
+    """Return the first keys that divide engine or models further and make the run fit, in a configuration's words."""
+    sharded: Tree = {section: {"zero_stage": 3} for section in sections}
+    models: list[Tree] = [
+        {},
+        {"training": {"zero_stage": 3}},
+        sharded,
+        merge(sharded, {"training": {"offload": "optimizer"}}),
+        {name: keys for name, keys in sharded.items() if name != "reference"} | {"model": {"lora": {"rank": 16}}},
+    ]
+    widths = [width for width in ENGINE_WIDTHS if width > config.rollout.tensor_parallel]
+    engines: list[Tree] = [{}, *({"rollout": {"tensor_parallel": width}} for width in widths)]
+    for keys in (merge(model, engine) for model in models for engine in engines if around.machine.gpus):
+        with suppress(ConfigError):
+            tried = config.replaced(keys)
+            engine = decide(tried, around, propose=False).forecast.room.engine
+            if engine.fixed + FEWEST_SEQUENCES * engine.sequence > OWN_GPU * around.machine.gpu_bytes:
+                continue
+            before = {key.path: key.default for key in config.leaves()}
+            changed = [key for key in tried.leaves() if key.default != before[key.path]]
+            return " and ".join(f"{key.path}={key.default}" for key in changed)
+    return ""
+
+
+def check_engine(draft: RLDraft, engine: EngineRoom, divide: Callable[[], str]) -> None:
+    """Refuse an engine that does not start on its GPUs, whoever else is there."""
+    least, most = engine.fixed + engine.sequence, OWN_GPU * draft.machine.gpu_bytes
+    if least <= most or not draft.machine.gpus:
+        return
+    keys = divide()
+    raise ConfigError(
+        f"an engine needs about {least / GIB:.1f} GiB on each of its GPUs (rollout.tensor_parallel="
+        f"{draft.rollout.tensor_parallel}), {most / GIB:.1f} GiB are there: "
+        + (
+            f"set {keys}"
+            if keys
+            else "no division of its models fits these GPUs: take more of them, or a smaller model"
+        )
+    )
 
 
 def check_algorithm(config: RLConfig) -> None:
@@ -197,7 +279,7 @@ def resolve(
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:
-    """Return ranks, engines, and whether they share GPUs; of two or more not `taken` each side gets about half."""
+    """Return ranks, engines, and whether they share GPUs; apart, each side gets about half of those not `taken`."""
     width = config.rollout.tensor_parallel
     if config.runtime == "local":
         return 1, 1, False
@@ -205,7 +287,9 @@ def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, 
         return config.training.ranks or 1, config.rollout.engines or 1, config.placement == "colocated"
     gpus = max(machine.gpus - taken, 1)
     wanted = (config.training.ranks or 1) + (config.rollout.engines or 1) * width
-    colocated = config.placement == "colocated" or (config.placement == "auto" and wanted > gpus)
+    asked = config.training.ranks is not None and config.rollout.engines is not None
+    waits = config.rollout.max_staleness == 0 and not asked  # half of the GPUs would always wait for the other half
+    colocated = config.placement == "colocated" or (config.placement == "auto" and (waits or wanted > gpus))
     if colocated:
         ranks = config.training.ranks or gpus
         return ranks, config.rollout.engines or max(ranks // width, 1), True
@@ -235,10 +319,12 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
             )
 
 
-def settle_memory(draft: RLDraft, share: float | None) -> RLPlan:
+def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]) -> RLPlan:
     """Fill in what memory decides, for the policy, the models beside it, and an engine whose `share` was not set."""
     lengths = "rollout.max_prompt_tokens or rollout.max_new_tokens"
-    forecast = settled(rooms_of(draft, share), draft.rollout.longest(), lengths)
+    rooms = rooms_of(draft, share)
+    check_engine(draft, rooms[0].engine, divide)
+    forecast = settled(rooms, draft.rollout.longest(), lengths, divide)
     choice = forecast.choice
     config = draft.config.replaced(forecast.keys())
     again = {"gradient_checkpointing": choice.checkpointing}

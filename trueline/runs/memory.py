@@ -1,17 +1,17 @@
 """Estimate what models take of a memory that they share, phase by phase, and choose what is quick and fits in."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
+from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import ModelFacts
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 from trueline.training.engines import TRAIN_ENGINES
-from trueline.training.worker import HEAD_CHUNK
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
@@ -80,6 +80,7 @@ class EngineRoom:
     asleep: float
     share: float | None = None
     fixed: float = 0.0  # of these, weights and work: the rest is the cache's
+    sequence: float = 0.0  # of the cache, one longest sequence: without it an engine does not start
 
     def cache_bytes(self, taken: float) -> int:
         """Return what is left to the KV cache of an engine that takes so much; never less than it can work with."""
@@ -277,22 +278,19 @@ def engine_room(
     many = min(rollout.max_sequences, math.ceil(completions / rollout.engines))
     few = min(many, max(rollout.max_sequences // 8, FEWEST_SEQUENCES))
     most, least = (min(weights + work + count * cache, OWN_GPU * machine.gpu_bytes) for count in (many, few))
-    asleep = (
-        ENGINE_ASLEEP
-        if ROLLOUT_ENGINES[rollout.engine].sleeps
-        else (share or most / machine.gpu_bytes) * machine.gpu_bytes
-    )
-    return EngineRoom(most, least, asleep, share, weights + work)
+    sleeps, size = ROLLOUT_ENGINES[rollout.engine].sleeps, machine.gpu_bytes
+    asleep = ENGINE_ASLEEP if sleeps else (share or most / size) * size
+    return EngineRoom(most, least, asleep, share, weights + work, cache)
 
 
-def settled(rooms: list[Room], longest: int, lengths: str) -> Forecast:
-    """Choose what holds the longest sequence and fits every room; `lengths` are the keys that bound sequences."""
+def settled(rooms: list[Room], longest: int, lengths: str, divide: Callable[[], str] = str) -> Forecast:
+    """Choose what holds the longest sequence and fits every room; a refusal tries `lengths` and what `divide` finds."""
     for share in (1 - SPARE, 1.0):
         choice = fitting(rooms, longest, share)
         if choice is not None:
             moved = [one.section for room in rooms for one, _ in room.tenants if one.may_move()]
             return Forecast(rooms[0], rooms[0].grown(choice, share), next(ladder(rooms, longest, ())), moved)
-    raise ConfigError(refusal(rooms, longest, lengths))
+    raise ConfigError(refusal(rooms, longest, lengths, divide))
 
 
 def fitting(rooms: list[Room], longest: int, share: float, opened: Collection[str] = ()) -> Choice | None:
@@ -327,7 +325,7 @@ def ladder(rooms: list[Room], longest: int, opened: Collection[str]) -> Iterator
         yield Choice(tokens, *rung)
 
 
-def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
+def refusal(rooms: list[Room], longest: int, lengths: str, divide: Callable[[], str]) -> str:
     """Say what is missing where, and which values would fit."""
     *_, smallest = ladder(rooms, longest, ())
     room = next(room for room in rooms if room.needed(smallest) > room.size)
@@ -339,11 +337,11 @@ def refusal(rooms: list[Room], longest: int, lengths: str) -> str:
     place = f"on a GPU ({phase})" if room.device == "cuda" else f"free {room.place}"
     return (
         f"the run needs about {phases[phase] / GIB:.1f} GiB of memory ({parts}), {room.size / GIB:.1f} GiB are "
-        f"{place}: {remedy(rooms, longest, lengths)}"
+        f"{place}: {remedy(rooms, longest, lengths, divide)}"
     )
 
 
-def remedy(rooms: list[Room], longest: int, lengths: str) -> str:
+def remedy(rooms: list[Room], longest: int, lengths: str, divide: Callable[[], str]) -> str:
     tenants = [tenant for room in rooms for tenant, _ in room.tenants]
     given = dict.fromkeys(tenant.section for tenant in tenants if tenant.ranks.micro_batch_tokens)
     given |= dict.fromkeys(["rollout"] * (rooms[0].engine.share is not None))
@@ -355,6 +353,8 @@ def remedy(rooms: list[Room], longest: int, lengths: str) -> str:
     for engines in range(max(room.engines for room in rooms) - 1, 0, -1):
         if fitting([replace(room, engines=min(room.engines, engines)) for room in rooms], longest, 1.0):
             return f"set rollout.engines={engines}"
+    if keys := divide():
+        return f"set {keys}"
     for shorter in (longest >> halvings for halvings in range(1, longest.bit_length())):
         if shorter >= SHORTEST and fitting(rooms, shorter, 1.0, everything):
             return f"sequences of up to {shorter} tokens would fit: lower {lengths}"

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
@@ -16,7 +16,9 @@ from trueline.rewards.model import ModelReward
 from trueline.rewards.replay import write_failure
 from trueline.rollout.failures import Report
 from trueline.runs.roles import RoleModel, reward_model_name
-from trueline.training.group import ModelGroup
+
+if TYPE_CHECKING:  # it brings all that trains; a plan checks rewards without
+    from trueline.training.group import ModelGroup
 
 
 def check_rewards(config: RewardConfig, example: Prompt, *, required: bool = True) -> list[str]:
@@ -48,7 +50,7 @@ def label_remark(label: Any) -> str:
 
 
 def open_rewards(
-    config: RewardConfig, roles: list[RoleModel], groups: dict[str, ModelGroup], logs: Path
+    config: RewardConfig, roles: list[RoleModel], groups: "dict[str, ModelGroup]", logs: Path
 ) -> CombinedReward:
     """Open the rewards of a run; `groups` are its models by the names of their roles."""
     models = {role.name: role for role in roles}
@@ -62,7 +64,7 @@ def open_rewards(
     return CombinedReward(parts, config.policy_error, config.processes)
 
 
-def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: ModelGroup) -> ModelReward:
+def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, group: "ModelGroup") -> ModelReward:
     """Make the reward of a reward model, which reads messages through its own tokenizer and template."""
     chat = load_chat(role.model, part.chat_template)
     longest = min(role.facts.context, role.ranks.tokens_per_pass() * role.model.context_parallel)

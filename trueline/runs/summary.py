@@ -27,8 +27,9 @@ def node_lines(layout: Layout, machine: Machine) -> list[str]:
     kinds = {"policy": places.policy, **places.roles, "engine": places.engines}
     lines = []
     for at in places.used():
-        here = {kind: [str(number) for number, node in enumerate(nodes) if node == at] for kind, nodes in kinds.items()}
-        said = "; ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in here.items() if numbers)
+        here = {kind: [number for number, node in enumerate(nodes) if node == at] for kind, nodes in kinds.items()}
+        ends = {kind: dict.fromkeys((numbers[0], numbers[-1])) for kind, numbers in here.items() if numbers}
+        said = "; ".join(f"{kind} {'-'.join(map(str, both))}" for kind, both in ends.items())
         lines.append(f"node       {machine.nodes[at].address}: {said}")
     return lines
 

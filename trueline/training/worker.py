@@ -22,6 +22,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
+from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
@@ -38,8 +39,6 @@ from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report, Tally, attempted, memory_metrics, released, weights_of
 from trueline.training.saving import SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
-
-HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,15 @@ def shares(config: RLConfig) -> tuple[int | None, int | None, str]:
         (0, [], (1, 1, "separate")),
         (0, ["training.ranks=2", "rollout.engines=3"], (2, 3, "separate")),
         (1, [], (1, 1, "colocated")),
-        (8, [], (4, 4, "separate")),
-        (8, ["training.ranks=6"], (6, 2, "separate")),
-        (8, ["rollout.engines=2"], (6, 2, "separate")),
-        (8, ["rollout.tensor_parallel=2"], (4, 2, "separate")),
+        (8, [], (8, 8, "colocated")),
+        (8, ["rollout.tensor_parallel=2"], (8, 4, "colocated")),
+        (8, ["training.ranks=6"], (6, 6, "colocated")),
+        (8, ["training.ranks=6", "rollout.engines=2"], (6, 2, "separate")),
+        (8, ["placement=separate"], (4, 4, "separate")),
+        (8, ["rollout.max_staleness=1"], (4, 4, "separate")),
+        (8, ["rollout.max_staleness=1", "training.ranks=6"], (6, 2, "separate")),
+        (8, ["rollout.max_staleness=1", "rollout.engines=2"], (6, 2, "separate")),
+        (8, ["rollout.max_staleness=1", "rollout.tensor_parallel=2"], (4, 2, "separate")),
         (8, ["placement=colocated"], (8, 8, "colocated")),
         (8, ["placement=colocated", "rollout.tensor_parallel=4"], (8, 2, "colocated")),
         (4, ["training.ranks=4"], (4, 4, "colocated")),
@@ -283,7 +288,7 @@ def test_an_advantage_of_the_users_own_says_which_models_it_needs(local_run: Any
 @pytest.mark.usefixtures("own")
 def test_a_critic_of_the_users_own_advantage_has_gpus_and_keys_that_count(elsewhere: Any) -> None:
     words = ["algorithm.advantage=own_plan:with_critic", "critic.placement=separate", "critic.ranks=2"]
-    assert shares(elsewhere(80, *words, gpus=8).config) == (3, 3, "separate")
+    assert shares(elsewhere(80, *words, gpus=8).config) == (6, 6, "colocated")
     assert idle_keys(RLConfig.load([], [*words, "algorithm.value_clip=0.1", "critic.learning_rate=1e-3"])) == []
     with pytest.raises(ConfigError, match="critic_warmup_steps=100 of steps=100"):
         check_algorithm(RLConfig.load([], [*words, "algorithm.critic_warmup_steps=100"]))
@@ -404,10 +409,14 @@ def test_a_refusal_names_the_model_at_fault(elsewhere: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (3, 3, "separate")),
-        (["critic.placement=separate", "critic.ranks=2"], (4, 4, "separate")),  # grpo has no critic
-        (["reference.placement=separate", "reference.context_parallel=4"], (2, 2, "separate")),
-        (["reference.placement=separate", "reference.context_parallel=4", "model.lora.rank=2"], (4, 4, "separate")),
+        (["algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"], (6, 6, "colocated")),
+        (
+            ["placement=separate", "algorithm.preset=ppo", "critic.placement=separate", "critic.ranks=2"],
+            (3, 3, "separate"),
+        ),
+        (["critic.placement=separate", "critic.ranks=2"], (8, 8, "colocated")),  # grpo has no critic
+        (["reference.placement=separate", "reference.context_parallel=4"], (4, 4, "colocated")),
+        (["reference.placement=separate", "reference.context_parallel=4", "model.lora.rank=2"], (8, 8, "colocated")),
     ],
 )
 def test_gpus_of_models_that_are_needed_and_share_with_no_one_are_taken_first(
@@ -424,14 +433,14 @@ def test_a_plan_holds_what_its_configuration_says(elsewhere: Any, gpus: int) -> 
     assert plan.rollout.longest() == 256 + 1024
     assert (plan.layout.policy_ranks, plan.layout.engines) == (plan.config.training.ranks, plan.rollout.engines)
     sections = plan.config.roles()
-    assert {role.name: role.world for role in plan.roles} == {"reference": 4 if gpus else 1, "critic": 3}
+    assert {role.name: role.world for role in plan.roles} == {"reference": 8 if gpus else 1, "critic": 6 if gpus else 3}
     assert all(role.world == sections[role.section].ranks == role.ranks.ranks for role in plan.roles)
     assert [one.ranks for one in plan.layout.roles] == [role.world for role in plan.roles]
 
 
 def test_engines_and_models_on_the_same_gpu_take_turns(elsewhere: Any) -> None:
     """An engine alone takes most of its GPU; one beside models leaves them theirs, and is told what it gets."""
-    alone, together = elsewhere(24, gpus=2), elsewhere(24, gpus=1)
+    alone, together = elsewhere(24, "placement=separate", gpus=2), elsewhere(24, gpus=1)
     assert (alone.config.placement, alone.rollout.gpu_memory_utilization) == ("separate", 0.9)
     assert list(alone.forecast.room.phases(alone.forecast.choice)) == ["training"]
     assert together.config.placement == "colocated"
@@ -471,8 +480,8 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
     """The way is told to the sync, with why the trainer's weights are not the checkpoint's, where they are not."""
     ways = {
         "ipc": elsewhere(24, gpus=1),
-        "gloo": elsewhere(24, gpus=2),
-        "nccl": elsewhere(24, "sync.transport=nccl", gpus=2),
+        "gloo": elsewhere(24, "placement=separate", gpus=2),
+        "nccl": elsewhere(24, "placement=separate", "sync.transport=nccl", gpus=2),
     }
     assert {name: way_of(plan) for name, plan in ways.items()} == {
         name: Way("bfloat16", name, nodes=(0, 0)) for name in ways
@@ -489,8 +498,9 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
     merged = elsewhere(24, "model.lora.rank=9", gpus=1)
     assert [one.adapter_rank for one in engine_specs(merged.config.model, merged.rollout, merged.layout, 0)] == [0]
     for asked, gpus, said in (("ipc", 2, "the same GPUs"), ("ipc", 0, "the same GPUs"), ("nccl", 1, "of its own")):
+        words = [f"sync.transport={asked}", f"placement={'separate' if gpus == 2 else 'auto'}"]
         with pytest.raises(ConfigError, match=rf"sync\.transport={asked} needs .*{said}.*: set sync\.transport=auto"):
-            elsewhere(24, f"sync.transport={asked}", gpus=gpus)
+            elsewhere(24, *words, gpus=gpus)
 
 
 @pytest.mark.parametrize(

@@ -181,11 +181,11 @@ def test_a_critic_is_trained_too_and_cut_as_it_says_itself() -> None:
 def test_ranks_that_the_machine_gives_are_compared_too(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight GPUs would give the policy four ranks, and the plan says so where its engine has one."""
+    """Eight GPUs would give the policy eight ranks, and the plan says so where its engine has one."""
     monkeypatch.setattr("trueline.rl.plan.machine_at_hand", lambda: machine(8))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "reward.function=exact", TORCH]
-    with pytest.raises(ConfigError, match=r"training.engine=torch runs in one process: set training.ranks=1 \(got 4\)"):
+    with pytest.raises(ConfigError, match=r"training.engine=torch runs in one process: set training.ranks=1 \(got 8\)"):
         plan_rl(RLConfig.load([], [*words, "rollout.engine=hf", "reference.engine=torch"]))
 
 
