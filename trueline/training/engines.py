@@ -77,6 +77,7 @@ class TrainRow:
     offloads: tuple[str, ...] = ("moments", "optimizer", "all")
     # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
+    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are shared out
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
 
 
@@ -86,6 +87,7 @@ TRAIN_ENGINES = {
         package="deepspeed",
         brought_by="trueline itself on Linux",
         stage=effective_stage,
+        share_out="trueline.training.deepspeed_engine:share_out",
         environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
     ),
     "torch": TrainRow(

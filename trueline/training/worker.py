@@ -22,7 +22,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
-from trueline.models.loading import DTYPES, load_model, load_tokenizer
+from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
@@ -86,11 +86,15 @@ class Worker(WeightSender):
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
         dtype = DTYPES[config.dtype]
-        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing)
+        share_out = self._share_out()
+        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing, share_out=share_out)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()}
+        if share_out is not None:
+            for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
+                share_out(parameter)
+        self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         speaks = spec.head == "language" and spec.goal is None
-        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks)
+        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks and share_out is None)
         self.scorer = Scorer(
             self.model,
             config.head_chunk_tokens or HEAD_CHUNK[self.device.type],
@@ -104,7 +108,19 @@ class Worker(WeightSender):
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.release()  # before something small and lasting settles in memory that was only needed to start
         self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
+        if speaks and share_out is not None:
+            with self.scorer.plainly():  # layers are gathered one after the other
+                probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
+
+    def _share_out(self) -> ShareOut | None:
+        """Return what shares a model out while it is read, where its ranks share out its weights.
+
+        AutoTP cuts whole layers: with it, a model is shared out when all of it is there.
+        """
+        spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
+        shared = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
+        return build(row.share_out, [spec]) if shared else None
 
     def _router_coefficient(self) -> float:
         ranks = self.spec.ranks
