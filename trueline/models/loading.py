@@ -112,6 +112,11 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
+    if not list(folder.glob("*.safetensors")) and (folder.parent / "manifest.json").is_file():
+        raise ConfigError(
+            f"model.path={folder}: this checkpoint holds the training state alone (checkpoint.model=last); make a "
+            f"model of it with `trueline export {folder.parent} FOLDER` and name that folder"
+        )
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(
             f"model.path={folder}: no .safetensors weights (pickled weights are not loaded); convert them"

@@ -10,7 +10,13 @@ NO_LIMIT = 1e30  # with no clipping at all DeepSpeed does not compute the gradie
 PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank under ZeRO 3
 # Under ZeRO 3, how many elements are whole or under way at a time: this part of the model, within these limits. By
 # DeepSpeed's own defaults a model of less than 1e9 parameters is whole on every rank after its first pass.
-GATHERED, LEAST, MOST = 1 / 32, 2**20, 2**26
+GATHERED, LEAST, MOST = 1 / 64, 2**20, 2**26
+ON_CPU = {
+    "DS_ACCELERATOR": "cpu",
+    # Weights are gathered and let go all the time: from the heap, what is free between them would grow and grow.
+    "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 def deepspeed_config(

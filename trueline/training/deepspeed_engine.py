@@ -38,6 +38,7 @@ from trueline.training.optimizer import (
 )
 from trueline.training.worker import WorkerSpec
 
+KEPT = (None, "none", "moments")  # offloads that leave master weights beside those that compute
 SHARDED = MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
 
 
@@ -57,7 +58,8 @@ def share_out(spec: WorkerSpec) -> ShareOut:
 
     def cut(parameter: nn.Parameter) -> None:
         if not is_zero_param(parameter):
-            parameter.data = parameter.data.to(DTYPES[dtype])
+            # A copy: pages of a mapped file that a broadcast writes to would become this process's own, all of them.
+            parameter.data = parameter.data.to(DTYPES[dtype], copy=True)
             ranks._convert_to_zero_parameters([parameter])
 
     return cut
@@ -85,6 +87,9 @@ class DeepSpeedEngine:
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
+        if self.stage == 3 and optimizer is not None and dtype == "float32" and config.offload in KEPT:
+            for weights, masters in zip(self.optimizer.fp16_partitioned_groups_flat, self._shards(), strict=True):
+                masters.data = weights  # as DeepSpeed 0.19 means to, but compares a device with its name
         if isinstance(optimizer, HostMomentsAdamW):
             optimizer.reserve(self._shards())
         self.steps = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, ModelOutput
-from trueline.training.deepspeed_config import effective_stage
+from trueline.training.deepspeed_config import ON_CPU, effective_stage
 
 TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
 
@@ -88,7 +88,7 @@ TRAIN_ENGINES = {
         brought_by="trueline itself on Linux",
         stage=effective_stage,
         share_out="trueline.training.deepspeed_engine:share_out",
-        environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
+        environment=lambda gpus: {} if gpus else ON_CPU,
     ),
     "torch": TrainRow(
         "trueline.training.torch_engine:TorchEngine",

@@ -107,7 +107,8 @@ class Worker(WeightSender):
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.release()  # before something small and lasting settles in memory that was only needed to start
-        self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
+        held = partial(contents, self.engine, self.adapter is not None)
+        self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
         if speaks and share_out is not None:
             with self.scorer.plainly():  # layers are gathered one after the other
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
@@ -254,8 +255,11 @@ class Worker(WeightSender):
         elements = sum(map(math.prod, trained.values()))
         self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers)
 
-    def save(self, folder: str) -> None:
-        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them."""
+    def save(self, folder: str, model: bool = True) -> None:
+        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
+
+        Without `model`, the folder has all but a model's weights.
+        """
         spec, target, random, config = self.spec, Path(folder), random_states(), copy.deepcopy(self.model.config)
         config.architectures = [type(self.model).__name__]  # those of a new head, not of the model it began from
 
@@ -266,7 +270,7 @@ class Worker(WeightSender):
                 tokenizer.chat_template = spec.chat_template or tokenizer.chat_template
                 describe_model(target / "model", self.model, config, self.adapter, tokenizer)
 
-        self.saver.save(target, self.engine.steps, describe)
+        self.saver.save(target, self.engine.steps, describe, model)
 
     def saved(self, wait: bool) -> Saved | None:
         """Return what became of the last `save`, or None while it is being written."""
