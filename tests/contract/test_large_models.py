@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.ranks import run_ranks, started
-from tests.support.tiny import make_samples
+from tests.support.tiny import make_samples, make_tiny_mixture, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import pack_samples
 from trueline.demo.material import make_tokenizer
@@ -26,6 +27,7 @@ GIB = 2**30
 STATE_BYTES = 16  # of a parameter in float32: weight, gradient and two moments
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 
+Weights = dict[str, np.ndarray]
 Found = tuple[list[float], dict[str, float]]  # losses, and GiB of private memory at most, by phase
 
 
@@ -104,6 +106,47 @@ def resume(rank: int, world: int, model: str, folder: Path) -> Found:
     worker.load(str(folder))
     peaks.phase = "train"
     return train(worker, range(STEPS, STEPS + 1)), peaks.found
+
+
+CASES = {  # what is loaded: model, kind of head, rank of adapters, type
+    "tied": ("tied", "language", 0, "float32"),
+    "adapters": ("untied", "language", 4, "bfloat16"),
+    "critic": ("untied", "value", 0, "float32"),
+    "reward model": ("tied", "reward", 0, "bfloat16"),
+    "process reward model": ("tied", "steps", 2, "float32"),
+    "mixture": ("mixture", "language", 0, "float32"),
+}
+
+
+def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) -> dict[str, dict[int, Weights]]:
+    """The weights of every case, whole again, at stages 2 and 3."""
+    found: dict[str, dict[int, Weights]] = {}
+    for name, (model, head, adapters, dtype) in CASES.items():
+        config = ModelConfig(path=models[model], dtype=dtype, lora=LoraConfig(rank=adapters))
+        for stage in (2, 3) if trained else (0, 3):
+            ranks = (TrainingConfig if trained else RanksConfig).parse({"engine": "deepspeed", "zero_stage": stage})
+            worker = started(Worker(WorkerSpec(config, ranks, rank, world, 10, seed=3, head=head)))
+            weights = {name: tensor.float().numpy().copy() for name, tensor in worker.engine.weights()}
+            assert {name: array.shape for name, array in weights.items()} == worker.shapes
+            found.setdefault(name, {})[stage] = weights
+    return found
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_shared_out_while_it_is_read_is_the_model(
+    tmp_path: Path, trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what every rank reads whole at other stages, new heads and adapters too."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
+    models = {name: str(make_tiny_model(tmp_path / name, tied=name == "tied")) for name in ("tied", "untied")}
+    models["mixture"] = str(make_tiny_mixture(tmp_path / "mixture"))
+    for found in run_ranks(load_shared, 2, tmp_path / "ranks", models, trained):
+        for name, by_stage in found.items():
+            expected, shared = by_stage.values()
+            assert shared.keys() == expected.keys(), name
+            wrong = [key for key in shared if shared[key].tobytes() != expected[key].tobytes()]
+            assert not wrong, (name, wrong)
+        assert not found["critic"][3]["score.weight"].any()
 
 
 @pytest.fixture

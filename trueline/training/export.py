@@ -72,6 +72,8 @@ def read_averages(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    if not averages and dtype is None:
+        return  # the copied files are what is wanted
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         weights |= {name: averages[name].to(tensor.dtype) for name, tensor in weights.items() if name in averages}

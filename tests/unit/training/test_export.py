@@ -98,7 +98,7 @@ def test_a_checkpoint_without_a_model_becomes_one(
         expected = export(whole, tmp_path / "expected" / name, wanted)
         assert same(weights(made, dtype="auto"), weights(expected, dtype="auto"))
         assert (len(list(made.glob("*.safetensors"))) > 1) == (file_bytes < 2**32)
-    with pytest.raises(ConfigError, match="trueline export .*step_000002 FOLDER"):
+    with pytest.raises(ConfigError, match=r"trueline export .*step_000002 FOLDER"):
         check_folder(bare / "model")
 
 
