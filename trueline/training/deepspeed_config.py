@@ -14,7 +14,7 @@ GATHERED, LEAST, MOST = 1 / 64, 2**20, 2**26
 ON_CPU = {
     "DS_ACCELERATOR": "cpu",
     # Weights are gathered and let go all the time: from the heap, what is free between them would grow and grow.
-    "MALLOC_MMAP_THRESHOLD_": str(4 * 2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(2**20),
     "THP_MEM_ALLOC_ENABLE": "1",
 }
 

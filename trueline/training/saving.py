@@ -27,7 +27,7 @@ from trueline.training.engines import TrainEngine
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
 AVERAGE = "average"  # the part of a tensor that engines keep apart from the others
 INDEX = "model/model.safetensors.index.json"
-BUFFER_BYTES = 256 * 2**20
+BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, where memory is free and where it is not
 HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less than a share, copying waits for writing
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
@@ -129,7 +129,7 @@ class Ring:
 
     def allocate(self, size: float, room: float) -> None:
         """Make room for all of `size` and a little more, as whole tensors divide unevenly, or as far as room goes."""
-        each = max(math.ceil(min(BUFFER_BYTES, size / 2, room / 2)), 1)
+        each = max(math.ceil(min(BUFFER_BYTES, size / 2, max(room / 2, LEAST_BYTES))), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
             self.free.put(host_buffer(each))
 
@@ -192,9 +192,9 @@ class Saver:
         self.writing: Future[Saved] | None = None
         self.divisions: dict[tuple[bool, bool], tuple[list[Part], dict[str, int]]] = {}
 
-    def allocate(self, size: float, sharers: int = 1) -> "Future[None]":
-        """Begin to allocate the buffers, on a machine that as many ranks share."""
-        room = HOST_SHARE * free_memory() / sharers
+    def allocate(self, size: float, sharers: int = 1, coming: float = 0.0) -> "Future[None]":
+        """Begin to allocate the buffers, on a machine that as many ranks share and will each take more of."""
+        room = max(HOST_SHARE * (free_memory() / sharers - coming), 0.0)
         self.allocated = self.thread.submit(self.ring.allocate, size, room)
         return self.allocated
 

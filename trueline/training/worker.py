@@ -253,7 +253,10 @@ class Worker(WeightSender):
         )
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
         elements = sum(map(math.prod, trained.values()))
-        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers)
+        stage = TRAIN_ENGINES[ranks.engine].stage(ranks, self.spec.model.dtype)
+        moments = 8 * elements / (self.spec.world if stage else 1)  # that the first step makes
+        coming = moments if self.device.type == "cpu" else 0.0
+        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers, coming)
 
     def save(self, folder: str, model: bool = True) -> None:
         """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
