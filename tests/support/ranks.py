@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,24 @@ from trueline.training.worker import Worker, worker_target
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(function: Callable[..., Any], world: int, folder: Path, *args: Any) -> list[Any]:
-    """What `function(rank, world, *args)` returns on each rank; a failing rank fails the test."""
+def run_ranks(
+    function: Callable[..., Any], world: int, folder: Path, *args: Any, groups: Sequence[Path] = ()
+) -> list[Any]:
+    """What `function(rank, world, *args)` returns on each rank; a failing rank fails the test.
+
+    With `groups`, each rank is born into a control group of its own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "call.pickle").write_bytes(pickle.dumps((function, world, args)))
-    own = process_environment(worker_target(RanksConfig(engine="deepspeed")), machine_at_hand(), world)
+    own = process_environment(
+        worker_target(RanksConfig(engine="deepspeed", zero_stage=3 if groups else 2)), machine_at_hand(), world
+    )
     environment = os.environ | own | {"PYTHONPATH": str(ROOT)}
     processes = []
     for rank in range(world):
         command = [sys.executable, "-m", "tests.support.ranks", str(folder), str(rank)]
+        if groups:
+            command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(groups[rank] / "cgroup.procs"), *command]
         with (folder / f"{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     codes = [process.wait() for process in processes]

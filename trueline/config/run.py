@@ -14,6 +14,9 @@ class CheckpointConfig(Config):
     every: int = Field(50, ge=0)
     """Save every this many steps; 0 saves at the end only."""
 
+    model: Literal["every", "last"] = "every"
+    """Which checkpoints hold the model itself: every, or the last, of the run's end, alone; adapters are in all."""
+
     keep: int = Field(2, ge=1)
     """How many of the newest checkpoints stay on disk."""
 
@@ -22,6 +25,10 @@ class CheckpointConfig(Config):
 
     metric: str = "evaluation/loss"
     """What keep_best looks at; a `-` in front means that more is better, e.g. -evaluation/accuracy."""
+
+    def holds_model(self, step: int, steps: int) -> bool:
+        """Tell whether the checkpoint of this step, of so many, is to hold the model."""
+        return self.model == "every" or step >= steps
 
     def check_best(self, held_out: bool, evaluated_every: int) -> None:
         """Refuse to keep the best by an evaluation that no checkpoint will have."""

@@ -11,7 +11,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.preference import DistillConfig
 from trueline.models.head import slices
-from trueline.models.loading import load_model
+from trueline.models.loading import load_model, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Teacher:
 def load_teacher(config: DistillConfig, source: ModelConfig, student: Any, dtype: torch.dtype, packed: bool) -> Teacher:
     """Load the teacher beside its student, whose vocabulary it must have."""
     model = load_model(source, dtype, packed=packed).to(student.device).requires_grad_(False)
-    known, taught = (one.get_output_embeddings().weight.shape[0] for one in (student, model))
+    known, taught = (shape_of(one.get_output_embeddings().weight)[0] for one in (student, model))
     if known != taught:
         raise ConfigError(
             f"distill.teacher={source.path}: it knows {taught} tokens and the student {known}; "

@@ -1,12 +1,17 @@
 """Check Hugging Face models and tokenizers before anything heavy starts, then load them."""
 
 import json
+import os
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
@@ -21,10 +26,12 @@ CLASSES = {  # kind of head -> class of transformers
     "value": "AutoModelForSequenceClassification",
     "steps": "AutoModelForTokenClassification",
 }
+HEADS = ("score", "classifier")  # what architectures call a layer that scores
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
+ShareOut = Callable[[nn.Parameter], None]  # leaves this rank its part of a parameter; all ranks call it at once
 RESCALED_LOGITS = (  # the chunked head knows none
     "final_logit_softcapping",
     "logit_scale",
@@ -117,6 +124,11 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
+    if not list(folder.glob("*.safetensors")) and (folder.parent / "manifest.json").is_file():
+        raise ConfigError(
+            f"model.path={folder}: this checkpoint holds the training state alone (checkpoint.model=last); make a "
+            f"model of it with `trueline export {folder.parent} FOLDER` and name that folder"
+        )
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(
             f"model.path={folder}: no .safetensors weights (pickled weights are not loaded); convert them"
@@ -195,8 +207,18 @@ def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
     return sorted({tokenizer.eos_token_id, *(end for end in listed if end is not None)})
 
 
-def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", *, packed: bool = False) -> Any:
-    """Load the model with dropout off everywhere: scoring and training must see the same function."""
+def load_model(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    head: str = "language",
+    *,
+    packed: bool = False,
+    share_out: ShareOut | None = None,
+) -> Any:
+    """Load the model with dropout off everywhere: scoring and training must see the same function.
+
+    `share_out` gets weights as they are read, so that this process never has them all.
+    """
     import transformers  # noqa: PLC0415
 
     from trueline.models import attention, lora  # noqa: PLC0415  (transformers and peft take seconds to import)
@@ -210,15 +232,16 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
         settings.pad_token_id = padding_token(load_tokenizer(config))
     plain = None if config.attention == "auto" else config.attention
     try:
-        model = getattr(transformers, CLASSES[head]).from_pretrained(
-            config.path,
-            config=settings,
-            dtype=dtype,
-            attn_implementation=attention.NAME if packed else plain,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
-        )
+        with nullcontext() if share_out is None else one_by_one(share_out):
+            model = getattr(transformers, CLASSES[head]).from_pretrained(
+                config.path,
+                config=settings,
+                dtype=dtype,
+                attn_implementation=attention.NAME if packed else plain,
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,
+                quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
+            )
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
@@ -231,10 +254,42 @@ def load_model(config: ModelConfig, dtype: torch.dtype, head: str = "language", 
     return model
 
 
+@contextmanager
+def one_by_one(share_out: ShareOut) -> Iterator[None]:
+    """Let `from_pretrained` read and convert one weight at a time, from mapped files, and share it out at once.
+
+    Transformers 5 has no hook for this. It still compares tied weights, and a critic's head may still be zeroed: those
+    stay whole for the caller to share out.
+    """
+    from transformers import core_model_loading  # noqa: PLC0415
+
+    place = core_model_loading.set_param_for_module
+
+    def place_and_share(model: Any, name: str, *rest: Any, **named: Any) -> None:
+        place(model, name, *rest, **named)
+        tied = model.all_tied_weights_keys
+        layer, _, leaf = name.rpartition(".")
+        parameter = model.get_submodule(layer)._parameters.get(leaf)
+        if parameter is None or parameter.is_meta or layer in HEADS or name in tied or name in tied.values():
+            return
+        share_out(parameter)
+
+    with (
+        patch.object(core_model_loading, "set_param_for_module", place_and_share),
+        patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
+    ):
+        yield
+
+
+def shape_of(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a whole parameter, of which ZeRO 3 may have left this rank a part."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def scoring_head(model: Any) -> tuple[str, Any]:
     """Return the name of the layer that turns hidden states into scores, and that layer."""
     layers = dict(model.named_children())
-    for name in ("score", "classifier"):
+    for name in HEADS:
         if name in layers:
             return name, layers[name]
     raise ConfigError(f"{type(model).__name__} has no layer named score or classifier; choose another model")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ class Probe:
         self.tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random).to(device)
         self.expected: Tensor | None = None
         if speaks:
-            self.expected = torch.cat([self.guarded(plain_logprobs, model, part) for part in self.parts()])
+            self.expect(partial(plain_logprobs, model))
+
+    @torch.no_grad()
+    def expect(self, plain: Callable[[Tensor], Tensor]) -> None:
+        """Remember the log-probs of transformers' own forward pass over each sequence."""
+        self.expected = torch.cat([self.guarded(plain, part) for part in self.parts()]).float()
 
     def parts(self) -> tuple[Tensor, ...]:
         return self.tokens.split(LENGTHS)

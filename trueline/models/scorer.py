@@ -1,5 +1,7 @@
 """A decoder as training needs it: the tokens of a batch in, numbers for each of those tokens out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -13,6 +15,7 @@ from trueline.models.attention import Current
 from trueline.models.divergence import Teacher, chunked_divergence
 from trueline.models.head import ChunkedHead, HeadWork
 from trueline.models.loading import scoring_head
+from trueline.models.probe import plain_logprobs
 from trueline.models.ring_attention import Ring
 from trueline.models.sequences import Arrangement, Packed, Padded, Ringed
 
@@ -25,6 +28,7 @@ class Scorer(nn.Module):
     This is the only place where positions are shifted: log-prob and value t are of token t given those before it.
     """
 
+    plain = False
     top_k = 0  # experts of a token, where a loss asks what the routers do
 
     def __init__(
@@ -50,6 +54,8 @@ class Scorer(nn.Module):
         self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float, entropy: bool = True
     ) -> Outputs:
         """Run over tokens on the model's device; the mask of those that count is on the host."""
+        if self.plain:
+            return {"logprobs": plain_logprobs(self.model, tokens)}
         arrangement = self.arrange(lengths, tokens.device)
         states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
         hidden, routed = arrangement.hidden(states.last_hidden_state), self.routed(states, arrangement)
@@ -62,6 +68,17 @@ class Scorer(nn.Module):
         work = HeadWork(temperature, self.chunk, entropy)
         found = self.outputs(hidden.index_select(0, wanted), targets, work, self.taught(arrangement, tokens, wanted))
         return routed | {name: place(values, wanted, len(hidden), arrangement) for name, values in found.items()}
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Let transformers' own forward pass answer, inside, for one sequence at a time."""
+        head = self.model.get_output_embeddings()
+        ours, self.plain = head.forward, True
+        del head.forward
+        try:
+            yield
+        finally:
+            head.forward, self.plain = ours, False
 
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
         if not self.packed:

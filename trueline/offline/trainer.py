@@ -99,7 +99,8 @@ class SupervisedTrainer:
 
     def save(self, metrics: dict[str, float]) -> None:
         with self.timer.phase("save"):
-            write = partial(write_models, {"": self.model})
+            whole = self.plan.config.checkpoint.holds_model(self.state.step, self.plan.steps)
+            write = partial(write_models, {"": self.model}, whole=whole)
             self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
 
 

@@ -58,8 +58,8 @@ class Models:
         """Return the models that a checkpoint holds, by their folders inside it."""
         return {"": self.policy} | ({CRITIC: self.critic} if self.critic is not None else {})
 
-    def write(self, folder: Path) -> Writing:
-        return write_models(self.trained(), folder)
+    def write(self, folder: Path, whole: bool = True) -> Writing:
+        return write_models(self.trained(), folder, whole)
 
     def load(self, checkpoint: Path) -> None:
         for place, model in self.trained().items():

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -283,4 +284,5 @@ class RLTrainer:
 
     def save(self, metrics: dict[str, float]) -> None:
         self.state.ledger.balance()
-        self.checkpoints.save(self.state.step, asdict(self.state), self.models.write, metrics)
+        write = partial(self.models.write, whole=self.config.checkpoint.holds_model(self.state.step, self.config.steps))
+        self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)

@@ -108,7 +108,9 @@ def training(
         if newest is None or int(newest.name.removeprefix("step_")) < state.step:
             progress.note(f"error: step {state.step} is trained but not saved; the last checkpoint is {newest}")
             return 1
-        progress.note(f"{ended}; model in {newest}/model")
+        whole = config.checkpoint.holds_model(state.step, steps) or any((newest / "model").glob("*.safetensors"))
+        made = "" if whole else f": `trueline export {newest} FOLDER` writes its weights (checkpoint.model=last)"
+        progress.note(f"{ended}; model in {newest}/model{made}")
         if not finished:
             progress.note(f"go on with: {folder.resume_command()}")
         return 0 if finished else 130

@@ -4,7 +4,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,6 +22,7 @@ from trueline.monitoring.beats import WORK
 from trueline.runtime import REACH
 
 START_SECONDS = 120
+PROCESS_GROUPS, CONTROLLERS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 OBJECT_STORE_BYTES = 512 * 2**20
 PROCESS_BYTES = 512 * 2**20  # of a process that has imported its libraries
 VERSIONS = f"Python {platform.python_version()}, Ray {ray.__version__}"
@@ -100,11 +101,24 @@ def own_devices() -> Machine:
     gpus = torch.cuda.device_count()
     return Machine(
         cpus=psutil.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().available,
+        memory_bytes=free_memory(),
         gpus=gpus,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
         gpu_name=torch.cuda.get_device_name(0) if gpus else "",
     )
+
+
+def free_memory() -> int:
+    """Return the bytes that processes here may still take: of the machine, or of their control group (1 or 2)."""
+    rooms = [psutil.virtual_memory().available]
+    for line in PROCESS_GROUPS.read_text().splitlines() if PROCESS_GROUPS.exists() else ():
+        _, controller, name = line.split(":", 2)
+        folder = CONTROLLERS / controller / name.lstrip("/")
+        with suppress(OSError, ValueError, KeyError):  # no such group is seen from here, or it has no limit
+            known = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+            limit = known.get("hierarchical_memory_limit") or (folder / "memory.max").read_text()
+            rooms.append(int(limit) - int(known.get("total_rss") or known["anon"]))  # cached files make room
+    return max(min(rooms), 0)
 
 
 def look(node: str, work: Any, *args: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
+from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
-from trueline.training.deepspeed_config import deepspeed_config, effective_stage
+from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
 from trueline.training.engines import TensorState, model_output
 from trueline.training.moving_average import MovingAverage
@@ -37,23 +38,47 @@ from trueline.training.optimizer import (
 )
 from trueline.training.worker import WorkerSpec
 
+KEPT = (None, "none", "moments")  # offloads that leave master weights beside those that compute
 SHARDED = MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
-GATHER_ELEMENTS = 64 * 2**20  # weights gathered at once under ZeRO 3
+
+
+def join(spec: WorkerSpec) -> None:
+    # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ.update(RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world))
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+
+
+def share_out(spec: WorkerSpec) -> ShareOut:
+    """Return what cuts a parameter over the ranks as ZeRO 3 will have it, all with rank 0's numbers."""
+    join(spec)
+    dtype = spec.model.dtype
+    # Of an empty module: what DeepSpeed does for a given one besides, it does here as well.
+    ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(spec.ranks, dtype))
+
+    def cut(parameter: nn.Parameter) -> None:
+        if not is_zero_param(parameter):
+            # A copy: pages of a mapped file that a broadcast writes to would become this process's own, all of them.
+            parameter.data = parameter.data.to(DTYPES[dtype], copy=True)
+            ranks._convert_to_zero_parameters([parameter])
+
+    return cut
 
 
 class DeepSpeedEngine:
     def __init__(self, module: Scorer, spec: WorkerSpec, device: torch.device) -> None:
-        # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        os.environ.update(RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world))
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        join(spec)
         dtype, config = str(next(module.parameters()).dtype).removeprefix("torch."), spec.ranks
         self.config, self.total_steps, self.device = config, spec.total_steps, device
         self.stage = effective_stage(config, dtype)
         cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
+        elements = sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
+        self.gathered = at_once(elements)
         optimizer = make_optimizer(module.named_parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module.to(device).train(), optimizer=optimizer, config=deepspeed_config(config, dtype, cuts)
+            model=module.to(device).train(),
+            optimizer=optimizer,
+            config=deepspeed_config(config, dtype, cuts, elements),
         )
         self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
@@ -62,6 +87,9 @@ class DeepSpeedEngine:
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
+        if self.stage == 3 and optimizer is not None and dtype == "float32" and config.offload in KEPT:
+            for weights, masters in zip(self.optimizer.fp16_partitioned_groups_flat, self._shards(), strict=True):
+                masters.data = weights  # as DeepSpeed 0.19 means to, but compares a device with its name
         if isinstance(optimizer, HostMomentsAdamW):
             optimizer.reserve(self._shards())
         self.steps = 0
@@ -137,7 +165,7 @@ class DeepSpeedEngine:
         names: list[str] = []
         elements = 0
         for name, parameter in self.named.items():
-            if names and elements + parameter.ds_numel > GATHER_ELEMENTS:
+            if names and elements + parameter.ds_numel > self.gathered:
                 yield names
                 names, elements = [], 0
             names.append(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, ModelOutput
-from trueline.training.deepspeed_config import effective_stage
+from trueline.training.deepspeed_config import ON_CPU, effective_stage
 
 TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
 
@@ -77,6 +77,7 @@ class TrainRow:
     offloads: tuple[str, ...] = ("moments", "optimizer", "all")
     # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
+    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are shared out
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
 
 
@@ -86,7 +87,8 @@ TRAIN_ENGINES = {
         package="deepspeed",
         brought_by="trueline itself on Linux",
         stage=effective_stage,
-        environment=lambda gpus: {} if gpus else {"DS_ACCELERATOR": "cpu"},
+        share_out="trueline.training.deepspeed_engine:share_out",
+        environment=lambda gpus: {} if gpus else ON_CPU,
     ),
     "torch": TrainRow(
         "trueline.training.torch_engine:TorchEngine",

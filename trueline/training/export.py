@@ -14,9 +14,10 @@ from trueline.config.run import CheckpointConfig
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
 from trueline.training.checkpoints import Checkpoints, save_tensors
-from trueline.training.saving import AVERAGE, SavedState
+from trueline.training.saving import AVERAGE, INDEX, MODEL, SavedState, shard_name, write_index
 
 FORMAT = {"format": "pt"}
+FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,15 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
         raise ConfigError(f"{target} exists: name a new folder")
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # every file is what was written
     averages = read_averages(checkpoint) if wanted.average else {}
+    bare = not any((checkpoint / "model").glob("*.safetensors"))
     adapted = (checkpoint / "model" / ADAPTER).is_file()
     if wanted.merge and not adapted:
         raise ConfigError(f"{checkpoint}: --merge, but there is no adapter to merge")
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(checkpoint / "model", aside)
+    if bare:
+        write_masters(SavedState(checkpoint), aside)
     write = write_merged if wanted.merge else write_adapter if adapted else write_weights
     write(aside, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
     aside.rename(target)
@@ -68,12 +72,32 @@ def read_averages(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    if not averages and dtype is None:
+        return  # the copied files are what is wanted
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         weights |= {name: averages[name].to(tensor.dtype) for name, tensor in weights.items() if name in averages}
         save_tensors(file, {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}, FORMAT)
     if dtype is not None:
         declare(folder, dtype)
+
+
+def write_masters(saved: SavedState, folder: Path) -> None:
+    """Write the weights of a training state as the model would be saved, one file of them at a time."""
+    keys = {name: parts["weight"] for name, parts in saved.by_name().items()}
+    dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
+    sizes = {name: saved.shapes[key].numel() * dtype.itemsize for name, key in keys.items()}
+    groups: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if groups[-1] and sum(sizes[one] for one in groups[-1]) + size > FILE_BYTES:
+            groups.append([])
+        groups[-1].append(name)
+    for number, names in enumerate(groups):
+        tensors = {name: saved.read(keys[name]).to(dtype) for name in names}
+        save_tensors(folder / Path(shard_name(MODEL, number, len(groups))).name, tensors, FORMAT)
+    if len(groups) > 1:
+        owners = {name: number for number, names in enumerate(groups) for name in names}
+        write_index(folder / Path(INDEX).name, owners, len(groups))
 
 
 def write_adapter(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:

@@ -144,11 +144,14 @@ def ordered(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[
     return [found[at] for at in range(len(samples))]
 
 
-def write_models(models: dict[str, ModelGroup], folder: Path) -> Writing:
-    """Let every rank copy its share of a checkpoint, of each model to its place in the folder, and begin to write."""
+def write_models(models: dict[str, ModelGroup], folder: Path, whole: bool = True) -> Writing:
+    """Let every rank copy its share of a checkpoint, of each model to its place in the folder, and begin to write.
+
+    Where it is not `whole`, the training state is all that it has of the weights.
+    """
     for place, model in models.items():
         (folder / place).mkdir(exist_ok=True)
-        model.call(Worker.save, str(folder / place))
+        model.call(Worker.save, str(folder / place), whole)
 
     def look(wait: bool) -> Saved | None:
         found = [(Path(place), one) for place, model in models.items() for one in model.call(Worker.saved, wait)]

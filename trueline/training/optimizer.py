@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from trueline.config.model import TrainingConfig
+from trueline.models.loading import shape_of
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 IN_LAYER = re.compile(r"(^|\.)\d+\.")  # a numbered layer; embeddings, the last norm and heads stand outside
@@ -25,7 +26,7 @@ def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: TrainingCo
     parts: dict[str, Parameters] = {}
     for name, parameter in named:
         if parameter.requires_grad:
-            parts.setdefault(stepped_by(name, parameter.ndim, config), []).append(parameter)
+            parts.setdefault(stepped_by(name, len(shape_of(parameter)), config), []).append(parameter)
     made = [MAKERS[kind](parameters, config) for kind, parameters in parts.items()]
     return made[0] if len(made) == 1 else Together(made)
 
@@ -37,8 +38,8 @@ def stepped_by(name: str, dimensions: int, config: TrainingConfig) -> str:
 
 def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
     groups = [
-        {"params": [one for one in parameters if one.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+        {"params": [one for one in parameters if len(shape_of(one)) > 1], "weight_decay": config.weight_decay},
+        {"params": [one for one in parameters if len(shape_of(one)) <= 1], "weight_decay": 0.0},
     ]
     kept = [group for group in groups if group["params"]]
     rate, betas = config.learning_rate, (config.betas[0], config.betas[1])

@@ -14,31 +14,31 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.models.lora import ADAPTER, SETTINGS, peft_name
+from trueline.runtime.cluster import free_memory
 from trueline.training.checkpoints import Saved
 from trueline.training.engines import TrainEngine
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
 AVERAGE = "average"  # the part of a tensor that engines keep apart from the others
 INDEX = "model/model.safetensors.index.json"
-BUFFER_BYTES = 256 * 2**20
+BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, where memory is free and where it is not
 HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less than a share, copying waits for writing
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
 Shard = tuple[str, bytes, int]  # a safetensors file: name, head, and how many bytes of tensors follow
 
 
-def contents(engine: TrainEngine, adapted: bool) -> Iterator[Content]:
-    """Yield all that a checkpoint holds, gathered on every rank."""
+def contents(engine: TrainEngine, adapted: bool, model: bool = True) -> Iterator[Content]:
+    """Yield all that a checkpoint holds, gathered on every rank, or leave out the weights of a model."""
     if adapted:
         yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
-    else:
+    elif model:
         yield from ((MODEL, name, tensor) for name, tensor in engine.weights())
     for name, state in engine.state():
         yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
@@ -129,7 +129,7 @@ class Ring:
 
     def allocate(self, size: float, room: float) -> None:
         """Make room for all of `size` and a little more, as whole tensors divide unevenly, or as far as room goes."""
-        each = max(math.ceil(min(BUFFER_BYTES, size / 2)), 1)
+        each = max(math.ceil(min(BUFFER_BYTES, size / 2, max(room / 2, LEAST_BYTES))), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
             self.free.put(host_buffer(each))
 
@@ -179,32 +179,40 @@ def host_buffer(size: int) -> Tensor:
 class Saver:
     """Write one rank's share of checkpoints, one at a time."""
 
-    def __init__(self, rank: int, world: int, contents: Callable[[], Iterator[Content]]) -> None:
-        self.rank, self.world, self.contents = rank, world, contents
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        contents: Callable[[], Iterator[Content]],
+        without_model: Callable[[], Iterator[Content]] = lambda: iter(()),
+    ) -> None:
+        self.rank, self.world, self.contents, self.without_model = rank, world, contents, without_model
         self.ring, self.thread = Ring(), ThreadPoolExecutor(1, "save")
         self.allocated: Future[None] | None = None
         self.writing: Future[Saved] | None = None
-        self.divisions: dict[bool, tuple[list[Part], dict[str, int]]] = {}
+        self.divisions: dict[tuple[bool, bool], tuple[list[Part], dict[str, int]]] = {}
 
-    def allocate(self, size: float, sharers: int = 1) -> "Future[None]":
-        """Begin to allocate the buffers, on a machine that as many ranks share."""
-        room = HOST_SHARE * psutil.virtual_memory().available / sharers
+    def allocate(self, size: float, sharers: int = 1, coming: float = 0.0) -> "Future[None]":
+        """Begin to allocate the buffers, on a machine that as many ranks share and will each take more of."""
+        room = max(HOST_SHARE * (free_memory() / sharers - coming), 0.0)
         self.allocated = self.thread.submit(self.ring.allocate, size, room)
         return self.allocated
 
-    def save(self, folder: Path, steps: int, describe: Callable[[], None]) -> None:
+    def save(self, folder: Path, steps: int, describe: Callable[[], None], model: bool = True) -> None:
         """Copy this rank's share and return; the thread writes it, and calls `describe` for files of other kinds.
 
-        What there is to write changes with the optimizer's first step only, and is looked up before that is copied.
+        What there is to write changes with the optimizer's first step and with `model`, which says whether to write the
+        weights of a model; it is looked up before it is copied.
         """
         self.saved(wait=True)
-        if (steps > 0) not in self.divisions:
-            self.divisions[steps > 0] = divide(self.contents(), self.rank, self.world)
-        parts, owners = self.divisions[steps > 0]
+        contents = self.contents if model else self.without_model
+        if (steps > 0, model) not in self.divisions:
+            self.divisions[steps > 0, model] = divide(contents(), self.rank, self.world)
+        parts, owners = self.divisions[steps > 0, model]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
         self.writing = self.thread.submit(self._write, folder, self._shards(parts, steps), owners, describe)
         with self.ring.filling():
-            for part, (stem, key, tensor) in zip(parts, self.contents(), strict=True):
+            for part, (stem, key, tensor) in zip(parts, contents(), strict=True):
                 assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} is not where it was"
                 mine = tensor.detach().contiguous().view(-1)[part.start : part.stop]
                 self.ring.put(mine.view(torch.uint8))
@@ -236,7 +244,7 @@ class Saver:
                 digests[shard[0]], rest = write_shard(folder, shard, rest, copied)
             describe()
             if self.rank == 0 and self.world > 1 and owners:
-                write_index(folder, owners, self.world)
+                write_index(folder / INDEX, owners, self.world)
         except (OSError, SafetensorError) as error:
             problem = f"rank {self.rank}: {error}"
         finally:
@@ -264,10 +272,10 @@ def write_shard(folder: Path, shard: Shard, rest: memoryview, copied: Iterator[m
     return digest.hexdigest(), rest
 
 
-def write_index(folder: Path, owners: dict[str, int], world: int) -> None:
+def write_index(file: Path, owners: dict[str, int], world: int) -> None:
     """Write which file of the model's folder has which tensor, as `from_pretrained` wants it."""
     files = {key: Path(shard_name(MODEL, owner, world)).name for key, owner in owners.items()}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+    file.write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
 
 
 def describe_model(folder: Path, model: Any, config: Any, adapter: Any | None, tokenizer: Any) -> None:

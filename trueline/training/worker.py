@@ -23,7 +23,7 @@ from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.head import HEAD_CHUNK
-from trueline.models.loading import DTYPES, load_model, load_tokenizer
+from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
@@ -34,6 +34,7 @@ from trueline.runtime.host import build
 from trueline.runtime.transport import Address, Meeting
 from trueline.sync.sender import WeightSender
 from trueline.training.checkpoints import Saved, save_tensors
+from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
@@ -86,11 +87,15 @@ class Worker(WeightSender):
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
         dtype = DTYPES[config.dtype]
-        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing)
+        share_out = self._share_out()
+        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing, share_out=share_out)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.model.named_parameters()}
+        if share_out is not None:
+            for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
+                share_out(parameter)
+        self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         speaks = spec.head == "language" and spec.goal is None
-        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks)
+        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks and share_out is None)
         self.scorer = Scorer(
             self.model,
             config.head_chunk_tokens or HEAD_CHUNK[self.device.type],
@@ -103,8 +108,21 @@ class Worker(WeightSender):
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.release()  # before something small and lasting settles in memory that was only needed to start
-        self.saver = Saver(spec.rank, spec.world, partial(contents, self.engine, self.adapter is not None))
+        held = partial(contents, self.engine, self.adapter is not None)
+        self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
+        if speaks and share_out is not None:
+            with self.scorer.plainly():  # layers are gathered one after the other
+                probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
+
+    def _share_out(self) -> ShareOut | None:
+        """Return what shares a model out while it is read, where its ranks share out its weights.
+
+        AutoTP cuts whole layers: with it, a model is shared out when all of it is there.
+        """
+        spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
+        shared = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
+        return build(row.share_out, [spec]) if shared else None
 
     def _router_coefficient(self) -> float:
         ranks = self.spec.ranks
@@ -236,10 +254,16 @@ class Worker(WeightSender):
         )
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
         elements = sum(map(math.prod, trained.values()))
-        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers)
+        stage = TRAIN_ENGINES[ranks.engine].stage(ranks, self.spec.model.dtype)
+        moments = 8 * elements / (self.spec.world if stage else 1)  # that the first step makes
+        coming = moments if self.device.type == "cpu" else 0.0
+        self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers, coming)
 
-    def save(self, folder: str) -> None:
-        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them."""
+    def save(self, folder: str, model: bool = True) -> None:
+        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
+
+        Without `model`, the folder has all but a model's weights.
+        """
         spec, target, random, config = self.spec, Path(folder), random_states(), copy.deepcopy(self.model.config)
         config.architectures = [type(self.model).__name__]  # those of a new head, not of the model it began from
 
@@ -250,7 +274,7 @@ class Worker(WeightSender):
                 tokenizer.chat_template = spec.chat_template or tokenizer.chat_template
                 describe_model(target / "model", self.model, config, self.adapter, tokenizer)
 
-        self.saver.save(target, self.engine.steps, describe)
+        self.saver.save(target, self.engine.steps, describe, model)
 
     def saved(self, wait: bool) -> Saved | None:
         """Return what became of the last `save`, or None while it is being written."""
@@ -302,7 +326,13 @@ class Worker(WeightSender):
 
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:
-    return Target("trueline.training.worker:Worker", environment=TRAIN_ENGINES[ranks.engine].environment)
+    return Target("trueline.training.worker:Worker", environment=partial(rank_environment, ranks))
+
+
+def rank_environment(ranks: RanksConfig, gpus: int) -> dict[str, str]:
+    row = TRAIN_ENGINES[ranks.engine]
+    gathers = not gpus and row.stage(ranks, "float32") == 3
+    return row.environment(gpus) | (GATHERING_ON_CPU if gathers else {})
 
 
 def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tensor]:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.tiny import make_tiny_mixture, make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.models.loading import (
@@ -230,3 +232,29 @@ def test_no_other_noise_is_left_on_in_training(name: str, tmp_path: Path, tokeni
     model = load_model(ModelConfig(path=str(tmp_path)), torch.float32).train()
     tokens = torch.tensor([[5, 80, 33, 7]])
     assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize(("kind", "head"), [("tied", "language"), ("untied", "reward"), ("mixture", "language")])
+def test_weights_are_shared_out_as_they_are_read(kind: str, head: str, tmp_path: Path) -> None:
+    """Also those that transformers makes of several in the file; new and tied ones are left to the caller."""
+    folder = make_tiny_mixture(tmp_path) if kind == "mixture" else make_tiny_model(tmp_path, tied=kind == "tied")
+    config = ModelConfig(path=str(folder))
+    torch.manual_seed(1)
+    expected = load_model(config, torch.float32, head).state_dict()
+    shared: dict[int, torch.Tensor] = {}
+
+    def share_out(parameter: nn.Parameter) -> None:
+        assert parameter.numel() and id(parameter) not in shared
+        shared[id(parameter)] = parameter.data
+        parameter.data = torch.empty(0)
+
+    torch.manual_seed(1)
+    model = load_model(config, torch.float32, head, share_out=share_out)
+    whole = [name for name, parameter in model.named_parameters() if parameter.numel()]
+    assert whole == {"tied": ["model.embed_tokens.weight"], "untied": ["score.weight"], "mixture": []}[kind]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert torch.equal(shared.get(id(tensor), tensor), expected[name]), name
+    assert all(
+        torch.equal(buffer, found)
+        for buffer, found in zip(model.buffers(), load_model(config, torch.float32, head).buffers(), strict=True)
+    )

@@ -295,6 +295,13 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
     assert all(one["DO_NOT_TRACK"] == "1" for one in (cpu | gpu | plain).values())
 
 
+def test_only_ranks_that_gather_weights_take_memory_in_pieces_of_their_own() -> None:
+    for stage, gpus, pieces in ((2, 0, False), (3, 0, True), (3, 1, False)):
+        target = worker_target(RanksConfig(engine="deepspeed", zero_stage=stage))
+        assert ("MALLOC_MMAP_THRESHOLD_" in target.environment(gpus)) == pieces
+    assert "MALLOC_MMAP_THRESHOLD_" not in worker_target(RanksConfig(engine="torch")).environment(0)
+
+
 def test_processes_that_work_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for in_turns, expected in ((True, {"4"}), (False, {"2"})):
         found = environments(0, "torch", "hf", monkeypatch, 2, in_turns)

@@ -2,10 +2,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trueline.runtime import cluster
 from trueline.runtime.host import use_interface
 
 SHOW = """
@@ -51,3 +53,24 @@ def test_a_process_meets_others_at_the_address_of_its_node(given: dict[str, str]
     use_interface("127.0.0.1")
     expected = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"} | given
     assert {name: os.environ[name] for name in names} == expected
+
+
+GROUPS = {
+    "version 1": ("4:memory:/job", {"memory/job/memory.stat": "hierarchical_memory_limit 5000\ntotal_rss 2000\n"}),
+    "version 2": ("0::/job", {"job/memory.stat": "anon 1500\nfile 900\n", "job/memory.max": "4500\n"}),
+    "no limit": ("0::/job", {"job/memory.stat": "anon 1500\n", "job/memory.max": "max\n"}),
+    "not seen from here": ("4:memory:/elsewhere", {}),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_a_control_group_bounds_free_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, files = GROUPS[case]
+    (tmp_path / "cgroup").write_text(f"1:cpu:/\n{line}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cluster, "PROCESS_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cluster, "CONTROLLERS", tmp_path)
+    assert (cluster.free_memory() == 3000) == case.startswith("version")
+    assert cluster.free_memory() > 0

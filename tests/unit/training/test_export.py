@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.data.types import Sample
+from trueline.models.loading import check_folder
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.export import Export, export
@@ -33,14 +34,20 @@ def make_group(folder: Path, lora: LoraConfig, decay: float) -> ModelGroup:
     return ModelGroup("model", [LocalActor("model-0", worker)], training, 60)
 
 
-def make_run(folder: Path, run: Path, lora: LoraConfig = LoraConfig(), decay: float = 0.0) -> Path:  # noqa: B008
+def make_run(
+    folder: Path,
+    run: Path,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
+    decay: float = 0.0,
+    whole: bool = True,
+) -> Path:
     """A run folder with the checkpoints of steps 1 and 2; returns the newer one."""
     group, checkpoints = make_group(folder, lora, decay), Checkpoints(run, CheckpointConfig())
     sample = Sample(TOKENS[0], torch.ones(6, dtype=torch.bool))
     set_weights([sample], "token_mean", 0)
     for step in (1, 2):
         group.update([sample], "sft", LossSettings())
-        checkpoints.save(step, {"step": step}, lambda aside: write_models({"": group}, aside))
+        checkpoints.save(step, {"step": step}, lambda aside: write_models({"": group}, aside, whole))
     checkpoints.settle(wait=True)
     saved = checkpoints.newest()
     assert saved is not None
@@ -75,6 +82,35 @@ def test_a_plain_export_is_the_trained_model(model_folder: Path, tmp_path: Path)
     assert not same(weights(made), weights(model_folder))
     assert AutoTokenizer.from_pretrained(made)("1+1=") == AutoTokenizer.from_pretrained(model_folder)("1+1=")
     assert [path.name for path in made.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("file_bytes", [2**32, 2**14])
+def test_a_checkpoint_without_a_model_becomes_one(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
+) -> None:
+    monkeypatch.setattr("trueline.training.export.FILE_BYTES", file_bytes)
+    whole = make_run(model_folder, tmp_path / "whole", decay=0.75)
+    bare = make_run(model_folder, tmp_path / "bare", decay=0.75, whole=False)
+    assert not list((bare / "model").glob("*.safetensors*"))
+    for wanted in (Export(), Export(average=True), Export(dtype="bfloat16")):
+        name = repr(wanted)
+        made = export(bare, tmp_path / "made" / name, wanted)
+        expected = export(whole, tmp_path / "expected" / name, wanted)
+        assert same(weights(made, dtype="auto"), weights(expected, dtype="auto"))
+        assert (len(list(made.glob("*.safetensors"))) > 1) == (file_bytes < 2**32)
+    with pytest.raises(ConfigError, match=r"trueline export .*step_000002 FOLDER"):
+        check_folder(bare / "model")
+
+
+def test_a_run_goes_on_from_a_checkpoint_without_a_model(model_folder: Path, tmp_path: Path) -> None:
+    """And the checkpoint of an adapter always has it."""
+    bare = make_run(model_folder, tmp_path / "bare", whole=False)
+    again = make_group(model_folder, LoraConfig(), 0.0)
+    again.call(Worker.load, str(bare))
+    write_models({"": again}, tmp_path)(True)
+    assert same(weights(tmp_path / "model"), weights(export(bare, tmp_path / "made", Export())))
+    adapted = make_run(model_folder, tmp_path / "adapted", LORA, whole=False)
+    assert (adapted / "model" / "adapter_model.safetensors").is_file()
 
 
 def test_of_a_run_the_newest_checkpoint_is_taken(model_folder: Path, tmp_path: Path) -> None:
