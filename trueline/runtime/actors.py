@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trueline.monitoring.beats import BEAT, WORK, Doing
@@ -195,7 +195,7 @@ class RayActor(Generic[Object]):
 
     def kill(self) -> None:
         """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
-        with suppress(RayActorError, GetTimeoutError):  # it died, or was stopped, before it could say where it is
+        with suppress(RayError):  # it died or was stopped before it could say where it is, or its node is gone
             home: Home = ray.get(self.at_home, timeout=HOME_SECONDS)
             if home.node == ray.get_runtime_context().get_node_id():
                 kill_family(home.pid)
