@@ -149,6 +149,29 @@ def test_what_is_shared_out_while_it_is_read_is_the_model(
         assert not found["critic"][3]["score.weight"].any()
 
 
+class Large(Worker):
+    """Takes its model for one that no device holds."""
+
+    def _fits(self) -> bool:
+        return False
+
+
+def score_cut(rank: int, world: int, model: str) -> list[np.ndarray]:
+    """Score by a model that was whole before it was cut, and by one that never was."""
+    samples = make_samples(4)
+    (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(512))
+    config = ModelConfig(path=model, dtype="float32", tensor_parallel=2)
+    ranks = TrainingConfig.parse({"engine": "deepspeed", "zero_stage": 2})
+    workers = [started(kind(WorkerSpec(config, ranks, rank, world, 10, seed=3))) for kind in (Worker, Large)]
+    return [worker.score(pack_samples(samples), passes, 1.0) for worker in workers]
+
+
+def test_a_model_that_no_device_holds_is_cut_where_it_was_read(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tied=False)
+    for whole, never in run_ranks(score_cut, 2, tmp_path / "ranks", str(model)):
+        np.testing.assert_array_equal(whole, never)
+
+
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
     """Memory control groups, one for each rank."""

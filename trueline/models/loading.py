@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ CLASSES = {  # kind of head -> class of transformers
 }
 HEADS = ("score", "classifier")  # what architectures call a layer that scores
 LABELS = {"reward": 1, "value": 1, "steps": 2}
+THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one after the other
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
@@ -263,7 +263,8 @@ def one_by_one(share_out: ShareOut) -> Iterator[None]:
     """
     from transformers import core_model_loading  # noqa: PLC0415
 
-    place = core_model_loading.set_param_for_module
+    loader: Any = core_model_loading
+    place = loader.set_param_for_module
 
     def place_and_share(model: Any, name: str, *rest: Any, **named: Any) -> None:
         place(model, name, *rest, **named)
@@ -274,11 +275,14 @@ def one_by_one(share_out: ShareOut) -> Iterator[None]:
             return
         share_out(parameter)
 
-    with (
-        patch.object(core_model_loading, "set_param_for_module", place_and_share),
-        patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"),
-    ):
+    threads = os.environ.pop(THREADS, None)
+    loader.set_param_for_module, os.environ[THREADS] = place_and_share, "1"
+    try:
         yield
+    finally:
+        loader.set_param_for_module = place
+        del os.environ[THREADS]
+        os.environ.update({} if threads is None else {THREADS: threads})
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:

@@ -20,10 +20,9 @@ REMEDY = "set training.packing=false and model.context_parallel=1, or choose ano
 class Probe:
     """Compare the model as it was loaded with what training has made of it: packed, cut, sharded."""
 
-    def __init__(self, model: Any, packed: bool, speaks: bool) -> None:
+    def __init__(self, model: Any, device: torch.device, packed: bool, speaks: bool) -> None:
         random = torch.Generator().manual_seed(0)
         highest = model.get_input_embeddings().num_embeddings
-        device = model.get_input_embeddings().weight.device
         self.name, self.packed = type(model).__name__, packed
         self.tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random).to(device)
         self.expected: Tensor | None = None

@@ -76,7 +76,7 @@ class DeepSpeedEngine:
         self.gathered = at_once(elements)
         optimizer = make_optimizer(module.named_parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=module.to(device).train(),
+            model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves what it leaves of each layer
             optimizer=optimizer,
             config=deepspeed_config(config, dtype, cuts, elements),
         )

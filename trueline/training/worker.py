@@ -95,7 +95,10 @@ class Worker(WeightSender):
                 share_out(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         speaks = spec.head == "language" and spec.goal is None
-        probe = Probe(self.model.to(self.device), spec.ranks.packing, speaks and share_out is None)
+        whole = share_out is None and self._fits()
+        if whole or share_out is not None:
+            self.model.to(self.device)
+        probe = Probe(self.model, self.device, spec.ranks.packing, speaks and whole)
         self.scorer = Scorer(
             self.model,
             config.head_chunk_tokens or HEAD_CHUNK[self.device.type],
@@ -110,8 +113,8 @@ class Worker(WeightSender):
         self.release()  # before something small and lasting settles in memory that was only needed to start
         held = partial(contents, self.engine, self.adapter is not None)
         self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
-        if speaks and share_out is not None:
-            with self.scorer.plainly():  # layers are gathered one after the other
+        if speaks and not whole:
+            with self.scorer.plainly():  # layers are gathered one after the other, or stay cut
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
 
@@ -123,6 +126,12 @@ class Worker(WeightSender):
         spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
         shared = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
         return build(row.share_out, [spec]) if shared else None
+
+    def _fits(self) -> bool:
+        """Tell whether the whole model fits on the device, before tensor parallelism cuts it layer by layer."""
+        if self.device.type == "cpu" or self.spec.model.tensor_parallel == 1:
+            return True
+        return sum(tensor.nbytes for tensor in self.model.parameters()) < torch.cuda.mem_get_info(self.device)[0] / 2
 
     def _router_coefficient(self) -> float:
         ranks = self.spec.ranks

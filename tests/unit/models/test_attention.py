@@ -16,6 +16,7 @@ from trueline.models.loading import load_model
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
 
+CPU = torch.device("cpu")
 LENGTHS = [11, 3, 1, 20, 6]
 TOKENS = torch.randint(3, 90, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
 EVERY = torch.ones(sum(LENGTHS), dtype=torch.bool)
@@ -187,7 +188,7 @@ def test_a_mask_of_the_models_own_is_heeded_or_refused() -> None:
 def test_a_head_of_several_layers_is_refused() -> None:
     """ModernBERT's decoder has a dense layer and a norm in front of its output embeddings."""
     model = make_model("modernbert-decoder", "eager")
-    probe = Probe(model, packed=False, speaks=True)
+    probe = Probe(model, CPU, packed=False, speaks=True)
     with pytest.raises(ConfigError, match="differ from plain transformers"):
         probe.compare(scorer_of(model, packed=False), model.get_input_embeddings())
 
@@ -195,7 +196,7 @@ def test_a_head_of_several_layers_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
 def test_a_model_that_trains_as_it_speaks_passes(kind: str) -> None:
     model = make_model(kind, NAME)
-    Probe(model, packed=True, speaks=True).compare(scorer_of(model, packed=True), model.get_input_embeddings())
+    Probe(model, CPU, packed=True, speaks=True).compare(scorer_of(model, packed=True), model.get_input_embeddings())
 
 
 def make_sharp_model() -> tuple[Any, Probe]:
@@ -203,7 +204,7 @@ def make_sharp_model() -> tuple[Any, Probe]:
     model = make_model("llama", NAME)
     with torch.no_grad():
         model.lm_head.weight *= 1e5
-    return model, Probe(model, packed=True, speaks=True)
+    return model, Probe(model, CPU, packed=True, speaks=True)
 
 
 def test_the_rounding_of_a_sharp_model_is_no_fault() -> None:
@@ -240,7 +241,7 @@ def scorer_of(model: Any, *, packed: bool) -> Callable[[Tensor, list[int]], Tens
 def test_what_cannot_be_packed_is_refused_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
     make_model(kind, "eager", **({"rotary_dim": 4} if kind == "gptj" else {})).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"training\.packing=false"):
-        Probe(load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True), packed=True, speaks=True)
+        Probe(load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True), CPU, packed=True, speaks=True)
 
 
 HEADS = {
