@@ -79,6 +79,7 @@ def compare(home: Path, one: str, other: str, *names: str) -> None:
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), (ours["step"], name)
 
 
+@pytest.mark.slow
 def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster: Nodes) -> None:
     """The driver is on a node without slots; the policy's ranks are on both others, the engine is on the second."""
     words = ["--reward", "reward.py:letters", *SMALL, *SPREAD]
