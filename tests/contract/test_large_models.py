@@ -192,7 +192,7 @@ def groups() -> Iterator[list[Path]]:
                 group.rmdir()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_trains_where_a_rank_has_room_for_its_part_alone(tmp_path: Path, groups: list[Path]) -> None:
     parameters = make_model(tmp_path / "model")
     limit = int(0.6 * GIB + 1.3 * STATE_BYTES * parameters / RANKS)
