@@ -35,7 +35,8 @@ def steps(found: Found) -> str:
         used = f"{side['gib']:.1f} GiB" if side["gib"] else "not measured"
         rows.append((name, seconds, f"{side['tokens'] / side['seconds']:.0f}", used))
     said = "" if found["counts"] else " Mean lengths differ by more than 10 %, so this does not count."
-    return f"{table(*rows)}\n\nSeconds per step: {found['step_ratio']:.2f} of TRL's.{said}"
+    per_token = f"; per token: {found['token_ratio']:.2f}" if "token_ratio" in found else ""
+    return f"{table(*rows)}\n\nSeconds per step: {found['step_ratio']:.2f} of TRL's{per_token}.{said}"
 
 
 def modes(found: Found) -> str:
@@ -52,7 +53,33 @@ def modes(found: Found) -> str:
     return table(*rows)
 
 
-TABLES: dict[str, Callable[[Found], str]] = {"rl_step_cpu": steps, "rl_step_h200": steps, "asynchrony_cpu": modes}
+def sampling(found: Found) -> str:
+    speeds = f"{found['vllm']:.0f}", f"{found['pool']:.0f}", f"{found['ratio']:.2f}"
+    return table(("tokens a second: vLLM's `generate`", "Trueline's pool", "ratio"), speeds)
+
+
+def training(found: Found) -> str:
+    rows = [("tokens a second", "bare, all in bfloat16", "bare, the same float32 sums", "Trueline", "of the latter")]
+    for name in ("plain", "checkpointed"):
+        of = found[name]
+        rows.append((name, *(f"{of[side]:.0f}" for side in ("rough", "bare", "ours")), f"{of['ratio']:.3f}"))
+    return table(*rows)
+
+
+def episodes(found: Found) -> str:
+    speeds = f"{found['continuous']:.1f}", f"{found['lockstep']:.1f}", f"{found['ratio']:.1f}"
+    return table(("continuous admission", "lockstep", "ratio"), speeds)
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    "rl_step_cpu": steps,
+    "rl_step_h200": steps,
+    "rl_step_random_h200": steps,
+    "sampling_h200": sampling,
+    "train_throughput_h200": training,
+    "asynchrony_cpu": modes,
+    "agents_cpu": episodes,
+}
 
 
 def filled(page: str) -> str:

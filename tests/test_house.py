@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 LAYERS = (
     {"__init__", "api", "cli", "demo"},
     {"verbs", "objects"},
-    {"planning"},
+    {"planning", "doctor", "report"},
     {"rl", "offline", "jobs"},
     {"runs"},
     {"rollout", "training", "sync"},
@@ -50,18 +50,20 @@ NEIGHBOURS = {
 } | {(one, other) for one in LAYERS[5] for other in LAYERS[5]}
 HOMES = {  # third-party library -> the files that may import it
     "ray": r"runtime/.*",
-    "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py",
+    "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py|environments/tools/vllm_calls\.py",
     "deepspeed": r"training/deepspeed_\w+\.py",
+    "mcp": r"environments/tools/mcp_servers\.py",
+    "openai": r"environments/process\.py",
     "peft": r"models/lora\.py",
     "bitsandbytes": r"models/lora\.py",
     "wandb": r"monitoring/trackers\.py",
     "mlflow": r"monitoring/trackers\.py",
     "trackio": r"monitoring/trackers\.py",
-    "starlette": r"rewards/server\.py",
+    "starlette": r"rewards/server\.py|environments/endpoint\.py|report/live\.py",
     "uvicorn": r"rewards/server\.py",
 }
-USER_CODE = {"rewards/process.py", "rollout/episode.py"}  # the boundary where user code runs
-BROAD_EXCEPTS = 4
+USER_CODE = {"rewards/process.py", "rollout/episode.py", "environments/process.py"}  # where user code runs
+BROAD_EXCEPTS = 5
 REMOTE_CALLS = {"submit", "call", "_submit", "_engines"}
 HOMELESS = {"utils.py", "common.py", "helpers.py", "misc.py", "constants.py"}
 

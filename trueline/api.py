@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
 from trueline.config.foreign_names import FOREIGN_VERBS
@@ -21,6 +21,9 @@ from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.objects import Objects, reward_section
 from trueline.verbs import VERBS, Verb
+
+if TYPE_CHECKING:
+    from trueline.doctor.findings import Findings
 
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
@@ -218,12 +221,24 @@ def check_start(run: Path, has_checkpoint: bool, restart: bool) -> None:
 
 def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool = False) -> int:
     """Do a run, or say what it would do, and return its exit status."""
-    if config.cluster.address:
-        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
-    quiet_libraries()
+    settle_libraries(config)
     from trueline.runs.launch import launch  # noqa: PLC0415
 
     return launch(config, verb, pkgutil.resolve_name(VERBS[verb].prepare), dry_run=dry_run, resume=resume)
+
+
+def examine(verb: str, config: RunConfig, *, resume: bool = False) -> "Findings":
+    """Look at a run without starting it, and return what was found, by family."""
+    settle_libraries(config)
+    from trueline.doctor import examination  # noqa: PLC0415
+
+    return examination.examine(config, verb, VERBS[verb].prepare, resume=resume)
+
+
+def settle_libraries(config: RunConfig) -> None:
+    if config.cluster.address:
+        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
+    quiet_libraries()
 
 
 def unknown_verb(word: str, verbs: Collection[str]) -> str:

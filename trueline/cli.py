@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.api import load, quiet_libraries, say, start, trains, unknown_verb
+from trueline.api import examine, load, quiet_libraries, say, start, trains, unknown_verb
 from trueline.config.base import Config, ConfigError, suggestion
 from trueline.config.run import RunConfig
-from trueline.config.sampling import GenerateConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.verbs import DATA, REWARD, TASK_VERBS, VERBS, Verb
 
@@ -28,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.get_default("verbs")
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(unknown_verb(words[0], verbs))
+    if words[:1] == ["doctor"] and words[1:] and not words[1].startswith("-") and words[1] not in VERBS:
+        parser.error(unknown_verb(words[1], VERBS))
     options, overrides = parser.parse_known_args(words)
     flags = [word for word in overrides if word.startswith("-")]
     if flags or (overrides and not options.takes_overrides):
@@ -89,6 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_export(verbs)
     add_explain(verbs)
     add_plan(verbs)
+    add_report_verbs(verbs)
+    add_doctor(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
@@ -146,6 +149,30 @@ def add_plan(verbs: Any) -> None:
     plan.set_defaults(run=plan_run)
 
 
+def add_report_verbs(verbs: Any) -> None:
+    runs = "folder of a run, or its name below runs/; several are compared"
+    report = verbs.add_parser(
+        "report", help="write one HTML file: curves, times, configuration and transcripts of runs"
+    )
+    report.add_argument("of", nargs="+", metavar="RUN", help=runs)
+    report.add_argument("--out", type=Path, metavar="FILE", help="default: report-RUN.html here")
+    report.set_defaults(run=run_report)
+    watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
+    watch.add_argument("of", nargs="+", metavar="RUN", help=runs)
+    watch.add_argument("--port", type=int, default=0, help="default: any free one")
+    watch.set_defaults(run=run_watch)
+
+
+def add_doctor(verbs: Any) -> None:
+    """Add a verb that takes, behind its name, exactly what a run takes."""
+    about = "look at a run before it starts: what would be refused, and what would go wrong; it starts nothing"
+    doctor = verbs.add_parser("doctor", help=about, description=f"{about}. There is no --deep: no weights are loaded.")
+    kinds = doctor.add_subparsers(required=True, metavar="VERB")
+    for name, command in VERBS.items():
+        kinds.add_parser(name, help=command.meaning, parents=[verbs.choices[name]], add_help=False)
+        kinds.choices[name].set_defaults(run=run_doctor)
+
+
 def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
     add_config_options(verb, command.flags)
     verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
@@ -178,6 +205,16 @@ def load_options(options: argparse.Namespace) -> RunConfig:
 
 def run_command(options: argparse.Namespace) -> int:
     return start(options.verb, load_options(options), resume=options.resume, dry_run=options.dry_run)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from trueline.doctor.findings import refusal, show  # noqa: PLC0415
+
+    try:
+        config = load_options(options)
+    except ConfigError as error:
+        return show({"plan": [refusal(error, VERBS[options.verb].kind)]})
+    return show(examine(options.verb, config, resume=options.resume))
 
 
 def serve_reward(options: argparse.Namespace) -> int:
@@ -232,6 +269,20 @@ def plan_run(options: argparse.Namespace) -> int:
 
     sys.stdout.write(plan_on_paper(config, read_devices(options.devices)) + "\n")
     return 0
+
+
+def run_report(options: argparse.Namespace) -> int:
+    from trueline.report.page import write_report  # noqa: PLC0415
+
+    say(f"written: {write_report(options.of, options.out)}")
+    return 0
+
+
+def run_watch(options: argparse.Namespace) -> int:
+    quiet_libraries()
+    from trueline.report.live import watch  # noqa: PLC0415
+
+    return watch(options.of, options.port)
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from trueline.config.supervised import (
 
 COMMON = {"--model": "model.path", "--name": "name"}
 DATA, HELD_OUT, REWARD = {"--data": "data.path"}, {"--eval-data": "evaluation.data"}, {"--reward": "reward.function"}
+PLAYED = {"--environment": "environment.function", "--agent": "environment.agent", "--tools": "environment.tools"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Verb:
 
 def rl(preset: str) -> Verb:
     meaning, defaults = f"reinforcement learning with {preset}", {"algorithm": {"preset": preset}}
-    return Verb(RLConfig, meaning, "trueline.rl.launch:prepare_rl", COMMON | DATA | HELD_OUT | REWARD, defaults)
+    flags = COMMON | DATA | HELD_OUT | REWARD | PLAYED
+    return Verb(RLConfig, meaning, "trueline.rl.launch:prepare_rl", flags, defaults)
 
 
 def offline(kind: type[SupervisedConfig], meaning: str, defaults: Tree | None = None) -> Verb:

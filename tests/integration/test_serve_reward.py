@@ -19,7 +19,7 @@ from tests.support.reward_models import local_group, make_reward_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RemoteConfig, RewardPartConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import ServingConfig
 from trueline.jobs.serve_reward import plan_serving
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Reward

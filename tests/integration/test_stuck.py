@@ -24,7 +24,7 @@ from trueline.config.reward import RewardConfig
 from trueline.config.run import CheckpointConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Completion, Prompt
-from trueline.environments.base import Environment, Step
+from trueline.environments.base import Ending, Environment, Policy
 from trueline.monitoring.beats import BEAT, WORK, read_beat
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.watch import Watch, explain
@@ -33,6 +33,7 @@ from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget
 from trueline.runs.processes import opened_loop
 from trueline.runs.rewards import open_rewards
 from trueline.runtime.actors import RayActor, Spot, wait_all
@@ -115,10 +116,8 @@ def test_a_judge_that_answers_nothing(tmp_path: Path, loop: EventLoop) -> None:
 
 
 class Deadlocked(Environment):
-    async def reset(self, prompt: Prompt) -> list[Any]:
-        return prompt.messages
-
-    async def step(self, reply: str) -> Step:
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        await policy.reply(prompt.messages)
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -130,14 +129,14 @@ class Answering:
 
 def test_an_environment_that_never_returns(tmp_path: Path, loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> None:
     engine: Any = Answering()
-    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
+    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
     sampler = GroupSampler(episodes, Deadlocked, SamplingParams(1.0, 8, (2,)), 2, 0, "train")
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     with watched(tmp_path / "logs") as first:
         asked = asyncio.run_coroutine_threadsafe(sampler.sample((0, prompt), 0), loop.loop)
         line = first()
         asked.cancel()
-    assert "environment Deadlocked has not returned from `step` for" in line and "2 episodes wait" in line
+    assert "environment Deadlocked has not returned from `play` for" in line and "2 episodes wait" in line
 
 
 def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trueline.data.types import Message, Tool
+from trueline.data.messages import Message, Tool
 
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</s>\n{% endif %}"

@@ -6,7 +6,7 @@ A worker sums `weight * mask * value`, so micro-batches, ranks and padding canno
 from trueline.algorithms.entries import Entry, entry, named
 from trueline.data.types import Sample
 
-Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each completion, token budget -> weights
+Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each episode, token budget -> weights
 
 
 @entry("every sampled token of a minibatch counts the same")
@@ -37,11 +37,15 @@ AGGREGATIONS: dict[str, Aggregation] = named(token_mean, sequence_mean, constant
 
 
 def set_weights(samples: list[Sample], loss_aggregation: str, budget: int) -> None:
-    """Set every sample's weight by the loss aggregation; filtered samples weigh nothing and count nowhere."""
-    in_loss = [sample for sample in samples if not sample.filtered]
-    counts = [sample.sampled_tokens() for sample in in_loss]
-    weights = AGGREGATIONS[loss_aggregation](counts, budget) if counts else []
+    """Set every sample's weight by the loss aggregation; filtered samples weigh nothing and count nowhere.
+
+    The sequences of an episode are weighted as one of their length together.
+    """
+    counts: dict[int, int] = {}  # by episode
     for sample in samples:
-        sample.weight = 0.0
-    for sample, weight in zip(in_loss, weights, strict=True):
-        sample.weight = weight
+        if not sample.filtered:
+            counts[sample.whose()] = counts.get(sample.whose(), 0) + sample.sampled_tokens()
+    found = AGGREGATIONS[loss_aggregation](list(counts.values()), budget) if counts else []
+    weights = dict(zip(counts, found, strict=True))
+    for sample in samples:
+        sample.weight = 0.0 if sample.filtered else weights[sample.whose()]

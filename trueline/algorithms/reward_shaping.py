@@ -1,5 +1,6 @@
 """Turn task rewards into rewards of tokens and completions: length, truncation and the KL to the reference."""
 
+from collections import Counter, defaultdict
 from statistics import fmean
 
 from torch import Tensor
@@ -13,21 +14,26 @@ KL_ERROR_LIMIT = 0.2
 def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens: int, kl_coefficient: float) -> None:
     """Fill `reward`, `token_rewards` and `filtered`, once the rewards are known and the models have scored."""
     coefficient = kl_coefficient if config.kl.place == "reward" else 0.0
+    lengths, penalties = Counter[int](), defaultdict[int, float](float)  # of whole episodes
+    for sample in samples:
+        lengths[sample.whose()] += sample.sampled_tokens()
     for sample in samples:
         sample.filtered = config.shaping.overlong_filter and sample.truncated
-        sample.reward = shaped_reward(sample, config.shaping, max_new_tokens)
+        sample.reward = shaped_reward(sample, config.shaping, lengths[sample.whose()], max_new_tokens)
         sample.token_rewards = with_added(sample, sample.reward - sample.task_reward)
         if coefficient > 0:
             penalty = coefficient * token_kl(sample)
             sample.token_rewards = sample.token_rewards - penalty
-            sample.reward -= penalty.double().sum().item()
+            penalties[sample.whose()] += penalty.double().sum().item()
+    for sample in samples:
+        sample.reward -= penalties[sample.whose()]
 
 
-def shaped_reward(sample: Sample, config: ShapingConfig, max_new_tokens: int) -> float:
+def shaped_reward(sample: Sample, config: ShapingConfig, length: int, max_new_tokens: int) -> float:
     """Return the reward of the whole completion, before the KL."""
     reward = truncated_reward(sample.task_reward, config) if sample.truncated else sample.task_reward
     if config.overlong_factor > 0:
-        punishment = overlong_punishment(sample.sampled_tokens(), max_new_tokens, config.overlong_share)
+        punishment = overlong_punishment(length, max_new_tokens, config.overlong_share)
         reward += config.overlong_factor * punishment
     return reward
 

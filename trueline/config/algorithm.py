@@ -122,8 +122,11 @@ class AlgorithmConfig(Config):
     whiten: bool = False
     """Bring the step's advantages to mean 0 and variance 1, over all tokens in the loss."""
 
+    credit: Literal["token", "turn"] = "token"
+    """What an advantage belongs to: token: each sampled token, a group compares episodes; turn: a turn as a whole."""
+
     gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per sampled token, of `gae` and `reinforce`."""
+    """Discount per sampled token, or per turn under `credit=turn`, of `gae` and `reinforce`."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Decay of the trace of `gae`; 0.95 suits short completions."""

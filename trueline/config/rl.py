@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config
 from trueline.config.data import PromptDataConfig
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig, TrainingConfig, check_mesh, check_training
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
@@ -171,6 +172,13 @@ class RLCheckpointConfig(CheckpointConfig):
     """What keep_best looks at; a `-` in front means that more is better, e.g. -reward/mean."""
 
 
+def dividing(prompts: int, group: int, minibatches: int) -> str:
+    """Return the nearest keys with which minibatches divide a step's answers, in a configuration's words."""
+    fewer = max(count for count in range(1, minibatches) if prompts * group % count == 0)
+    more = next(count for count in range(prompts, prompts + minibatches) if count * group % minibatches == 0)
+    return f"set minibatches={fewer} or prompts_per_step={more}"
+
+
 class RLConfig(RunConfig):
     steps: int = Field(100, ge=1)
     """Training steps: each samples, scores, updates and publishes once."""
@@ -198,6 +206,7 @@ class RLConfig(RunConfig):
     rollout: RolloutConfig = RolloutConfig()
     data: PromptDataConfig = PromptDataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     sync: SyncConfig = SyncConfig()
 
@@ -208,12 +217,12 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"minibatches={self.minibatches} does not divide the {completions} answers of a step "
                 f"(prompts_per_step={self.prompts_per_step} x algorithm.group_size={self.algorithm.group_size}): "
-                "change one of the three"
+                f"{dividing(self.prompts_per_step, self.algorithm.group_size, self.minibatches)}"
             )
         check_training(self.training, self.model)
         for name, role in self.roles().items():
             check_mesh(role, role.model_like(self.model, self.model.path), name, whose="its ")
-        if not self.reward.named_parts() and self.evaluation.named_sets():
+        if not self.judged() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or leave evaluation.data out")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
         return self
@@ -227,6 +236,10 @@ class RLConfig(RunConfig):
                 f"leave it out, or set evaluation.{name} for evaluation alone"
             )
         return self
+
+    def judged(self) -> bool:
+        """Tell whether episodes have rewards: of a function or model, or of the environment's own."""
+        return bool(self.reward.named_parts() or self.environment.function or self.environment.agent)
 
     def roles(self) -> dict[str, Role]:
         """Return the models beside the policy, whether or not this run needs them."""

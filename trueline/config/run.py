@@ -65,6 +65,9 @@ class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
     """Sampled conversations written to transcripts.jsonl at every step."""
 
+    health: Literal["log", "stop"] = "log"
+    """What happens when a step is judged BAD (docs/metrics.md): it is said, or the run stops, with a checkpoint."""
+
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

@@ -8,11 +8,12 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError
 
 from trueline.config.base import ConfigError
-from trueline.data.types import Message, Tool, called_functions, content_of
+from trueline.data.messages import Message, Tool, called_functions, content_of
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
 UNLIKE_ANY = "\0"  # text that no completion begins with
+MARK = "trueline"  # text that a template leaves as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,45 @@ class ChatFormat:
         self.left_out |= {"tools"} if tools else set()
         text = "\n".join(self._plain_text(message) for message in messages)
         return list(self.tokenizer(text)["input_ids"])
+
+    def continuation(self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = ()) -> list[int] | None:
+        """Return the tokens from the end of the last message, a reply as it was sampled, to the next turn.
+
+        They begin with what ends a reply (see `without_end`). None: the template writes what came before in another
+        way once more follows, so that nothing can be appended to what was sampled.
+        """
+        if not self.templated:
+            return [self._end(), *self.text_tokens("".join(f"\n{self._plain_text(message)}" for message in new))]
+        opened = self._render(messages[:-1], tools, open_turn=True)
+        closed = self._apply(messages, tools, open_turn=False)
+        whole = self._render([*messages, *new], tools, open_turn=True)
+        other = self._apply([*messages[:-1], {"role": "assistant", "content": MARK}], tools, open_turn=False)
+        _, marked, ending = other.rpartition(MARK)
+        if not (marked and closed.startswith(opened) and closed.endswith(ending) and whole.startswith(closed)):
+            return None
+        return self.text_tokens(ending + whole[len(closed) :])
+
+    def without_end(self, tokens: list[int]) -> list[int]:
+        """Return a continuation without the end token that was sampled already."""
+        ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
+        return tokens[ends[0] + 1 :] if ends else tokens
+
+    def rewrites(self) -> str:
+        """Say what the template does to earlier turns besides appending others; nothing if it only appends."""
+        asked = [{"role": "user", "content": "a"}]
+        kinds = {"all of them": "b", "their reasoning": f"<think>\n{MARK}\n</think>\n\nb"}
+        for kind, text in kinds.items():
+            if self.continuation([*asked, {"role": "assistant", "content": text}], asked) is None:
+                return kind
+        return ""
+
+    def around_reply(self) -> tuple[str, list[int]]:
+        """Return what the template writes between a prompt and its reply, and the tokens behind the reply."""
+        asked = [{"role": "user", "content": "a"}]
+        prompt = self._apply(asked, (), open_turn=True)
+        full = self._apply([*asked, {"role": "assistant", "content": MARK}], (), open_turn=False)
+        before, _, behind = full.rpartition(MARK)
+        return before[len(prompt) :] if before.startswith(prompt) else "", self.text_tokens(behind)
 
     def remarks(self) -> list[str]:
         """Return lines for the plan: what the user may not expect of the messages encoded so far."""

@@ -10,7 +10,8 @@ import torch
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
-from trueline.data.types import Message, Sample, Tool
+from trueline.data.messages import Message, Tool
+from trueline.data.types import Sample
 
 Policy = Literal["error", "truncate", "drop"]
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
+from trueline.data.messages import Message, Tool, content_of
 from trueline.data.readers import choose_column, parse_messages, read_messages, read_tools, text_of, value_of
 from trueline.data.sources import Located
-from trueline.data.types import Message, Tool, content_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
+from trueline.data.messages import Message, Tool
 from trueline.data.sources import Located
-from trueline.data.types import Message, Prompt, Tool
+from trueline.data.types import Prompt
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")

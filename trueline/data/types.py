@@ -1,6 +1,6 @@
 """The records that flow through training: Prompt -> Trajectory -> Sample -> Batch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -8,17 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
-Tool = dict[str, Any]  # a schema, as chat templates read it
-
-
-def content_of(message: Message) -> str:
-    """Return a message's content, or empty text where there is none, as in an environment's messages."""
-    return str(message.get("content") or "")
-
-
-def called_functions(message: Message) -> list[str]:
-    return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
+from trueline.data.messages import Message, Tool
 
 
 class Outcome(StrEnum):
@@ -54,6 +44,10 @@ class Prompt:
     def place(self) -> str:
         """Name the row for a person, who counts from 1."""
         return f"row {self.id + 1} of {self.source}"
+
+
+def with_tools(prompt: Prompt, tools: list[Tool]) -> Prompt:
+    return replace(prompt, tools=[*prompt.tools, *tools]) if tools else prompt
 
 
 INTERRUPTED = "interrupted"  # the finish reason of a part that goes on under other weights
@@ -107,9 +101,15 @@ class Trajectory:
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
     truncated: bool = False  # a turn was cut off by the length limit
-    reply: str = ""
+    reply: str = ""  # the last one
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode: see `sequences`
+    turns: list[Message] = field(default_factory=list)  # what was said after the prompt, where it is more than a reply
+
+    def sequences(self) -> "list[Trajectory]":
+        """Return all that the policy sampled, in order: several sequences where a history was rewritten or forked."""
+        return [one for one in (self, *self.branches) if one.mask.any()]
 
     def add_action(self, completion: Completion) -> None:
         self._add(completion.tokens, completion.logprobs, completion.versions)
@@ -130,11 +130,14 @@ class Trajectory:
         self.rewards[-1] += reward
         self.reward = (self.reward or 0.0) + reward
 
+    def sampled_versions(self) -> np.ndarray:
+        return np.concatenate([one.versions[one.mask] for one in self.sequences()])
+
     def oldest_version(self) -> int:
-        return int(self.versions[self.mask].min())
+        return int(self.sampled_versions().min())
 
     def sampled_tokens(self) -> int:
-        return int(self.mask.sum())
+        return sum(int(one.mask.sum()) for one in (self, *self.branches))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -154,6 +157,7 @@ class Sample:
     tokens: Tensor  # [T] int64
     mask: Tensor  # [T] bool, True on tokens the loss applies to
     group: int = 0
+    episode: int | None = None  # in the step, whose sequences share reward and weight; null: it is all of its own
     version: int = 0  # of the oldest sampled token
     task_reward: float = 0.0  # as judged
     reward: float = 0.0  # after shaping and KL; what estimators of whole completions look at
@@ -167,7 +171,7 @@ class Sample:
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
     teacher_logprobs: Tensor = later()  # [T] by the teacher
-    token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward`
+    token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward`, or to what is left of it
     values: Tensor = later()  # [T] by the critic before the update, of the state that token t was drawn from
     returns: Tensor = later()  # [T] what the critic learns
     advantages: Tensor = later()  # [T]
@@ -178,6 +182,10 @@ class Sample:
 
     def sampled_tokens(self) -> int:
         return int(self.mask.sum())
+
+    def whose(self) -> int:
+        """Return what is the same for all sequences of an episode, and differs between episodes."""
+        return ~id(self) if self.episode is None else self.episode
 
 
 TOKEN_FIELDS = (  # that losses read
@@ -274,21 +282,37 @@ def pack_samples(samples: list[Sample]) -> PackedSamples:
     return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays)
 
 
-def to_sample(trajectory: Trajectory) -> Sample:
+def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sample]:
+    """Return a sample for each sequence; what later ones earn is added where one ends, for they follow from it."""
     if trajectory.reward is None:
         raise ValueError(f"a trajectory that ended in {trajectory.outcome} has no reward and cannot be trained on")
+    samples, later_rewards = [], 0.0
+    for sequence in reversed(trajectory.sequences()):
+        sample = sample_of(sequence, trajectory, episode)
+        own = sample.token_rewards.sum().item()
+        if later_rewards:
+            sample.token_rewards = sample.token_rewards.clone()
+            sample.token_rewards[sample.mask.nonzero()[-1]] += later_rewards
+        samples.append(sample)
+        later_rewards += own
+    return samples[::-1]
+
+
+def sample_of(sequence: Trajectory, trajectory: Trajectory, episode: int | None) -> Sample:
+    assert trajectory.reward is not None
     sample = Sample(
-        tokens=torch.from_numpy(trajectory.tokens),
-        mask=torch.from_numpy(trajectory.mask),
+        tokens=torch.from_numpy(sequence.tokens),
+        mask=torch.from_numpy(sequence.mask),
         group=trajectory.group,
-        version=trajectory.oldest_version(),
+        episode=episode,
+        version=sequence.oldest_version(),
         task_reward=trajectory.reward,
         reward=trajectory.reward,
         baseline=trajectory.baseline or 0.0,
         truncated=trajectory.truncated,
     )
-    sample.rollout_logprobs = torch.from_numpy(trajectory.logprobs)
-    sample.token_rewards = torch.from_numpy(trajectory.rewards)
+    sample.rollout_logprobs = torch.from_numpy(sequence.logprobs)
+    sample.token_rewards = torch.from_numpy(sequence.rewards)
     return sample
 
 

@@ -1,19 +1,66 @@
 """The interface of an environment, which is what the policy talks to."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from trueline.data.types import Message, Prompt
+from trueline.data.messages import Message, Tool
+from trueline.data.types import Completion, Prompt
+
+
+class OutOfBudget(Exception):
+    """The episode has had all its turns, or has no room for another token: it ends here, and is truncated."""
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment, a tool or an agent failed. It is never turned into a number."""
+
+
+class EnvironmentLost(EnvironmentFailure):
+    """Its process was ended by the fault of another episode; this one may begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What an environment answers to a reply. Episodes have one turn: it must be `done`, without messages."""
+class Reply:
+    """One turn of the policy."""
 
-    reward: float
-    done: bool
-    policy_error: str = ""  # what the reply did wrong; it keeps its reward
-    messages: list[Message] = field(default_factory=list)
+    text: str
+    message: Message  # as those who go on with the conversation shall have it
+    completion: Completion  # exactly as it was sampled
+    prompt_tokens: int  # all tokens before it
+
+
+def as_said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+class Policy(Protocol):
+    """The policy in one episode. All that it samples is recorded and trained on."""
+
+    async def reply(
+        self,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """Return the next turn of a conversation, up to one of the texts in `stop`, or raise OutOfBudget.
+
+        Where it goes on from one that this policy has seen, only what is new becomes tokens. `worded` makes the message
+        by which others know the reply from its text, say with its tool calls taken apart.
+        """
+
+    def add_reward(self, reward: float) -> None:
+        """Add to the reward of the last turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What an environment says at the end of an episode."""
+
+    reward: float = 0.0  # beside those of single turns
+    policy_error: str = ""  # what the policy did wrong; the episode keeps its reward
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -21,11 +68,8 @@ class Environment(ABC):
     """What the policy talks to; every episode has an instance of its own."""
 
     @abstractmethod
-    async def reset(self, prompt: Prompt) -> list[Message]:
-        """Start the episode and return the conversation that the policy goes on with."""
-
-    @abstractmethod
-    async def step(self, reply: str) -> Step: ...
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        """Take turns with the policy until the episode is done."""
 
     async def close(self) -> None:  # noqa: B027  (optional)
         """Give back what the episode held."""

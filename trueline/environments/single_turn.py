@@ -1,7 +1,8 @@
 """The environment of one prompt, one completion and one reward."""
 
-from trueline.data.types import Message, Prompt, content_of
-from trueline.environments.base import Environment, Step
+from trueline.data.messages import Message, content_of
+from trueline.data.types import Prompt
+from trueline.environments.base import Ending, Environment, Policy, as_said
 from trueline.rewards.base import Call
 from trueline.rewards.combined import CombinedReward
 
@@ -9,25 +10,30 @@ from trueline.rewards.combined import CombinedReward
 class SingleTurn(Environment):
     def __init__(self, rewards: CombinedReward) -> None:
         self.rewards = rewards
-        self.prompt: Prompt
 
-    async def reset(self, prompt: Prompt) -> list[Message]:
-        self.prompt = prompt
-        return prompt.messages
-
-    async def step(self, reply: str) -> Step:
-        verdict = await self.rewards.verdict(reward_call(self.prompt, reply))
-        parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
-        return Step(verdict.reward, done=True, policy_error=verdict.policy_error, metrics=parts)
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages, prompt.tools)
+        return await judged(self.rewards, prompt, reply.text)
 
 
-def reward_call(prompt: Prompt, reply: str) -> Call:
-    """Return what a reward function may ask of a completion, by name."""
+async def judged(
+    rewards: CombinedReward, prompt: Prompt, reply: str, turns: list[Message] | None = None, earned: float = 0.0
+) -> Ending:
+    """Return the ending that the rewards of a run give a reply, beside what the episode has earned already."""
+    verdict = await rewards.verdict(reward_call(prompt, reply, turns))
+    parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
+    return Ending(verdict.reward + earned, verdict.policy_error, parts)
+
+
+def reward_call(prompt: Prompt, reply: str, turns: list[Message] | None = None) -> Call:
+    """Return what a reward function may ask of a completion, by name; `turns` is all that follows the prompt."""
+    said = turns or [as_said(reply)]
     return {
         **prompt.columns,
         **({"tools": prompt.tools} if "tools" in prompt.columns else {}),
         "reply": reply,
         "prompt": content_of(prompt.messages[-1]),
-        "messages": prompt.messages,
+        "messages": [*prompt.messages, *said[:-1]],
+        "turns": said,
         "label": prompt.label,
     }

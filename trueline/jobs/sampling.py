@@ -32,6 +32,7 @@ from trueline.rollout.evaluation import Evaluator, prefix_of
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start
 from trueline.runs.processes import Needed, Sampling, opened, opened_loop, role_group, sampling_of, start_engines
@@ -72,7 +73,7 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         # Without any reward the sum is 0, which is not written down.
         rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        yield sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop)
+        yield sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop, Budget(plan.rollout.longest()))
 
 
 def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:

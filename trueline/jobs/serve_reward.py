@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardPartConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import ServingConfig
 from trueline.models.loading import check_model, load_chat
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE

@@ -197,14 +197,17 @@ def load_chat(config: ModelConfig, template: str) -> ChatFormat:
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
     """Return every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
+    return sorted({tokenizer.eos_token_id, *generation_ends(config)})
+
+
+def generation_ends(config: ModelConfig) -> list[int]:
     from transformers import GenerationConfig  # noqa: PLC0415
 
     try:
         ends = GenerationConfig.from_pretrained(config.path).eos_token_id
     except OSError:
-        ends = None
-    listed = ends if isinstance(ends, list) else [ends]
-    return sorted({tokenizer.eos_token_id, *(end for end in listed if end is not None)})
+        return []
+    return ends if isinstance(ends, list) else [ends] * (ends is not None)
 
 
 def load_model(

@@ -12,6 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trueline.monitoring.health import verdict_words
+
 # key in the metrics, name on the screen, format
 SHOWN = (
     ("reward/mean", "reward", ".3f"),
@@ -84,12 +86,14 @@ class Progress:
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
         numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in shown_keys(metrics))
-        return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}"
+        verdict = verdict_words(metrics)
+        said = f"  health {verdict}" if verdict else ""
+        return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}{said}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
         """Return the panel, as wide as the screen at most; numbers that do not fit beside each other go below."""
         # No markup: a note printed above the panel has the panel drawn again as the note is, without markup.
-        head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}"
+        head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   {verdict_words(metrics)}"
         numbers = [
             Text.assemble((name, "dim"), "\n", (f"{metrics[key]:{form}}", "bold"), no_wrap=True)
             for key, name, form in shown_keys(metrics)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from trueline.data.types import Sample
+from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -48,7 +49,8 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         ranks = plan.layout.policy_ranks
         forecast = plan.forecast or forecast_memory(config, plan.facts, plan.machine, ranks, plan.longest)
         watch = MemoryWatch(forecast, timer := Timer())
-        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch)
+        health = Health(progress.note)
+        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch, health)
 
 
 def used_samples(plan: SupervisedPlan) -> list[Sample]:

@@ -4,12 +4,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from trueline.data.types import Sample
+from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.speed import flops_per_token, speed_metrics
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.offline.plan import SupervisedPlan
-from trueline.runs.guard import Guard
+from trueline.runs.guard import Guard, stop_if_bad
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import SupervisedState
@@ -29,6 +30,7 @@ class SupervisedTrainer:
     guard: Guard
     timer: Timer
     watch: MemoryWatch
+    health: Health
 
     def fit(self) -> SupervisedState:
         plan, state, train = self.plan, self.state, self.plan.material.train
@@ -50,10 +52,12 @@ class SupervisedTrainer:
                     metrics |= self.evaluate()
                 times = self.timer.flush()
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
+                metrics |= self.health.judge(state.step, metrics)
                 self.tracker.log(state.step, metrics)
                 self.watch.see(metrics)
                 self.progress.step(state.step, metrics)
                 self.guard.follow("loss", metrics["loss"])
+                stop_if_bad(self.health, config.monitoring)
                 # After its numbers are written: a kill in between costs the step again, not its row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)

@@ -15,7 +15,8 @@ from trueline.offline import plan as offline
 from trueline.planning.hardware import Devices
 from trueline.planning.seconds import phase_seconds, sync_bytes, train_seconds
 from trueline.rl.estimates import describe_roles, memory_bytes
-from trueline.rl.plan import RLPlan, Surroundings, check_algorithm, decide
+from trueline.rl.plan import RLPlan, check_algorithm, decide
+from trueline.rl.surroundings import Surroundings
 from trueline.runs.memory import GIB, Tenant
 from trueline.runs.preflight import MODEL_KEYS, Kind, Measured
 from trueline.runs.summary import engines_line, machine_line, model_line, node_lines, ranks_line, warning_lines

@@ -15,7 +15,8 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_completion, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
-from trueline.data.types import Sample, Tool
+from trueline.data.messages import Tool
+from trueline.data.types import Sample
 from trueline.rewards.base import Call, Gathering, RewardFailure, Scored
 
 Score = Callable[[list[Sample]], list[Tensor]]

@@ -1,31 +1,23 @@
 """Reward functions in processes of their own, with a deadline that kills."""
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
 import sys
 import tempfile
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.child import ChildProcess, end_of
 from trueline.rewards.code import SECONDS, TRIAL
 from trueline.rewards.functions import REWARDS
 
-ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages")
+ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages", "turns")
 START_SECONDS = 60
-END_SECONDS = 5
-LONGEST_LINE = 64 * 2**20
-MARK = "TRUELINE_REWARD_PROCESS"  # environment variable by which what a function started is found again
 FromChild = dict[str, Any]
 
 
@@ -167,41 +159,27 @@ class FunctionReward:
             await child.stop()
 
 
-class Child:
+class Child(ChildProcess):
     """One process of a reward function, started when it is needed and again after it was killed."""
 
     def __init__(self, part: RewardPartConfig, config: RewardConfig, log: Path) -> None:
-        self.part, self.config, self.log = part, config, log
-        self.mark = uuid.uuid4().hex
-        self.process: asyncio.subprocess.Process | None = None
-        self.killed: asyncio.subprocess.Process | None = None  # the last one
+        command = [sys.executable, "-m", "trueline.rewards.process", part.function, str(config.memory_gib)]
+        super().__init__(command, log)
+        self.part, self.config = part, config
         self.takes: dict[str, Any] = {}
 
     async def start(self) -> None:
-        if self.process is not None and self.process.returncode is None:
+        if self.runs():
             return
-        self._kill()  # it may have died between two calls
+        self.kill()  # it may have died between two calls
         try:
-            self.process = await self._open()
+            await self.open()
         except OSError as error:
             raise self._failure(f"its process cannot be started: {error}") from None
         self.takes = await self._exchange(None, START_SECONDS)
         if "error" in self.takes:
-            self._kill()
+            self.kill()
             raise self._failure(self.takes["error"])
-
-    async def _open(self) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "trueline.rewards.process", self.part.function, str(self.config.memory_gib)]
-        with self.log.open("a") as output:
-            return await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                limit=LONGEST_LINE,
-                start_new_session=True,
-                env={**os.environ, MARK: self.mark},
-            )
 
     async def ask(self, calls: list[Call]) -> list[FromChild]:
         await self.start()
@@ -211,7 +189,7 @@ class Child:
             raise self._failure(f"its call cannot be sent as JSON: {error}") from None
         answers: list[FromChild] = (await self._exchange(line, self.config.timeout_seconds))["answers"]
         if any(answer.get("exhausted") for answer in answers):
-            self._kill()  # what leaked stays in the process
+            self.kill()  # what leaked stays in the process
         return answers
 
     async def _exchange(self, line: str | None, seconds: float) -> dict[str, Any]:
@@ -230,42 +208,13 @@ class Child:
             what = "its import" if line is None else "a call (reward.timeout_seconds)"
             raise self._failure(f"{what} took more than {seconds:g} s and was killed", RewardTimeout) from None
         except (ConnectionError, json.JSONDecodeError):
-            self._kill()
+            self.kill()
             raise self._failure(f"its process {await end_of(process)} (see {self.log.name})") from None
         except ValueError as error:  # a line above the limit
             raise self._failure(f"its answer cannot be read: {error}") from None
         finally:
             if not heard:
-                self._kill()
+                self.kill()
 
     def _failure(self, reason: str, kind: type[RewardFailure] = RewardFailure) -> RewardFailure:
         return kind(f"reward.function={self.part.function}: {reason}")
-
-    def _kill(self) -> None:
-        """Kill the child with all that it started: its session, and whatever left that but still carries its mark."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for other in psutil.process_iter(["environ"]):
-            if (other.info["environ"] or {}).get(MARK) == self.mark:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    other.kill()
-        self.process, self.killed = None, self.process
-
-    async def stop(self) -> None:
-        self._kill()
-        if self.killed is not None:
-            await end_of(self.killed)
-
-
-async def end_of(process: asyncio.subprocess.Process) -> str:
-    assert process.stdout is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(END_SECONDS):
-            await process.stdout.read()  # to its end; what is left open complains when the loop is closed
-            await process.wait()
-    status = process.returncode
-    if status is None:
-        return "closed its answers"
-    return f"died of {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"

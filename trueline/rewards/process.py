@@ -16,7 +16,7 @@ import resource
 import stat
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -35,16 +35,16 @@ class NoSuchFunction(ValueError):
     """The specification names nothing; a traceback would not help."""
 
 
-def load_function(specification: str) -> Function:
+def load_function(specification: str, built_in: Mapping[str, Function] = REWARDS) -> Function:
     """Load a function by a built-in name, `file.py:function`, `package.module:function` or a `.pickle` file."""
-    if specification in REWARDS:
-        return REWARDS[specification]
+    if specification in built_in:
+        return built_in[specification]
     if specification.endswith(PICKLED):
         return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
     if not separator:
         raise NoSuchFunction(
-            f"not a built-in ({', '.join(REWARDS)}), nor file.py:function, package.module:function or a folder"
+            f"not a built-in ({', '.join(built_in)}), nor file.py:function, package.module:function or a folder"
         )
     sys.path.insert(0, os.getcwd())
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -112,10 +112,16 @@ def ask(function: Function, calls: list[Call], constants: dict[str, Any]) -> lis
     """Return what the function returns for each call, as it comes. Only a batched one is given several."""
     takes = describe(function)
     values = {**(columns_of(calls) if takes["batched"] else calls[0]), **constants}
-    returned = function(**(values if takes["any"] else {name: values[name] for name in takes["all"] if name in values}))
+    returned = function(**filled(function, values))
     if inspect.isawaitable(returned):
         returned = RUNNER.run(wait_for(returned))
     return checked_list(returned, len(calls)) if takes["batched"] else [returned]
+
+
+def filled(function: Function, values: dict[str, Any]) -> dict[str, Any]:
+    """Return those values that the function takes by name."""
+    takes = describe(function)
+    return values if takes["any"] else {name: values[name] for name in takes["all"] if name in values}
 
 
 def columns_of(calls: list[Call]) -> dict[str, list[Any]]:

@@ -21,11 +21,11 @@ FILE_BYTES = 16 * 2**20  # of one file, and so of what a program prints
 ENVIRONMENT = {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"}  # NumPy takes address space for every thread
 NO_FILTER = (
     "the network cannot be kept from code here (it takes Linux with seccomp on x86_64 or aarch64); "
-    "set reward.options.network=true to run code that can use the network, and start processes"
+    "set {place}.options.network=true to run code that can use the network, and start processes"
 )
 NO_LANDLOCK = (
     "files cannot be kept from code here (it takes Linux 5.13 or newer, with Landlock switched on); set "
-    "reward.options.files=true to run code that can read, and outside of its folder write, what its user can"
+    "{place}.options.files=true to run code that can read, and outside of its folder write, what its user can"
 )
 NOBODY = 65534  # the user who owns nothing
 PREFIXES = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -41,7 +41,8 @@ NAMES_AND_CERTIFICATES = [  # with the network
     *("/etc/ssl/certs", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
 ]
 
-Streams = tuple[IO[bytes], IO[bytes], IO[bytes]]
+Stream = IO[bytes] | int
+Streams = tuple[Stream, Stream, Stream]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Limits:
     memory_gib: float
     network: bool = False
     files: bool = False
+    place: str = "reward"  # where the configuration has these options
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,15 @@ def run_python(source: str, stdin: str, limits: Limits) -> Ended:
         program.write_bytes(source.encode(errors="replace"))
         given.write(stdin.encode(errors="replace"))
         given.seek(0)
-        for mine in (folder, program, given.fileno(), output.fileno(), error.fileno()) if other_user() else ():
-            os.chown(mine, NOBODY, NOBODY)
-        status = run_program(program, (given, output, error), limits)
+        hand_over(folder, program, given.fileno(), output.fileno(), error.fileno())
+        status = wait_or_kill(confined(program, (given, output, error), limits), limits.seconds)
         return Ended(status, text_of(output), text_of(error))
+
+
+def hand_over(*files: str | Path | int) -> None:
+    """Give files, by name or open, to the user as whom programs run."""
+    for file in files if other_user() else ():
+        os.chown(file, NOBODY, NOBODY)
 
 
 @functools.cache
@@ -92,12 +99,13 @@ def other_user() -> dict[str, Any]:
     return {} if tried.returncode else nobody
 
 
-def run_program(program: Path, streams: Streams, limits: Limits) -> int | None:
+def confined(program: Path, streams: Streams, limits: Limits) -> subprocess.Popen[bytes]:
+    """Start a program within its limits; it ends with the thread that started it, at the latest."""
     instructions = call_filter(network=limits.network, files=limits.files)
     if instructions is None and not limits.network:
-        raise RuntimeError(NO_FILTER)
+        raise RuntimeError(NO_FILTER.format(place=limits.place))
     if not limits.files and not landlock.version():
-        raise RuntimeError(NO_LANDLOCK)
+        raise RuntimeError(NO_LANDLOCK.format(place=limits.place))
     bounds = resource_limits(limits)
     hide_memory()
     rules = contextlib.nullcontext() if limits.files else landlock.allow_only(reachable(program.parent, limits))
@@ -114,12 +122,11 @@ def run_program(program: Path, streams: Streams, limits: Limits) -> int | None:
                 install_filter(instructions)
 
         try:
-            process = start(program, streams, confine)
+            return start(program, streams, confine)
         except subprocess.SubprocessError:  # the limits are within this process's own, so that only the filter can fail
             if instructions is None:
                 raise
-            raise RuntimeError(NO_FILTER) from None
-    return wait_or_kill(process, limits.seconds)
+            raise RuntimeError(NO_FILTER.format(place=limits.place)) from None
 
 
 def reachable(folder: Path, limits: Limits) -> dict[str, int]:
@@ -155,8 +162,8 @@ def resource_limits(limits: Limits) -> dict[int, int]:
     memory = own.get(resource.RLIMIT_AS, math.inf)
     if wanted[resource.RLIMIT_AS] > memory:
         raise RuntimeError(
-            f"reward.options.memory_gib={limits.memory_gib:g} is more than the {memory / 2**30:.2f} GiB that the "
-            "reward's own process may have: lower it, or raise reward.memory_gib"
+            f"{limits.place}.options.memory_gib={limits.memory_gib:g} is more than the {memory / 2**30:.2f} GiB that "
+            f"the {limits.place}'s own process may have: lower it, or raise {limits.place}.memory_gib"
         )
     return {kind: min(most, own.get(kind, most)) for kind, most in wanted.items()}
 

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,6 +26,7 @@ STOP_SECONDS = 5  # that the rest of a request is waited for when the server sto
 SETTINGS: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off"}  # the same whatever else is installed
 SETTINGS |= {"log_config": None, "log_level": "error", "access_log": False}  # nothing of a request is written anywhere
 SETTINGS |= {"timeout_keep_alive": IDLE_SECONDS, "timeout_graceful_shutdown": STOP_SECONDS}
+Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -36,18 +38,27 @@ def open_port(host: str, port: int) -> socket.socket:
         raise ConfigError(f"host={host}, port={port}: cannot listen there ({error}): set port=0 or another") from None
 
 
-class RewardServer(uvicorn.Server):
+class QuietServer(uvicorn.Server):
+    """A server within a process that has work of its own; `unknown` answers where there is no route."""
+
+    def __init__(self, routes: list[Route], *, unknown: Handler, refused: Handler) -> None:
+        app = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown, HTTPException: refused})
+        app.router.redirect_slashes = False
+        super().__init__(uvicorn.Config(app, **SETTINGS))
+
+    def capture_signals(self) -> Any:
+        """Leave signals to the process around it."""
+        return nullcontext()
+
+
+class RewardServer(QuietServer):
     """A server that gathers the calls of all requests in `reward`, whose failure of the kind `fatal` ends it."""
 
     def __init__(self, reward: Reward, *, token: str, name: str, fatal: type[RuntimeError]) -> None:
         self.reward, self.token, self.name, self.fatal = reward, token.encode(), name, fatal
         self.failure: RuntimeError | None = None
-        app = Starlette(
-            routes=[Route("/score", self._score, methods=["POST"]), Route("/health", self._health)],
-            exception_handlers={404: unknown, 405: unknown, HTTPException: refused},
-        )
-        app.router.redirect_slashes = False
-        super().__init__(uvicorn.Config(app, **SETTINGS))
+        routes = [Route("/score", self._score, methods=["POST"]), Route("/health", self._health)]
+        super().__init__(routes, unknown=unknown, refused=refused)
 
     async def answer(self, listener: socket.socket) -> None:
         """Serve until `end`, and raise the failure that it was given."""
@@ -57,10 +68,6 @@ class RewardServer(uvicorn.Server):
 
     def end(self, failure: RuntimeError | None = None) -> None:
         self.failure, self.should_exit = self.failure or failure, True
-
-    def capture_signals(self) -> Any:
-        """Leave signals to the process around it, which calls `end`."""
-        return nullcontext()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self.reward.stop()  # first, so that those who wait are answered
@@ -109,24 +116,33 @@ def checked(call: Any) -> Call:
 
 
 async def read_calls(request: Request, token: bytes) -> list[Any]:
+    known = hmac.compare_digest(request.headers.get("authorization", "").encode("latin-1"), b"Bearer " + token)
+    content = parse_json(await read_request(request, known=known))
+    calls = content.get("calls") if isinstance(content, dict) else None
+    if not isinstance(calls, list):
+        raise HTTPException(400, 'an object {"calls": [...]} is expected')
+    return calls
+
+
+async def read_request(request: Request, *, known: bool) -> bytes:
+    """Return the body of a request, or refuse one that is too large or whose sender is not known."""
     headers = request.headers
     sized = "content-length" in headers and "transfer-encoding" not in headers
     if sized and (length := int(headers["content-length"])) > MAX_BYTES:
-        raise HTTPException(413, f"{length} bytes are more than {MAX_BYTES}: send fewer calls at a time")
-    known = hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), b"Bearer " + token)
+        raise HTTPException(413, f"{length} bytes are more than {MAX_BYTES}: send less at a time")
     body = await read_body(request, keep=known and sized)
     if not sized:
         raise HTTPException(411, "a Content-Length is needed")
     if not known:
         raise HTTPException(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
+    return body
+
+
+def parse_json(body: bytes) -> Any:
     try:
-        content = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"not valid JSON: {error}") from None
-    calls = content.get("calls") if isinstance(content, dict) else None
-    if not isinstance(calls, list):
-        raise HTTPException(400, 'an object {"calls": [...]} is expected')
-    return calls
 
 
 async def read_body(request: Request, *, keep: bool) -> bytes:

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
-from trueline.environments.single_turn import SingleTurn
+from trueline.environments.opening import OpenEnvironment
 from trueline.monitoring.beats import WORK
+from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rewards.combined import CombinedReward
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.models import Models
 from trueline.rl.plan import RLPlan
@@ -23,6 +25,7 @@ from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
+from trueline.rollout.session import Budget
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
 from trueline.runs.processes import (
@@ -59,17 +62,12 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
         groups, pool = start_models(plan, processes, loop, progress)
-        models = Models(
-            config.algorithm,
-            config.rollout.temperature,
-            groups["policy"],
-            groups.get("reference"),
-            groups.get("teacher"),
-            groups.get("critic"),
-        )
+        beside = [groups.get(name) for name in ("reference", "teacher", "critic")]
+        models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *beside)
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        sampling = sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop)
+        environment = stack.enter_context(opened_environment(plan, rewards, loop, folder))
+        sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(plan))
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
@@ -98,7 +96,26 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             guard=guard,
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
+            health=Health(progress.note),
         )
+
+
+@contextmanager
+def opened_environment(
+    plan: RLPlan, rewards: CombinedReward, loop: EventLoop, folder: RunFolder
+) -> Iterator[OpenEnvironment]:
+    environment = OpenEnvironment(plan.config.environment, rewards, plan.chat, folder.logs)
+    loop.run(environment.start(), "starting the environment")
+    try:
+        yield environment
+    finally:
+        loop.run(environment.stop(), "stopping the environment")
+
+
+def budget_of(plan: RLPlan) -> Budget:
+    environment = plan.config.environment
+    turns = environment.max_turns if environment.kind() else 1
+    return Budget(plan.rollout.longest(), turns, environment.max_turn_tokens)
 
 
 def opened_for(plan: RLPlan, folder: RunFolder) -> AbstractContextManager[Processes]:

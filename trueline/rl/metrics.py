@@ -9,7 +9,8 @@ from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.types import Outcome, Sample, Trajectory, content_of
+from trueline.data.messages import content_of
+from trueline.data.types import Outcome, Sample, Trajectory
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Dropped, part_reward
 
@@ -37,9 +38,9 @@ def reduced(name: str, values: list[float]) -> float:
 def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:
     """Return the metrics of rewards, response lengths, outcomes and what was left out."""
     trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = [sample.task_reward for sample in samples]
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     scored = [part_reward(trajectory, dropped.part) for trajectory in trajectories]
-    lengths = [sample.sampled_tokens() for sample in samples]
+    lengths = [trajectory.sampled_tokens() for trajectory in trajectories]
     uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
     return {
         "reward/mean": fmean(rewards),
@@ -50,11 +51,13 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "response_length/truncated_share": fmean(sample.truncated for sample in samples),
+        "response_length/truncated_share": fmean(trajectory.truncated for trajectory in trajectories),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
         "rollout/staleness_mean": version
-        - float(np.concatenate([one.versions[one.mask] for one in trajectories]).mean()),
-        "rollout/several_versions_share": fmean(one.oldest_version() < one.versions.max() for one in trajectories),
+        - float(np.concatenate([one.sampled_versions() for one in trajectories]).mean()),
+        "rollout/several_versions_share": fmean(
+            one.oldest_version() < one.sampled_versions().max() for one in trajectories
+        ),
         "rollout/drawn_length_mean": fmean(dropped.lengths or lengths),
         "rollout/too_old": dropped.too_old,
         "rollout/groups": len(groups),
@@ -80,10 +83,10 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
 
 
 def describe_parts(trajectories: list[Trajectory]) -> Metrics:
-    """Return the mean of each reward, where there are several."""
+    """Return the mean of each reward, where there are several, and of what environments report."""
     names = {name for trajectory in trajectories for name in trajectory.metrics}
-    if names == {"reward/reward"}:
-        return {}
+    if {name for name in names if name.startswith("reward/")} == {"reward/reward"}:
+        names.remove("reward/reward")  # which is reward/mean
     found = {name: [one.metrics[name] for one in trajectories if name in one.metrics] for name in sorted(names)}
     return {name.replace("reward/", "reward/part/", 1): fmean(values) for name, values in found.items()}
 
@@ -121,8 +124,10 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
         "prompt": content_of(trajectory.prompt.messages[-1]),
         "reply": trajectory.reply,
         "label": trajectory.prompt.label,
+        "source": trajectory.prompt.source,
         "reward": trajectory.reward,
         "outcome": str(trajectory.outcome),
+        **({"turns": trajectory.turns} if trajectory.turns else {}),
         **trajectory.metrics,
     }
 
@@ -145,7 +150,7 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
             f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
-    grouped = config.algorithm.group_size > 1 and config.reward.named_parts()
+    grouped = config.algorithm.group_size > 1 and config.judged()
     if grouped and metrics["reward/uniform_groups_share"] > 0.9:
         warnings.append(
             f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "

@@ -5,14 +5,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
+from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits
 from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import RanksConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
-from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.models.loading import ModelFacts
+from trueline.rl.surroundings import Surroundings, look_around
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import check_engines
 from trueline.runs.memory import (
@@ -33,16 +34,13 @@ from trueline.runs.preflight import (
     check_rollout,
     check_routers,
     fitting_prompts,
-    load_prompts,
-    measured,
     node_rooms,
     resolve_dtype,
     resolve_path,
     resolved_rollout,
 )
-from trueline.runs.rewards import check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, roles_of
-from trueline.runtime.cluster import Machine, machine_at_hand
+from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, check_devices, placed
 
 ENGINE_WIDTHS = (2, 4, 8)  # GPUs of an engine that a refusal proposes
@@ -102,37 +100,11 @@ class RLPlan(RLDraft):
         return room.engine.cache_bytes(share * room.size) if self.shares_gpus() else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a plan is made for besides its keys: as read and found here, or as assumed."""
-
-    facts: ModelFacts
-    machine: Machine
-    trained: list[Measured]  # one for each dataset
-    tested: dict[str, Measured]
-    chat: ChatFormat
-    warnings: list[str]  # of the rewards
-
-
 def plan_rl(config: RLConfig) -> RLPlan:
     """Fill in and check all that can be known without loading a model, in the order of what is quickest to tell."""
     check_algorithm(config)
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
     return decide(config, look_around(config))
-
-
-def look_around(config: RLConfig) -> Surroundings:
-    sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
-    key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
-    held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
-    required = reads_reward(config.algorithm)
-    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
-    facts = check_model(config.model)
-    machine = machine_at_hand()
-    chat = load_chat(config.model, config.data.chat_template)
-    trained = [measured(source, chat) for source in sources]
-    tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
-    return Surroundings(facts, machine, trained, tested, chat, warnings)
 
 
 def decide(asked: RLConfig, around: Surroundings, *, propose: bool = True) -> RLPlan:

@@ -17,6 +17,7 @@ def describe_recipe(config: RLConfig) -> str:
         [
             f"advantage  {algorithm.advantage}: baseline is {advantage.words.format(algorithm)}"
             + describe_trace(algorithm, advantage.reads)
+            + ("; over turns" if algorithm.credit == "turn" else "")
             + ("; whitened over the step's tokens" if algorithm.whiten else ""),
             f"loss       {algorithm.loss}: {loss.words.format(algorithm)}" + describe_terms(algorithm),
             f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",

@@ -6,12 +6,13 @@ from functools import partial
 
 import numpy as np
 
-from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.advantages import assign_advantages, episodes_of
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
-from trueline.data.types import Sample, Trajectory, to_sample
+from trueline.data.types import Sample, Trajectory, to_samples
+from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
@@ -31,7 +32,7 @@ from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
-from trueline.runs.guard import Guard
+from trueline.runs.guard import Guard, stop_if_bad
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import RLState
@@ -60,6 +61,7 @@ class RLTrainer:
     guard: Guard
     critic_guard: Guard | None
     watch: MemoryWatch
+    health: Health
     example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
@@ -77,7 +79,7 @@ class RLTrainer:
                 groups = self.sample()
                 self.settle()
                 trajectories = [trajectory for group in groups for trajectory in group]
-                samples = [to_sample(trajectory) for trajectory in trajectories]
+                samples = [one for number, episode in enumerate(trajectories) for one in to_samples(episode, number)]
                 learns = self.policy_learns()
                 with self.sharing.training():
                     with self.timer.phase("score"):
@@ -170,13 +172,13 @@ class RLTrainer:
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """Make one optimizer step of each trained model per minibatch; return the metrics of all of them together."""
-        config = self.config
+        config, episodes = self.config, episodes_of(samples)
         updates: list[dict[str, float]] = []
         with self.timer.phase("train"):
             for epoch in range(config.epochs):
-                order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(samples))
+                order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(episodes))
                 for part in np.array_split(order, config.minibatches):
-                    updates.append(self.update([samples[at] for at in part]))
+                    updates.append(self.update([sample for at in part for sample in episodes[at]]))
         return over_updates(updates)
 
     def update(self, minibatch: list[Sample]) -> dict[str, float]:
@@ -243,8 +245,9 @@ class RLTrainer:
         if "mismatch/numerics" in metrics:
             rest = metrics["mismatch/logprob_gap_mean"] - metrics["mismatch/numerics"]
             metrics["mismatch/staleness"] = max(rest, 0.0)
-        if not self.config.reward.named_parts():
+        if not self.config.judged():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
+        metrics |= self.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
@@ -260,6 +263,7 @@ class RLTrainer:
         warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
         for warning in [*warnings, *self.count_uniform(metrics)]:
             self.progress.note(f"warning: {warning}")
+        stop_if_bad(self.health, self.config.monitoring)
 
     def count_uniform(self, metrics: dict[str, float]) -> list[str]:
         self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0

@@ -43,14 +43,14 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    # One process fewer, which would have to import vLLM too and to be sent every token.
+    common["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if gpus:
         # FlashInfer's sampler compiles kernels at its first use, for minutes.
-        return quiet | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     cache = str(max(round(rollout.cpu_cache_gib), 1))
-    # One process fewer, which would have to import vLLM too and to be sent every token.
-    within = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return quiet | within | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
+    return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
 
 
 ROLLOUT_ENGINES = {

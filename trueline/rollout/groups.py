@@ -11,7 +11,8 @@ from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes, Ticket
+from trueline.rollout.episode import Episodes
+from trueline.rollout.session import Ticket
 from trueline.runtime.event_loop import EventLoop
 
 Group = list[Trajectory]

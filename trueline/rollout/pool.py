@@ -58,9 +58,15 @@ class EnginePool:
         self.tended = False  # lost engines come back
 
     async def generate(self, tokens: list[int], params: SamplingParams, group: int, request: str) -> Completion:
+        with self.kept(group):
+            return await in_parts(partial(self._ask, group), tokens, params, request, lambda: True)
+
+    @contextmanager
+    def kept(self, group: int) -> Iterator[None]:
+        """Let the group's requests go to one engine as long as this lasts, which has computed what came before."""
         self.groups[group] += 1
         try:
-            return await in_parts(partial(self._ask, group), tokens, params, request, lambda: True)
+            yield
         finally:
             self.groups[group] -= 1
             if not self.groups[group]:

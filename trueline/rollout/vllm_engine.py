@@ -1,4 +1,4 @@
-"""vLLM behind the engine protocol. It lives in a process of its own; on GPUs, vLLM starts others beside it."""
+"""vLLM behind the engine protocol, in a process of its own; with tensor parallelism vLLM starts others beside it."""
 
 import asyncio
 import os

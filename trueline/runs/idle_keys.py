@@ -142,6 +142,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         GREEDY,
         ("evaluation.", lambda run: bool(run.evaluation.named_sets()), "evaluation.data names no prompts"),
         ("sync.tolerance", lambda run: run.sync.check, "sync.check=false"),
+        ("environment. algorithm.credit", lambda run: bool(run.environment.kind()), "episodes have one turn"),
         (
             "rollout.on_update rollout.too_old",
             lambda run: run.rollout.max_staleness > 0,

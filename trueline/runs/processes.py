@@ -14,6 +14,7 @@ from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget
 from trueline.runs.roles import RoleModel
 from trueline.runtime.actors import Actor
 from trueline.runtime.cluster import Machine, prove_folders, ray_cluster
@@ -133,6 +134,10 @@ def engine_specs(
 
 
 def sampling_of(
-    chat: ChatFormat, pool: EnginePool, environment: Callable[[], Environment], loop: EventLoop
+    chat: ChatFormat,
+    pool: EnginePool,
+    environment: Callable[[], Environment],
+    loop: EventLoop,
+    budget: Budget,
 ) -> Sampling:
-    return Sampling(Episodes(pool, chat), environment, tuple(sorted(chat.stop_ids)), loop)
+    return Sampling(Episodes(pool, chat, budget), environment, tuple(sorted(chat.stop_ids)), loop)

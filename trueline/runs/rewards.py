@@ -9,7 +9,7 @@ from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
-from trueline.rewards.base import Reward
+from trueline.rewards.base import Call, Reward
 from trueline.rewards.combined import REWARD_KINDS, CombinedReward, kind_of
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import ModelReward
@@ -81,11 +81,15 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
             file = folder / "failures" / f"{number}.json"
             if part is not None:
                 with suppress(OSError):  # a full disk must not hide why the run stops
-                    write_failure(file, part, reward_call(trajectory.prompt, trajectory.reply), trajectory.error)
+                    write_failure(file, part, failed_call(trajectory), trajectory.error)
                     files.append(file)
         return files
 
     return write
+
+
+def failed_call(trajectory: Trajectory) -> Call:
+    return reward_call(trajectory.prompt, trajectory.reply, trajectory.turns)
 
 
 def failed_part(config: RewardConfig, error: str) -> RewardPartConfig | None:

@@ -6,7 +6,7 @@ import pytest
 
 from trueline.config.base import Config, ConfigError
 from trueline.config.rl import RLConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import ServingConfig
 from trueline.config.supervised import SftConfig
 
 KEYS = [

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn, learnt_text
-from trueline.data.types import Message
+from trueline.data.messages import Message
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}:{{ message['content'] }}{% endfor %}"

@@ -19,7 +19,8 @@ from trueline.data.encoding import (
     mismatched_rows,
 )
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
-from trueline.data.types import Message, Sample
+from trueline.data.messages import Message
+from trueline.data.types import Sample
 
 CHATML = (
     "{% for message in messages %}<s>{{ message.role }}\n{{ message.content | trim }}</s>\n{% endfor %}"

@@ -11,7 +11,7 @@ from trueline.data.types import (
     filled_fields,
     is_filled,
     pack_samples,
-    to_sample,
+    to_samples,
 )
 
 PROMPT = Prompt(0, [{"role": "user", "content": "hi"}])
@@ -50,7 +50,7 @@ def test_a_trajectory_has_one_entry_per_token() -> None:
 
 
 def test_a_trajectory_becomes_a_sample() -> None:
-    sample = to_sample(trajectory(reward=0.5))
+    (sample,) = to_samples(trajectory(reward=0.5))
     assert sample.tokens.tolist() == [10, 11, 12, 13, 14, 15]
     assert sample.mask.tolist() == [False, False, True, True, False, True]
     assert (sample.group, sample.version, sample.reward, sample.truncated) == (4, 2, 0.5, False)
@@ -61,14 +61,14 @@ def test_a_trajectory_becomes_a_sample() -> None:
 def test_a_cut_answer_is_marked() -> None:
     cut = trajectory()
     cut.truncated = True
-    assert to_sample(cut).truncated
+    assert to_samples(cut)[0].truncated
 
 
 def test_an_answer_without_a_reward_cannot_be_trained_on() -> None:
     failed = trajectory(reward=None)
     failed.outcome = Outcome.REWARD_TIMEOUT
     with pytest.raises(ValueError, match="reward_timeout"):
-        to_sample(failed)
+        to_samples(failed)
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -16,9 +16,10 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig
-from trueline.rewards import pool
+from trueline.rewards import child
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout
-from trueline.rewards.pool import MARK, FunctionReward, check_function
+from trueline.rewards.child import MARK
+from trueline.rewards.pool import FunctionReward, check_function
 
 FUNCTIONS = """
 import asyncio, ctypes, os, re, subprocess, sys, time
@@ -331,7 +332,7 @@ def test_an_answer_too_long_to_be_read_fails_its_call(functions: Path, monkeypat
     with pytest.raises(PolicyError) as raised:
         score(functions, "at_fault", {"reply": "x" * 10**6})
     assert str(raised.value) == "x" * 20_000
-    monkeypatch.setattr(pool, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(child, "LONGEST_LINE", 1000)
     with pytest.raises(RewardFailure, match="its answer cannot be read"):
         score(functions, "at_fault", {"reply": "x" * 10**4})
 

@@ -21,7 +21,7 @@ from tests.support.tool_calls import TOOL_TALK, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RemoteConfig, RewardPartConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import ServingConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Sample
 from trueline.models.loading import load_tokenizer

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trueline.config.rl import RLConfig
-from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_sample
+from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_samples
 from trueline.rl.metrics import describe_step, first_step_warnings, over_updates, uniform_warning
 from trueline.rollout.rollouts import Dropped
 
@@ -18,7 +18,7 @@ def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, 
 
 
 def described(groups: list[list[Trajectory]], dropped: Dropped | None = None, version: int = 7) -> dict[str, float]:
-    samples: list[Sample] = [to_sample(one) for group in groups for one in group]
+    samples: list[Sample] = [sample for group in groups for one in group for sample in to_samples(one)]
     for sample in samples:
         sample.reward -= 0.5  # as shaping may do
     return describe_step(groups, samples, dropped or Dropped(), version)

@@ -12,7 +12,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.models.loading import ModelFacts
-from trueline.rl import plan as planning
+from trueline.rl import surroundings
 from trueline.rl.build import way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.rl.metrics import transcript
@@ -348,8 +348,8 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
-        monkeypatch.setattr(planning, "machine_at_hand", lambda: there)
-        for module in (planning, role_planning):
+        monkeypatch.setattr(surroundings, "machine_at_hand", lambda: there)
+        for module in (surroundings, role_planning):
             monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
 
@@ -574,8 +574,9 @@ def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
 
 @pytest.mark.parametrize(("last", "shown"), [(TOOL_TALK[2], "2"), (calling(), ""), ({"role": "tool"}, "")])
 def test_a_transcript_has_the_text_of_the_last_message_if_any(last: dict[str, Any], shown: str) -> None:
-    trajectory = Trajectory(Prompt(0, [last]), 0, reward=1.0, outcome=Outcome.FINISHED)
-    assert transcript(trajectory, "train")["prompt"] == shown
+    trajectory = Trajectory(Prompt(0, [last], source="sums.jsonl"), 0, reward=1.0, outcome=Outcome.FINISHED)
+    said = transcript(trajectory, "train")
+    assert (said["prompt"], said["source"]) == (shown, "sums.jsonl")
 
 
 def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> None:

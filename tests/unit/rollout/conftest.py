@@ -9,6 +9,7 @@ from tests.support.index_engine import IndexEngine
 from trueline.data.chat import ChatFormat
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget
 from trueline.runtime.event_loop import EventLoop
 
 
@@ -26,4 +27,4 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> IndexEngine:
 
 @pytest.fixture
 def episodes(engine: IndexEngine, tokenizer: PreTrainedTokenizerFast) -> Episodes:
-    return Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
+    return Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))

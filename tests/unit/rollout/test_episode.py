@@ -11,8 +11,9 @@ from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.episode import Episodes, Ticket, ended
+from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget, Ticket, ended
 
 # A text of one token per byte, stop strings, tokens that stay, and the reply.
 CASES: list[tuple[str, list[str], int, str]] = [
@@ -73,7 +74,7 @@ class Saying:
 
 def episode(tokenizer: PreTrainedTokenizerFast, text: str, *stops: str) -> Trajectory:
     engine: Any = Saying(tokenizer(text)["input_ids"])
-    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False))
+    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     params = SamplingParams(1.0, 8, (2,), stop=stops)
     return asyncio.run(episodes.run(SingleTurn(CombinedReward({}, 0.0)), prompt, Ticket(0, 0, None), params))

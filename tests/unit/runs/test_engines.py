@@ -17,8 +17,7 @@ from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.rounds import RaftConfig
 from trueline.config.run import EnginesConfig
-from trueline.config.sampling import GenerateConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SftConfig
 from trueline.jobs.plan import plan_generate
 from trueline.jobs.rounds import plan_rounds
@@ -182,7 +181,7 @@ def test_ranks_that_the_machine_gives_are_compared_too(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight GPUs would give the policy eight ranks, and the plan says so where its engine has one."""
-    monkeypatch.setattr("trueline.rl.plan.machine_at_hand", lambda: machine(8))
+    monkeypatch.setattr("trueline.rl.surroundings.machine_at_hand", lambda: machine(8))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "reward.function=exact", TORCH]
     with pytest.raises(ConfigError, match=r"training.engine=torch runs in one process: set training.ranks=1 \(got 8\)"):
@@ -288,7 +287,10 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
     assert environments(0, "deepspeed", "vllm", monkeypatch, 2)["engine-0"]["OMP_NUM_THREADS"] == "4"
     gpu = environments(4, "deepspeed", "vllm", monkeypatch)
     assert of_libraries(gpu["policy-0"]) == of_libraries(gpu["critic-1"]) == {}
-    assert of_libraries(gpu["engine-0"]) == SILENT | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    assert of_libraries(gpu["engine-0"]) == SILENT | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
     plain = environments(0, "torch", "hf", monkeypatch)
     assert of_libraries(plain["policy-0"]) == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE"}
     assert of_libraries(plain["engine-0"]) == {"OMP_NUM_THREADS": "8", "OMP_WAIT_POLICY": "PASSIVE"}

@@ -7,7 +7,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
-from trueline.config.serving import ServingConfig
+from trueline.config.sampling import ServingConfig
 from trueline.config.supervised import DistillRunConfig
 from trueline.runs.preflight import chained
 

@@ -14,7 +14,7 @@ from trueline.jobs import plan as job_planning
 from trueline.jobs.plan import describe, plan_generate
 from trueline.offline import plan as offline_planning
 from trueline.offline.plan import plan_supervised
-from trueline.rl import plan as rl_planning
+from trueline.rl import surroundings
 from trueline.rl.estimates import describe_plan
 from trueline.rl.plan import plan_rl
 from trueline.runs.preflight import PromptSet
@@ -27,7 +27,7 @@ GIB = 2**30
 def test_every_kind_of_run_says_a_fact_in_the_same_words(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (rl_planning, offline_planning, job_planning):
+    for module in (surroundings, offline_planning, job_planning):
         monkeypatch.setattr(module, "machine_at_hand", lambda: Machine(3, 64 * GIB, 0, 0))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
 

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The same by an agent written elsewhere, on the model that examples/tools has made:
+# bash examples/agent/run.sh FOLDER [key=value ...]
+set -euo pipefail
+here=$(dirname "$0") folder=$1
+trueline grpo --model "$folder"/sft/checkpoints/step_*/model --data "$folder/practice.jsonl" \
+  --agent "$here/agent.py:main" --name agent folder="$folder" \
+  steps=40 prompts_per_step=16 rollout.max_new_tokens=80 environment.max_turns=4 training.learning_rate=2e-4 \
+  algorithm.loss_aggregation=token_mean algorithm.kl.coefficient=0 "${@:2}"

@@ -1,0 +1,211 @@
+"""Broken set-ups are named with the key to change; sound ones are left in peace."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.clinic import diagnosed, make_clinic
+from trueline.cli import main
+from trueline.config.rl import RLConfig
+from trueline.doctor.findings import FAILING, Finding, named_key
+
+MODEL, CHAT, SUMS = "--model model", "--model chat", "--data sums.jsonl"
+GRPO = f"grpo {CHAT} training.learning_rate=1e-3"
+MATH = f"{GRPO} --reward math"
+MINE = f"{GRPO} {SUMS} --reward mine.py"
+SFT = "sft --model chat training.learning_rate=1e-3 samples_per_step=8"
+
+BROKEN = {  # name -> command, words of the finding, its key, its level
+    # data
+    "repeated rows": (f"{MATH} --data repeated.jsonl", "duplicates: 20 of 120 rows", "data.path", "watch"),
+    "repeated rows of sft": (f"{SFT} --data repeated.jsonl", "duplicates: 20 of 120 rows", "data.path", "watch"),
+    "a leak": (f"{MATH} {SUMS} --eval-data leaked.jsonl", "leak: 5 of 6 rows", "evaluation.data", "bad"),
+    "a leak in a split": (f"{SFT} --data repeated.jsonl evaluation.share=0.5", "leak: ", "evaluation.by", "bad"),
+    "labels that contradict": (f"{MATH} --data contrary.jsonl", "have different labels", "data.path", "watch"),
+    "an empty label": (f"{MATH} --data unlabelled.jsonl", "an empty label", "data.label_column", "bad"),
+    "prompts with a space": (f"{MATH} --data spaced.jsonl", "ends in white space", "data.prompt_column", "watch"),
+    "labels all alike": (f"{MATH} --data alike.jsonl", "100 labels are equal: '7'", "data.label_column", "watch"),
+    "labels of two types": (f"{MATH} --data mixed.jsonl", "100 str, 1 int", "data.label_column", "watch"),
+    "answers in the prompt": (
+        f"{GRPO} --data told.jsonl --reward exact",
+        "label in the",
+        "data.prompt_column",
+        "watch",
+    ),
+    "no such file": (f"{MATH} --data nowhere.jsonl", "no such file", "data.path", "refused"),
+    "other columns": (f"{MATH} --data frage.jsonl", "it has frage, antwort", "data.prompt_column", "refused"),
+    # rewards
+    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "bad"),
+    "a constant reward": (f"{MINE}:constant", "the same whatever the reply", "reward.function", "bad"),
+    "a blind reward": (f"{MINE}:blind", "the same whatever they say", "reward.function", "watch"),
+    "a reward upside down": (f"{MINE}:inverted", "own label no more than", "reward.function", "bad"),
+    "a label that is a number": (
+        f"{GRPO} --data numbers.jsonl --reward mine.py:equal",
+        "of type int and replies are texts",
+        "data.label_column",
+        "bad",
+    ),
+    "a reward that hangs": (f"{MINE}:hangs reward.timeout_seconds=1", "took more than 1 s", "reward.function", "bad"),
+    "a form nobody asks for": (f"{MINE}:tagged", "only in a form: '<answer>1</answer>'", "reward.function", "watch"),
+    "one constant of two": (
+        f"{GRPO} {SUMS} reward.parts.a.function=exact reward.parts.b.function=mine.py:constant",
+        "mine.py:constant gave the same",
+        "reward.parts.b.function",
+        "bad",
+    ),
+    # chat template
+    "turns without an end": (f"{MATH} {SUMS} --model endless", "no stop token (</s>)", "data.chat_template", "bad"),
+    "no generation prompt": (f"{MATH} {SUMS} --model unopened", "'<assistant>' stands", "data.chat_template", "bad"),
+    "turns rewritten": (f"{MATH} {SUMS} --model forgetful", "rewrites earlier turns", "data.chat_template", "watch"),
+    "padding that ends": (f"{MATH} {SUMS} --model padded", "the same: </s>", "model.path", "watch"),
+    "ends that disagree": (
+        f"{MATH} {SUMS} --model disagreeing",
+        "generation_config.json with 0",
+        "model.path",
+        "watch",
+    ),
+    "two first tokens": (f"{MATH} {SUMS} --model twice", "begin with <s> twice", "data.chat_template", "bad"),
+    "a first token of the data": (
+        f"{MATH} --data rendered.jsonl --model starting data.chat_template=never",
+        "begin with <s> twice",
+        "data.chat_template",
+        "bad",
+    ),
+    "a first token twice elsewhere": (f"{MATH} {SUMS} --model starting", "(BOS)", "data.chat_template", "watch"),
+    "rows already rendered": (f"{MATH} --data rendered.jsonl", "look rendered already", "data.chat_template", "bad"),
+    "tokens without embeddings": (f"{MATH} {SUMS} --model wide", "261 tokens, the model 259", "model.path", "bad"),
+    # training
+    "minibatches that do not divide": (
+        f"{MATH} {SUMS} minibatches=7",
+        "set minibatches=4 or prompts_per_step=21",
+        "minibatches",
+        "refused",
+    ),
+    "groups of one": (f"{MATH} {SUMS} algorithm.group_size=1", "2 or more (got 1)", "algorithm.group_size", "refused"),
+    "uneven ranks": (f"{MATH} {SUMS} runtime=ray training.ranks=3", "a multiple of 3", "prompts_per_step", "watch"),
+    "ranks without work": (
+        f"{MATH} {SUMS} runtime=ray training.ranks=2 prompts_per_step=3 algorithm.group_size=2 minibatches=6",
+        "set prompts_per_step to a multiple of 6",
+        "prompts_per_step",
+        "bad",
+    ),
+    "hundreds of epochs": (f"{MATH} {SUMS} steps=1000", "160 epochs over 100 rows", "steps", "watch"),
+    "fewer rows than a step": (f"{MATH} {SUMS} prompts_per_step=128", "and there are 100", "prompts_per_step", "watch"),
+    "a rate that diverges": (f"{MATH} {SUMS} training.learning_rate=1", "may diverge", "training.learning_rate", "bad"),
+    "a rate of zero": (
+        f"{MATH} {SUMS} training.learning_rate=0",
+        "greater than 0",
+        "training.learning_rate",
+        "refused",
+    ),
+    "a rate too small": (f"dpo {CHAT} --data pairs.jsonl", "next to nothing", "training.learning_rate", "watch"),
+    "endless warm-up": (f"{MATH} {SUMS} training.warmup_steps=100", "of 100 opti", "training.warmup_steps", "bad"),
+    "a cold policy": (f"{MATH} {SUMS} rollout.temperature=0.1", "far from 1", "rollout.temperature", "watch"),
+    "answers cut off": (
+        f"{GRPO} --data wordy.jsonl --reward exact rollout.max_new_tokens=4",
+        "100 of 100 labels",
+        "rollout.max_new_tokens",
+        "bad",
+    ),
+    "rows cut off": (f"{SFT} --data wordy.jsonl max_tokens=16 data.too_long=truncate", "100 of", "max_tokens", "bad"),
+    "an idle key": (f"{MATH} {SUMS} critic.learning_rate=1", "has no effect", "critic.learning_rate", "watch"),
+    # machine
+    "a full disk": (f"{MATH} {SUMS} --model huge", "GiB of disk are free", "checkpoint.keep", "bad"),
+    "a name that is taken": (f"{MATH} {SUMS} --name taken", "runs/taken exists", "name", "refused"),
+}
+SOUND = {
+    "grpo without a template": f"grpo {MODEL} {SUMS} --reward math",
+    "grpo": f"{MATH} {SUMS} --eval-data held_out.jsonl",
+    "smol": f"grpo --model smol {SUMS} --reward exact model.lora.rank=8 rollout.max_new_tokens=64",
+    "ppo": f"ppo {CHAT} {SUMS} --reward mine.py:right",
+    "dpo": f"dpo {CHAT} --data pairs.jsonl",
+    "sft": f"{SFT} {SUMS}",
+    "kto": f"kto {CHAT} --data rated.jsonl",
+    "lora": f"{SFT} {SUMS} model.lora.rank=4",
+    "tools": f"grpo --model tools {SUMS} --reward math --tools calculator",
+    "no labels": f"{GRPO} --data bare.jsonl --reward mine.py:letters",
+    "numbers": f"{GRPO} --data numbers.jsonl --reward mine.py:right",
+    "eval": f"eval {CHAT} --eval-data sums.jsonl --reward math",
+    "raft": f"raft {CHAT} {SUMS} --reward math",
+}
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clinic(tmp_path_factory.mktemp("clinic"))
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_named(clinic: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(clinic)
+    command, words, key, level = BROKEN[name]
+    found = diagnosed(command)
+    assert [one for one in found if words in one.what and one.key == key and one.level == level], told(found)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_sound_is_left_in_peace(clinic: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(clinic)
+    found = diagnosed(SOUND[name])
+    assert not [one for one in found if one.level in FAILING], told(found)
+
+
+def told(found: list[Finding]) -> str:
+    return "\n".join(map(str, found))
+
+
+def test_what_could_not_be_read_is_said(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clinic)
+    unread = [one.what for one in diagnosed(BROKEN["no such file"][0]) if "left out" in one.what]
+    assert len(unread) == 2 and all("rows could not be read" in said for said in unread)
+    unread = [one.what for one in diagnosed(f"grpo --model nowhere {SUMS} --reward math") if "left out" in one.what]
+    assert [said.split()[-5] for said in unread] == ["tokenizer", "model", "model"]
+
+
+def test_a_label_that_a_reward_understands_is_not_warned_of(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clinic)
+    found = [one for one in diagnosed(SOUND["numbers"]) if one.key == "reward.function"]
+    assert [(one.level, "praises its own label" in one.what) for one in found] == [("fine", True)]
+
+
+def test_versions_and_conflicts(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clinic)
+    monkeypatch.syspath_prepend(str(clinic / "packages"))
+    found = {one.what for one in diagnosed(f"{SFT} {SUMS}") if one.level == "watch"}
+    assert "vllm 0.1.0 is outside of <0.27,>=0.26" in found
+    assert "pynvml and nvidia-ml-py are both installed" in found
+
+
+def test_the_command_prints_a_table_and_starts_nothing(
+    clinic: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(clinic)
+    monkeypatch.setenv("COLUMNS", "200")
+    before = sorted(clinic.rglob("*"))
+    assert main(["doctor", *f"{SFT} {SUMS} runtime=local".split()]) == 0
+    shown = capsys.readouterr().out
+    assert all(family in shown for family in ("plan", "data", "chat template", "rewards", "training", "machine"))
+    assert "0 refused, 0 bad" in shown
+    assert main(["doctor", *f"{MATH} {SUMS} minibatches=7".split()]) == 1
+    assert "prompts_per_step=21" in capsys.readouterr().out
+    assert sorted(path for path in clinic.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "grop"], ["doctor", "grpo", "--deep"]])
+def test_what_is_no_run_is_refused_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert words != ["doctor", "grop"] or "did you mean 'grpo'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ("steps=3 is odd: set training.ranks=2", "training.ranks"),
+        ("reward.parts.a: has no label", "reward.parts"),
+        ("name a file and its folder", ""),
+    ],
+)
+def test_the_key_of_a_message(message: str, key: str) -> None:
+    assert named_key(message, RLConfig) == key

@@ -1,0 +1,196 @@
+"""The page of runs: all that their folders hold, in a size that does not grow, and no text that breaks out of it."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.run_folders import TURNS, made_folder, make_failure, make_run
+from trueline.cli import main
+from trueline.config.base import ConfigError
+from trueline.config.run import MonitoringConfig
+from trueline.monitoring.trackers import Tracker
+from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, evenly, thinned
+from trueline.report.page import page, write_report
+from trueline.report.runs import find_run, find_runs, read_run
+
+MOST_BYTES = 5_000_000
+HOSTILE = "</script><script>document.documentElement.dataset.broken=1</script><!--\"'\0\ud83d&lt;\u2028"
+
+
+def written(out: Path, *runs: Path) -> bytes:
+    return write_report([str(run) for run in runs], out).read_bytes()
+
+
+def content_of(text: bytes) -> Any:
+    (found,) = re.findall(rb'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found)
+
+
+def only_run(out: Path, run: Path) -> Any:
+    (found,) = content_of(written(out, run))["runs"]
+    return found
+
+
+def test_three_long_runs_fit_in_five_megabytes(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, 1000, seed=seed).path for seed, name in enumerate(("one", "two", "three"))]
+    text = written(tmp_path / "page.html", *runs)
+    assert len(text) < MOST_BYTES
+    for run in content_of(text)["runs"]:
+        assert len(run["series"]["step"]) == len(run["series"]["reward/mean"]) == 1001  # no step is left out
+        steps = [one["step"] for one in run["transcripts"]]
+        assert 200 < len(steps) <= MOST_TRANSCRIPTS and run["transcript_count"] > 4000
+        assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 1000
+        assert Counter(one["purpose"] for one in run["transcripts"]) == {"train": 237, "evaluate": 63}
+        assert sum(map(sum, run["histograms"].values())) == run["transcript_count"]
+
+
+def test_long_texts_and_many_runs_fit_too(tmp_path: Path) -> None:
+    runs = [tmp_path / f"run{number}" for number in range(4)]
+    for run in runs:
+        tracker = Tracker(made_folder(run, "grpo", 60), MonitoringConfig(tensorboard=False))
+        for step in range(60):
+            tracker.log(step, {f"metric/{number}": step / 7 + number for number in range(200)})
+            tracker.show(
+                step, [{"prompt": "\u4e2d" * 9000, "reply": "<" * 9000, "turns": [{"content": "y" * 3000}] * 60}]
+            )
+    text = written(tmp_path / "page.html", *runs)
+    assert len(text) < MOST_BYTES
+    assert all(run["transcripts"] and run["series"]["metric/0"] for run in content_of(text)["runs"])
+
+
+def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "first", 40, judged=True)
+    make_failure(folder)
+    run = only_run(tmp_path / "page.html", folder.path)
+    assert (run["name"], run["verb"]) == ("first", "grpo")
+    assert (
+        run["facts"]["steps"] == "40 of 40"
+        and run["facts"]["reward"] == f"{read_run('', folder).rows[-1]['reward/mean']:.4g}"
+    )
+    assert run["health"] == {"level": 2, "rules": ["kl_grows"], "counts": [38, 1, 2]}
+    assert run["series"]["health/level"][-3:] == [0, 2, 2]
+    assert run["ledger"] == {"step": 40, "fates": {"trained": [164, "160 161 162 163"], "too_old": [41, "200"]}}
+    (failed,) = run["failures"]
+    assert failed["command"] == f"python -m trueline.rewards.replay {folder.path}/failures/reward-0.json"
+    assert failed["error"].endswith("KeyError: 'label'")
+    assert {"train sums", "train words", "evaluate sums"} <= set(run["histograms"])
+    assert any(one.get("turns") == TURNS for one in run["transcripts"])
+
+
+def test_steps_time_and_tokens_add_up(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "sft", 2)
+    rows = [
+        {"step": 1, "time/step": 2.0, "speed/tokens": 10},
+        {"step": 2, "time/step": 3.0, "speed/tokens_per_second": 5},
+    ]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    series = only_run(tmp_path / "page.html", folder.path)["series"]
+    assert (series["step"], series["axis/seconds"], series["axis/tokens"]) == ([1, 2], [2, 5], [10, 25])
+
+
+def test_configuration_is_flat_and_without_passwords(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "grpo", 3)
+    folder.config.write_text(
+        "# trueline grpo\nreward:\n  function: https://me:secret@host/score\n  options: {}\n  lr: [1, null]\n"
+    )
+    text = written(tmp_path / "page.html", folder.path)
+    config = {"reward.function": "https://host/score", "reward.options": "{}", "reward.lr": "[1, null]"}
+    assert content_of(text)["runs"][0]["config"] == config and b"secret" not in text
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "grpo", 1)
+    tracker = Tracker(folder, MonitoringConfig(tensorboard=False))
+    tracker.log(0, {HOSTILE: 1.0, "loss": float("nan"), "reward/mean": float("inf")})
+    tracker.show(
+        0, [{"purpose": HOSTILE, "prompt": HOSTILE, "reply": HOSTILE, "reward": float("nan"), "turns": [HOSTILE, 3]}]
+    )
+    text = written(tmp_path / "page.html", folder.path)
+    assert text.count(b"</script>") == 2 and b"<!--" not in text and b"\0" not in text
+    run = content_of(text)["runs"][0]
+    shown = HOSTILE.replace("\ud83d", "\ufffd")
+    assert run["transcripts"][0]["reply"] == shown and run["transcripts"][0]["reward"] == "nan"
+    assert set(run["series"]) == {"step", shown, "axis/seconds", "axis/tokens"}
+    assert b"<title>&lt;/script&gt;" in page(b"{}", title=HOSTILE)
+
+
+def test_runs_that_lack_files_or_rows(tmp_path: Path) -> None:
+    empty, bare, broken = (tmp_path / name for name in ("empty", "bare", "broken"))
+    made_folder(empty, "grpo", 5)
+    bare.mkdir()
+    (bare / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')
+    broken.mkdir()
+    (broken / "config.yaml").write_text("a: [")
+    (broken / "transcripts.jsonl").write_bytes(b'\xff\n[1]\n{"no": "step"}\n{"step": 1}\n')
+    (broken / "ledger.jsonl").touch()
+    (broken / "failures").mkdir()
+    (broken / "failures" / "reward-0.json").write_text("{")
+    first, second, third = content_of(written(tmp_path / "page.html", empty, bare, broken))["runs"]
+    assert first["facts"] == {"steps": "none yet of 5"} and first["series"] == {} and first["health"] is None
+    assert second["series"]["loss"] == [2.5] and second["verb"] == "" and second["config"] == {}
+    assert third["config"]["config.yaml"].startswith("cannot be read") and third["transcripts"] == [{"step": 1}]
+    assert third["ledger"] is None and third["failures"][0]["error"] == "the file cannot be read"
+
+
+def test_offline_run_has_no_rewards(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "dpo", 2)
+    tracker = Tracker(folder, MonitoringConfig(tensorboard=False))
+    tracker.log(1, {"loss": 0.7, "preference/accuracy": 0.5, "time/train": 1.0, "time/step": 1.5})
+    run = only_run(tmp_path / "page.html", folder.path)
+    assert run["facts"] == {"steps": "1 of 2", "time": "1.5 s", "loss": "0.7"}
+    assert run["histograms"] == {} and run["transcripts"] == [] and run["failures"] == []
+
+
+def test_unknown_run_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made_folder(Path("runs/first"), "grpo", 3)
+    assert find_run("first").path == Path("runs/first") and find_run("runs/first").path == Path("runs/first")
+    with pytest.raises(ConfigError, match=r"^frist: neither it nor runs/frist .* did you mean 'first'\?$"):
+        find_run("frist")
+    assert main(["report", "frist"]) == 2
+
+
+def test_runs_of_one_name_are_told_apart_and_none_is_shown_twice(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        made_folder(tmp_path / place / "run", "grpo", 3)
+    one, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    assert list(find_runs([str(one), str(other), f"{one}/."])) == [str(one), str(other)]
+    assert list(find_runs([str(one)])) == ["run"]
+
+
+def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = made_folder(Path("runs/first"), "grpo", 3).touched()
+    for _ in range(2):  # the second takes the place of the first
+        assert main(["report", "first"]) == 0
+    file = Path("report-first.html")
+    assert file.stat().st_mode & 0o777 == 0o600 and list(Path().glob("report-*")) == [file]
+    assert find_run("first").touched() == before  # `--resume` goes on with the run that was touched last
+    assert main(["report", "first", "--out", "nowhere/page.html"]) == 2
+    assert main(["report", "first", "--out", "runs"]) == 2
+
+
+def test_page_needs_nothing_from_elsewhere() -> None:
+    text = page(as_json(describe([])), title="none").decode()
+    addresses = set(re.findall(r"https?://[\w./]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}  # names, not places
+    assert "default-src 'none'" in text and "connect-src 'none'" in text and "unsafe" not in text
+
+
+def test_rows_are_left_out_evenly_but_for_evaluations_and_warnings() -> None:
+    rows: list[dict[str, Any]] = [{"step": step} for step in range(1000)]
+    rows[333]["evaluation/reward"] = 0.5
+    rows[777]["health/level"] = 2
+    kept = [row["step"] for row in thinned(rows, 100)]
+    assert len(kept) == 100 and {0, 333, 777, 999} <= set(kept) and kept == sorted(kept)
+    assert evenly(list(range(10)), 1) == [0] and evenly([1, 2], 5) == [1, 2]
+
+
+def test_long_texts_keep_both_ends() -> None:
+    text = cleaned("a" * 1400 + "b" * 5000 + "c" * 600)
+    assert text == "a" * 1400 + "\n[5000 characters left out]\n" + "c" * 600
+    assert cleaned([1] * 50)[-1] == "[10 left out]"

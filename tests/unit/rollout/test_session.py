@@ -1,0 +1,276 @@
+"""Episodes of several turns: the tokens trained are those sampled, whatever the template and the budget."""
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.tool_calls import TOOL_TEMPLATE, TOOLS
+from tests.unit.data.test_chat import CHATML, FORGETS_REASONING, OPENS_REASONING
+from trueline.data.chat import ChatFormat
+from trueline.data.messages import Message
+from trueline.data.types import Completion, Outcome, Prompt, Trajectory, to_samples
+from trueline.environments.base import Ending, Environment, EnvironmentLost, OutOfBudget, Policy
+from trueline.rollout.engine import SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget, Ticket
+
+ASKED: list[Message] = [{"role": "user", "content": "1+1="}]
+MORE: Message = {"role": "user", "content": "and 2+2?"}
+Play = Callable[[Policy, Prompt], Awaitable[Ending]]
+
+
+class Scripted:
+    """An engine that says one text after the other, cut where the limit is, and remembers what it was asked."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> None:
+        self.tokenizer, self.texts = tokenizer, list(texts)
+        self.asked: list[tuple[list[int], SamplingParams, str]] = []
+        self.said: list[list[int]] = []
+        self.delay = 0.0  # seconds before an answer
+
+    async def call(self, method: Any, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        await asyncio.sleep(self.delay)
+        self.asked.append((tokens, params, request))
+        words = [*self.tokenizer(self.texts.pop(0))["input_ids"], self.tokenizer.eos_token_id]
+        chosen = words[: params.max_new_tokens]
+        self.said.append(chosen)
+        logprobs = [-float(len(self.said)) - 0.01 * at for at in range(len(chosen))]
+        return Completion.of(chosen, logprobs, 7, "stop" if chosen == words else "length")
+
+
+class Playing(Environment):
+    def __init__(self, play: Play) -> None:
+        self.played, self.closed = play, 0
+
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        return await self.played(policy, prompt)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Table:
+    """A tokenizer with a template, an engine with a script, and a budget."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str | None, *texts: str, **budget: Any) -> None:
+        own = copy.deepcopy(tokenizer)
+        own.chat_template = template
+        self.engine = Scripted(own, list(texts))
+        self.chat = ChatFormat(own, use_template=True)
+        engine: Any = self.engine
+        self.budget = Budget(**({"context": 400, "turns": 4} | budget))
+        self.episodes = Episodes(EnginePool([engine]), self.chat, self.budget)
+
+    def run(self, play: Play, *, seed: int | None = 3, longest: int = 200) -> Trajectory:
+        params = SamplingParams(1.0, longest, tuple(self.chat.stop_ids))
+        self.environment = Playing(play)
+        return asyncio.run(self.episodes.run(self.environment, Prompt(0, ASKED), Ticket(5, 1, seed), params))
+
+    def text(self, tokens: Any) -> str:
+        return str(self.chat.tokenizer.decode(list(tokens)))
+
+
+async def two_turns(policy: Policy, prompt: Prompt) -> Ending:
+    first = await policy.reply(prompt.messages)
+    policy.add_reward(0.25)
+    await policy.reply([*prompt.messages, first.message, MORE])
+    return Ending(1.0, metrics={"game/won": 1.0})
+
+
+def check_recorded(table: Table, trajectory: Trajectory) -> None:
+    """Every reply stands in the sequences as the engine sampled it, with its log-probs, and nothing else is masked."""
+    sampled = [token for one in trajectory.sequences() for token in one.tokens[one.mask].tolist()]
+    assert sampled == [token for said in table.engine.said for token in said]
+    for one in trajectory.sequences():
+        assert ((one.logprobs != 0) == one.mask).all() and ((one.versions == 7) == one.mask).all()
+    for (asked, _, _), said in zip(table.engine.asked, table.engine.said, strict=True):
+        starts = [one.tokens[: len(asked) + len(said)].tolist() for one in trajectory.sequences()]
+        assert [*asked, *said] in starts
+
+
+def test_turns_are_appended_to_the_tokens_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "größer: 4")
+    trajectory = table.run(two_turns)
+    talk = [*ASKED, {"role": "assistant", "content": "2"}, MORE, {"role": "assistant", "content": "größer: 4"}]
+    assert table.text(trajectory.tokens) + "\n" == table.chat.tokenizer.apply_chat_template(talk, tokenize=False)
+    assert table.text(trajectory.tokens[trajectory.mask]) == "2</s>größer: 4</s>"
+    check_recorded(table, trajectory)
+    assert (trajectory.outcome, trajectory.reward, trajectory.reply) == (Outcome.FINISHED, 1.25, "größer: 4")
+    counts = {"episode/turns": 2.0, "episode/sequences": 1.0}
+    assert trajectory.turns == talk[1:] and trajectory.metrics == {"game/won": 1.0, **counts}
+    ends = np.flatnonzero(trajectory.rewards)
+    assert trajectory.rewards[ends].tolist() == [0.25, 1.0] and trajectory.mask[ends].all()
+    assert table.environment.closed == 1
+
+
+def test_seeds_and_requests_differ_from_turn_to_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "4")
+    table.run(two_turns)
+    seeds, names = zip(*((params.seed, request) for _, params, request in table.engine.asked), strict=True)
+    assert seeds[0] == 3 and len(set(seeds)) == 2 and names == ("train-5-1-0", "train-5-1-1")
+    table = Table(tokenizer, CHATML, "2", "4")
+    table.run(two_turns, seed=None)
+    assert [params.seed for _, params, _ in table.engine.asked] == [None, None]
+
+
+def test_the_end_of_a_cut_reply_is_inserted_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "two and", "4", turn_tokens=3)
+    trajectory = table.run(two_turns)
+    assert "<s>assistant\ntwo</s>\n<s>user" in table.text(trajectory.tokens)
+    assert table.text(trajectory.tokens[trajectory.mask]) == "two4</s>"
+    assert trajectory.truncated and trajectory.outcome is Outcome.TRUNCATED and trajectory.reward == 1.25
+    check_recorded(table, trajectory)
+
+
+def test_without_a_template_turns_follow_line_by_line(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, None, "2", "4")
+    trajectory = table.run(two_turns)
+    assert table.text(trajectory.tokens) == "1+1=2</s>\nand 2+2?4</s>"
+    check_recorded(table, trajectory)
+
+
+def test_a_history_that_the_template_rewrites_becomes_sequences_of_their_own(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    table = Table(tokenizer, FORGETS_REASONING, "<think>easy</think>2", "<think>hard</think>4")
+    trajectory = table.run(two_turns)
+    first, second = trajectory.sequences()
+    assert table.text(first.tokens).endswith("<think>easy</think>2</s>")
+    assert "easy" not in table.text(second.tokens) and "<s>assistant\n2</s>\n<s>user" in table.text(second.tokens)
+    check_recorded(table, trajectory)
+    samples = to_samples(trajectory, 9)
+    assert [(one.episode, one.reward) for one in samples] == [(9, 1.25), (9, 1.25)]
+    assert [one.token_rewards.sum().item() for one in samples] == [1.25, 1.0]  # the first one earned what followed
+    assert all(one.token_rewards[one.mask][-1] > 0 for one in samples)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [(CHATML, ""), (None, ""), (FORGETS_REASONING, "their reasoning"), (OPENS_REASONING, "all of them")],
+)
+def test_what_a_template_rewrites_is_found_at_the_start(
+    template: str | None, found: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert Table(tokenizer, template).chat.rewrites() == found
+
+
+def test_replies_are_known_by_what_others_call_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    """An agent sends a call back taken apart, without the text that was sampled; that stays as it was."""
+    calls = [{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    apart: Message = {"role": "assistant", "content": None, "tool_calls": calls}
+    table = Table(tokenizer, TOOL_TEMPLATE, "<call>add{ }", "two")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages, TOOLS, lambda text: apart)
+        assert reply.message is apart and reply.text == "<call>add{ }"
+        sent: Message = {"role": "assistant", "content": "", "tool_calls": calls, "refusal": None}
+        await policy.reply(
+            [*prompt.messages, sent, {"role": "tool", "tool_call_id": "call00001", "content": "2"}], TOOLS
+        )
+        return Ending()
+
+    trajectory = table.run(play)
+    assert len(trajectory.sequences()) == 1
+    assert "<assistant><call>add{ }</s>\n<tool>2</s>\n<assistant>two</s>" in table.text(trajectory.tokens)
+    check_recorded(table, trajectory)
+
+
+@pytest.mark.parametrize("change", ["text", "tools", "asked again"])
+def test_what_was_altered_or_asked_again_is_a_sequence_of_its_own(
+    change: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    table = Table(tokenizer, TOOL_TEMPLATE, "2", "4")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages)
+        if change == "asked again":
+            await policy.reply(prompt.messages)
+        else:
+            said = reply.message if change == "tools" else {"role": "assistant", "content": "3"}
+            await policy.reply([*prompt.messages, said, MORE], TOOLS if change == "tools" else [])
+        return Ending(0.5)
+
+    trajectory = table.run(play)
+    assert len(trajectory.sequences()) == 2 and len(trajectory.branches) == 1
+    check_recorded(table, trajectory)
+
+
+def test_requests_at_once_do_not_mix(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "3", "4")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        await asyncio.gather(*(policy.reply(prompt.messages) for _ in range(3)))
+        return Ending(1.0)
+
+    trajectory = table.run(play)
+    assert [table.text(one.tokens[one.mask]) for one in trajectory.sequences()] == ["2</s>", "3</s>", "4</s>"]
+    assert trajectory.sampled_tokens() == 6 and sum(one.rewards.sum() for one in trajectory.sequences()) == 1.0
+
+
+def test_turns_end_with_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
+    async def endless(policy: Policy, prompt: Prompt) -> Ending:
+        messages = prompt.messages
+        while True:
+            reply = await policy.reply(messages)
+            policy.add_reward(0.5)
+            messages = [*messages, reply.message, MORE]
+
+    for budget, longest, turns in (({"turns": 3}, 200, 3), ({}, 30, 1), ({"context": 60}, 200, 2)):
+        table = Table(tokenizer, CHATML, *"23456789", **budget)
+        trajectory = table.run(endless, longest=longest)
+        assert (trajectory.outcome, trajectory.truncated) == (Outcome.TRUNCATED, True)
+        assert trajectory.reward == 0.5 * turns == 0.5 * len(table.engine.said)
+        assert len(trajectory.tokens) <= table.budget.context
+        check_recorded(table, trajectory)
+
+
+def test_what_an_environment_catches_is_its_own_ending(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", turns=1)
+
+    async def careful(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages)
+        with pytest.raises(OutOfBudget, match=r"environment.max_turns=1"):
+            await policy.reply([*prompt.messages, reply.message, MORE])
+        return Ending(0.75)
+
+    trajectory = table.run(careful)
+    assert (trajectory.reward, trajectory.outcome) == (0.75, Outcome.TRUNCATED)
+
+
+def test_failures_are_told_apart_and_are_no_zeros(tokenizer: PreTrainedTokenizerFast) -> None:
+    async def fails(policy: Policy, prompt: Prompt) -> Ending:
+        await policy.reply(prompt.messages)
+        policy.add_reward(1.0)
+        raise KeyError("the board")
+
+    async def silent(policy: Policy, prompt: Prompt) -> Ending:
+        return Ending(1.0)
+
+    for play, words in ((fails, "KeyError: 'the board'"), (silent, "Playing ended before the policy said a word")):
+        table = Table(tokenizer, CHATML, "2")
+        trajectory = table.run(play)
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+        assert words in trajectory.error and table.environment.closed == 1
+
+
+def test_an_episode_that_others_ended_begins_anew(tokenizer: PreTrainedTokenizerFast) -> None:
+    for losses, outcome in ((2, Outcome.FINISHED), (3, Outcome.ENVIRONMENT_ERROR)):
+        left = [losses]
+
+        async def unlucky(policy: Policy, prompt: Prompt, left: list[int] = left) -> Ending:
+            await policy.reply(prompt.messages)
+            left[0] -= 1
+            if left[0] >= 0:
+                raise EnvironmentLost("its process was ended for another episode")
+            return Ending(1.0)
+
+        table = Table(tokenizer, CHATML, "2", "3", "4")
+        trajectory = table.run(unlucky)
+        assert trajectory.outcome is outcome and table.environment.closed == 1
+        assert len(trajectory.sequences()) == 1  # nothing of what was lost is trained on

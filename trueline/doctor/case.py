@@ -1,0 +1,145 @@
+"""What the checks look at: a run's keys, planned as far as it can be, its model's words and its rows."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.reward import RewardConfig
+from trueline.config.rl import EvaluationConfig, RLConfig, RolloutConfig
+from trueline.config.run import RunConfig
+from trueline.config.sampling import EvalConfig, SamplingConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
+from trueline.data.loader import split_rows
+from trueline.data.messages import Message, Tool, content_of
+from trueline.data.sources import Located, open_source
+from trueline.data.types import Prompt
+from trueline.doctor.findings import Finding
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.offline.tasks import TASKS
+from trueline.runs.preflight import load_prompts
+
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of any task: what is asked, what the row answers, and what a reward compares."""
+
+    asked: list[Message]
+    answers: tuple[str, ...]
+    place: str
+    label: Any = None
+    tools: tuple[Tool, ...] = ()
+
+    def question(self) -> str:
+        """Return what makes two rows ask the same; of a text that answers nothing, all of it."""
+        return repr(self.asked or self.answers)
+
+    def text(self) -> str:
+        return content_of(self.asked[-1]) if self.asked else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run to be looked at; what could not be read is absent, and the plan's refusal tells why."""
+
+    config: RunConfig  # as planned, or as asked where the plan is refused
+    facts: ModelFacts | None
+    chat: ChatFormat | None
+    prompts: list[Prompt]  # none of tasks that sample nothing
+    rows: list[Row]
+    held_out: list[Row]
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.section("model", ModelConfig) or ModelConfig()
+
+    @property
+    def training(self) -> TrainingConfig | None:
+        return self.section("training", TrainingConfig)
+
+    @property
+    def rollout(self) -> RolloutConfig | None:
+        return self.section("rollout", RolloutConfig)
+
+    @property
+    def rewards(self) -> RewardConfig:
+        return self.section("reward", RewardConfig) or RewardConfig()
+
+    def section(self, name: str, kind: type[Kind]) -> Kind | None:
+        found = dict(self.config).get(name)
+        return found if isinstance(found, kind) else None
+
+
+Check = Callable[[Case], Iterable[Finding]]
+
+
+def gather(config: RunConfig) -> Case:
+    """Read whatever can be read without loading weights."""
+    case = Case(config, None, None, [], [], [])
+    facts = readable(lambda: check_model(case.model))
+    template = dict(dict(config)["data"])["chat_template"]
+    chat = readable(lambda: load_chat(case.model, template)) if facts else None
+    if isinstance(config, SupervisedConfig):
+        rows, held_out = readable(lambda: supervised_rows(config)) or ([], [])
+        return Case(config, facts, chat, [], rows, held_out)
+    assert isinstance(config, RLConfig | SamplingConfig)  # no other kind of run is there
+    prompts, tested = readable(lambda: prompts_of(config)) or ([], [])
+    return Case(config, facts, chat, prompts, [*map(asked_row, prompts)], [*map(asked_row, tested)])
+
+
+def readable(read: Callable[[], Kind]) -> Kind | None:
+    try:
+        return read()
+    except ConfigError:
+        return None
+
+
+def prompts_of(config: RLConfig | SamplingConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Return prompts to answer and those held out; `eval` answers the latter."""
+    evaluation = dict(config).get("evaluation")
+    named = evaluation.named_sets() if isinstance(evaluation, EvaluationConfig) else {}
+    key = "evaluation.data"
+    tested = [one for path in named.values() for one in load_prompts(config.data, path, key)]
+    if isinstance(config, EvalConfig):
+        return tested, []
+    paths, key = config.data.sources(), config.data.source_key()
+    return [one for path in paths for one in load_prompts(config.data, path, key)], tested
+
+
+def asked_row(prompt: Prompt) -> Row:
+    return Row(prompt.messages, (), prompt.place(), prompt.label, tuple(prompt.tools))
+
+
+def supervised_rows(config: SupervisedConfig) -> tuple[list[Row], list[Row]]:
+    held, key = config.evaluation, config.data.source_key()
+    opened = [open_source(path, key) for path in config.data.sources()]
+    parts = [split_rows(rows, held.share, held.by, config.seed) for rows in opened]
+    tested = [open_source(held.data, "evaluation.data")] if held.data else [part for _, part in parts if part]
+    return read_parts([part for part, _ in parts], config), read_parts(tested, config)
+
+
+def read_parts(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[Row]:
+    return [given_row(record) for part in parts for record in TASKS[config.task].read(part, config)[0]]
+
+
+def given_row(record: Conversation | Document | Pair | Rated | StepRated) -> Row:
+    match record:
+        case Document(text, place):
+            return Row([], (text,), place)
+        case Conversation(messages, place, tools):
+            return Row(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
+        case Pair(prompt, chosen, rejected):
+            return Row(prompt, (said(chosen), said(rejected)), record.place, tools=tuple(record.tools))
+        case Rated(prompt, completion):
+            return Row(prompt, (said(completion),), record.place, tools=tuple(record.tools))
+        case StepRated(prompt, steps):
+            return Row(prompt, ("\n".join(steps),), record.place, tools=tuple(record.tools))
+
+
+def said(messages: list[Message]) -> str:
+    return "\n".join(content_of(message) for message in messages)

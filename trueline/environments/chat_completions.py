@@ -1,0 +1,257 @@
+"""OpenAI's chat completions: what a request asks of the policy, and how the policy's replies are told."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trueline.config.base import ConfigError
+from trueline.data.messages import Message, Tool
+from trueline.data.readers import joined_text, parse_calls
+from trueline.data.types import Completion
+from trueline.environments.base import Reply, as_said
+from trueline.environments.tools.calls import Parsed, as_message
+
+Content = dict[str, Any]  # of a body in JSON
+Parse = Callable[[str], Parsed]
+Decode = Callable[[list[int]], str]
+ROLES = {  # of a request -> the role that chat templates know
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+OBEYED = {"messages", "tools", "tool_choice", "n", "logprobs", "stop", "stream", "stream_options"}
+UNRELATED = {
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}  # to sampling
+NEUTRAL = {  # values that ask for nothing; any other, of any parameter not named here, is not obeyed
+    "temperature": 1,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "top_logprobs": 0,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+}
+FORBIDDEN = {  # that an agent relies on, so that it must not be ignored -> why it is not obeyed
+    "functions": "it has been replaced by tools: use tools",
+}
+MOST_REPLIES = 128  # to one request
+PIECE = 64  # characters of a chunk
+LEAST_LOGPROB = -9999.0  # OpenAI's, for JSON knows no infinity
+
+
+class Refused(ValueError):
+    """A request that cannot be answered as it is; `param` is the part of it that is at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has been checked."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    model: str
+    replies: int
+    stop: list[str]
+    logprobs: bool
+    stream: bool
+    stream_usage: bool
+    overridden: list[str]  # parameters that are not obeyed
+
+
+# Requests
+
+
+def read_asked(content: Any, model: str) -> Asked:
+    """Check a request and take from it what can be obeyed; `model` is what it means where it names none."""
+    if not isinstance(content, dict):
+        raise Refused(f"the body must be an object, found {content!r:.80}")
+    given = {name: value for name, value in content.items() if value is not None}
+    check_characters(given)
+    check_forbidden(given)
+    options = typed(given, "stream_options", dict, {})
+    return Asked(
+        messages=read_messages(given.get("messages")),
+        tools=offered_tools(given),
+        model=str(given.get("model", model)),
+        replies=read_n(given.get("n", 1)),
+        stop=read_stop(given.get("stop", [])),
+        logprobs=typed(given, "logprobs", bool, False),
+        stream=typed(given, "stream", bool, False),
+        stream_usage=typed(options, "include_usage", bool, False),
+        overridden=[name for name, value in given.items() if is_overridden(name, value)],
+    )
+
+
+def is_overridden(name: str, value: Any) -> bool:
+    return name not in OBEYED | UNRELATED | set(FORBIDDEN) and value != NEUTRAL.get(name)
+
+
+def check_characters(given: Content) -> None:
+    """Refuse half characters, which JSON can spell and no tokenizer takes."""
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise Refused(f"the body holds half a character, or is nested too deep: {error}; replace it") from None
+
+
+def check_forbidden(given: Content) -> None:
+    for name, reason in FORBIDDEN.items():
+        if value := given.get(name):
+            raise Refused(f"{name}={value!r:.80} is not obeyed: {reason}", name)
+
+
+def typed(given: Content, name: str, kind: type, default: Any) -> Any:
+    value = given.get(name, default)
+    if not isinstance(value, kind):
+        raise Refused(f"{name} must be of type {kind.__name__}, found {value!r:.80}", name)
+    return value
+
+
+def read_n(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MOST_REPLIES:
+        raise Refused(f"n must be a whole number from 1 to {MOST_REPLIES}, found {value!r:.80}", "n")
+    return value
+
+
+def read_stop(value: Any) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise Refused(f"stop must be a text or a list of texts, found {value!r:.80}", "stop")
+    return texts
+
+
+def read_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise Refused(f"messages must be a list of at least one message, found {value!r:.80}", "messages")
+    try:
+        return [read_message(entry, f"messages[{at}]") for at, entry in enumerate(value)]
+    except ConfigError as error:
+        raise Refused(str(error), "messages") from None
+
+
+def read_message(entry: Any, where: str) -> Message:
+    """Read a message as the readers of datasets do, save that its text may be empty, as a reply may."""
+    if not isinstance(entry, dict):
+        raise Refused(f"{where} must be an object, found {entry!r:.80}", "messages")
+    fields = {name: value for name, value in entry.items() if value not in (None, [])}
+    role, content = fields.pop("role", None), joined_text(fields.pop("content", ""), where)
+    if not isinstance(role, str) or role not in ROLES:
+        raise Refused(f"{where}: role must be one of {', '.join(ROLES)}, found {role!r:.80}", "messages")
+    if not isinstance(content, str):
+        raise Refused(f"{where}: content must be text, null or a list of text parts, found {content!r:.80}", "messages")
+    calls = parse_calls(fields.pop("tool_calls", None), where)
+    return {"role": ROLES[role], "content": content, **fields} | ({"tool_calls": calls} if calls else {})
+
+
+def offered_tools(given: Content) -> list[Tool]:
+    """Return the tools that the policy may call; it is not shown those that it must not."""
+    tools, choice = typed(given, "tools", list, []), given.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise Refused(
+            f"tool_choice={choice!r:.80}: the policy is not forced to call a tool, for then its reply would not be "
+            "its own; use auto or none",
+            "tool_choice",
+        )
+    for at, tool in enumerate(tools):
+        check_tool(tool, f"tools[{at}]")
+    return tools if choice == "auto" else []
+
+
+def check_tool(tool: Any, where: str) -> None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        shape = '{"type": "function", "function": {"name": text, ...}}'
+        raise Refused(f"{where} must be of the form {shape}, found {tool!r:.80}", "tools")
+
+
+# Answers
+
+
+def completion_content(asked: Asked, replies: list[Reply], decode: Decode) -> Content:
+    sampled = sum(len(reply.completion.tokens) for reply in replies)
+    prompt = replies[0].prompt_tokens  # that of all, counted once
+    return {
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": asked.model,
+        "choices": [
+            {"index": index, **choice_content(reply)}
+            | {"logprobs": logprobs_content(reply.completion, decode) if asked.logprobs else None}
+            for index, reply in enumerate(replies)
+        ],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }
+
+
+def choice_content(reply: Reply) -> Content:
+    if reply.message.get("tool_calls"):
+        return {"message": reply.message, "finish_reason": "tool_calls"}
+    reason = "length" if reply.completion.finish_reason == "length" else "stop"
+    return {"message": reply.message, "finish_reason": reason}
+
+
+def reply_message(text: str, parse: Parse | None) -> Message:
+    """Return a reply as the agent gets it and sends it back: with its calls taken apart, where it may call tools."""
+    parsed = parse(text) if parse else None
+    return as_message(parsed, lambda: new_id("call_")) if parsed and parsed.calls else as_said(text)
+
+
+def logprobs_content(completion: Completion, decode: Decode) -> Content:
+    """Tell the log-probs of all sampled tokens, the one that ends the reply included."""
+    tokens = completion.tokens.tolist()
+    texts = {token: decode([token]) for token in set(tokens)}
+    pairs = zip(tokens, completion.logprobs.tolist(), strict=True)
+    return {"content": [token_content(texts[token], logprob) for token, logprob in pairs], "refusal": None}
+
+
+def token_content(text: str, logprob: float) -> Content:
+    broken = "\N{REPLACEMENT CHARACTER}" in text  # a part of a character, whose bytes the text does not tell
+    told = None if broken else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": told, "top_logprobs": []}
+
+
+def events(completion: Content, *, with_usage: bool) -> str:
+    """Tell a completion as server-sent events."""
+    head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks = [head | {"choices": [part]} for choice in completion["choices"] for part in choice_parts(choice)]
+    if with_usage:
+        chunks.append(head | {"choices": [], "usage": completion["usage"]})
+    return "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"])
+
+
+def choice_parts(choice: Content) -> Iterator[Content]:
+    last = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
+    others = last | {"logprobs": None, "finish_reason": None}
+    yield from (others | {"delta": delta} for delta in deltas(choice["message"]))
+    yield last | {"delta": {}}
+
+
+def deltas(message: Message) -> Iterator[Content]:
+    yield {"role": "assistant", "content": ""}
+    text = message["content"] or ""
+    yield from ({"content": text[start : start + PIECE]} for start in range(0, len(text), PIECE))
+    for index, call in enumerate(message.get("tool_calls", [])):
+        yield {"tool_calls": [{"index": index, **call}]}
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)

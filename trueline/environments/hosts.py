@@ -1,0 +1,217 @@
+"""The processes that environments, tools and agents run in, as the run sees them: calls with a deadline that kills."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trueline.config.environment import EnvironmentConfig
+from trueline.environments.base import EnvironmentFailure, EnvironmentLost
+from trueline.rewards.child import ChildProcess, end_of
+
+START_SECONDS = 120.0
+PING_SECONDS = 2.0  # in which a process answers whose interpreter is not held up as a whole
+
+Since = Callable[[], float | None]  # when the wait for an answer began; None while the wait is not the child's fault
+
+
+class Mistake(Exception):
+    """What the policy asked of a tool cannot be done; it is told so."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    what: str
+    answer: asyncio.Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a host loads."""
+
+    kind: str  # a row of process.STAGES
+    specification: list[str]
+    key: str  # of the configuration, for errors
+    config: EnvironmentConfig
+
+    def command(self) -> list[str]:
+        memory = str(self.config.memory_gib)
+        return [sys.executable, "-m", "trueline.environments.process", self.kind, memory]
+
+    def words(self) -> str:
+        return f"environment.{self.key}={' '.join(self.specification)}"
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """One process with many episodes; where one of them holds all up, it is found, and the others may begin anew."""
+
+    program: Program
+    log: Path
+    child: ChildProcess = field(init=False)
+    about: dict[str, Any] = field(default_factory=dict)  # what it says of what it loaded
+    episodes: int = 0
+    life: int = 0  # how often it was started
+    ended: str = ""  # why it was last ended
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    begun: int = 0  # the call that began last
+    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    reader: "asyncio.Task[None] | None" = None
+
+    def __post_init__(self) -> None:
+        self.child = ChildProcess(self.program.command(), self.log)
+
+    async def start(self) -> None:
+        async with self.opening:
+            if self.child.runs():
+                return
+            try:
+                await self.child.open()
+            except OSError as error:
+                raise self.failure(f"its process cannot be started: {error}") from None
+            self.life += 1
+            self.reader = asyncio.create_task(self._read())
+            config = self.program.config
+            given = {"specification": self.program.specification, "options": config.options}
+            self.about = await self._ask("", "open", given, START_SECONDS, None)
+
+    async def ask(self, episode: str, method: str, given: dict[str, Any], since: Since | None = None) -> Any:
+        await self.start()
+        return await self._ask(episode, method, given, self.program.config.timeout_seconds, since)
+
+    async def _ask(self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None) -> Any:
+        number = next(self.numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting[number] = Waiting(f"`{method}`", answer)
+        begun = time.monotonic()
+        try:
+            await self._send({"id": number, "episode": episode, "method": method, "arguments": given})
+            while not await settled(answer, seconds, since or (lambda: begun)):
+                if since is None or (since() or time.monotonic()) + seconds <= time.monotonic():
+                    await self._blame(number, f"took more than {seconds:g} s and was killed")
+            return answer.result()
+        finally:
+            self.waiting.pop(number, None)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        process = self.child.process
+        if process is None or process.stdin is None:
+            raise EnvironmentLost(self.ended)
+        with contextlib.suppress(ConnectionError):  # who reads will see its end
+            process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            await process.stdin.drain()
+
+    async def _read(self) -> None:
+        process = self.child.process
+        assert process is not None and process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                self._hear(json.loads(line))
+            why = f"its process {await end_of(process)} (see {self.log.name})"
+        except ValueError as error:  # no JSON, or a line above the limit
+            why = f"its answer cannot be read: {error}"
+        if self.child.process is process:
+            self._end(self.begun, why)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "begun" in message:
+            self.begun = message["begun"]
+            return
+        waiting = self.waiting.get(message["id"])
+        if waiting is None or waiting.answer.done():
+            return
+        if "result" in message:
+            waiting.answer.set_result(message["result"])
+        elif "mistake" in message:
+            waiting.answer.set_exception(Mistake(message["mistake"]))
+        else:
+            waiting.answer.set_exception(self.failure(message["error"]))
+
+    async def _blame(self, number: int, why: str) -> None:
+        """End the process for a call that is overdue, or for the one that keeps it from answering anything."""
+        life, ping = self.life, next(self.numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting[ping] = Waiting("a sign of life", answer)
+        before = self.begun
+        with contextlib.suppress(TimeoutError, EnvironmentFailure):
+            await self._send({"id": ping, "episode": "", "method": "ping"})
+            await asyncio.wait_for(asyncio.shield(answer), PING_SECONDS)
+        self.waiting.pop(ping, None)
+        if self.life != life or number not in self.waiting or self.waiting[number].answer.done():
+            return
+        culprit = number if answer.done() or before not in self.waiting else before
+        self._end(culprit, f"{self.waiting[culprit].what} {why}")
+
+    def _end(self, culprit: int, why: str) -> None:
+        """Kill the process; the culprit fails, and the episodes beside it are lost."""
+        self.child.kill()
+        self.ended = f"{self.program.words()}: its process was ended for another episode: {why}"
+        for number, waiting in self.waiting.items():
+            if not waiting.answer.done():
+                lost = EnvironmentLost(self.ended)
+                waiting.answer.set_exception(self.failure(why) if number == culprit else lost)
+                waiting.answer.exception()  # whoever asked may be gone
+
+    def failure(self, reason: str) -> EnvironmentFailure:
+        return EnvironmentFailure(f"{self.program.words()}: {reason}")
+
+    async def stop(self) -> None:
+        self.ended = f"{self.program.words()}: its process was stopped"
+        self.child.kill()
+        for waiting in self.waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(EnvironmentFailure(self.ended))
+        if self.reader is not None:
+            await self.reader  # it reads to the end
+
+
+async def settled(answer: "asyncio.Future[Any]", seconds: float, since: Since) -> bool:
+    """Wait for an answer as long as it may take; tell whether it is there."""
+    begun = since()
+    left = seconds if begun is None else max(begun + seconds - time.monotonic(), 0.0)
+    await asyncio.wait({answer}, timeout=left)
+    return answer.done()
+
+
+class Hosts:
+    """Several hosts of one program; an episode stays in the one with the fewest."""
+
+    def __init__(self, program: Program, log: Path) -> None:
+        self.hosts = [Host(program, log) for _ in range(program.config.processes)]
+
+    async def place(self) -> "Place":
+        host = min(self.hosts, key=lambda one: one.episodes)
+        host.episodes += 1
+        return Place(host)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(host.stop() for host in self.hosts))
+
+
+class Place:
+    """An episode's place in a host."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.episode, self.life = host, uuid.uuid4().hex, 0
+
+    async def ask(self, method: str, since: Since | None = None, **given: Any) -> Any:
+        await self.host.start()
+        if self.life not in (0, self.host.life):  # its state went with the process
+            raise EnvironmentLost(self.host.ended)
+        self.life = self.host.life
+        return await self.host.ask(self.episode, method, given, since)
+
+    async def close(self) -> None:
+        """Let the episode give back what it holds; what fails in that is in the log, and harms nobody."""
+        self.host.episodes -= 1
+        if self.life and self.life == self.host.life and self.host.child.runs():
+            with contextlib.suppress(EnvironmentFailure, Mistake):
+                await self.host.ask(self.episode, "close", {})

@@ -1,0 +1,128 @@
+"""The environment of a run: checked before the start, opened with its processes, and closed."""
+
+import asyncio
+import shlex
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trueline.config.base import ConfigError
+from trueline.config.environment import EnvironmentConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.messages import Tool
+from trueline.data.types import Prompt
+from trueline.environments.base import Environment, EnvironmentFailure
+from trueline.environments.chat_completions import Parse
+from trueline.environments.endpoint import Endpoint
+from trueline.environments.hosts import Host, Hosts, Program
+from trueline.environments.played import Agent, Game, ToolUse, row_of
+from trueline.environments.single_turn import SingleTurn
+from trueline.environments.tools.calls import FORMATS, parse_reply
+from trueline.rewards.combined import CombinedReward
+
+
+def program_of(config: EnvironmentConfig) -> Program | None:
+    """Return what the processes of a run's environment load, or None where it has one turn."""
+    key = config.kind()
+    if not key:
+        return None
+    if key == "tools":
+        return Program("tools", config.tools, key, config)
+    named = config.function or config.agent
+    if key == "agent" and not is_function(named):
+        return Program("program", shlex.split(named), key, config)
+    return Program("function", [named], key, config)
+
+
+def is_function(named: str) -> bool:
+    """Tell a function, `file.py:name` or `package.module:name`, from a command."""
+    place, separator, name = named.rpartition(":")
+    return bool(separator) and name.isidentifier() and " " not in place
+
+
+def check_environment(config: EnvironmentConfig, example: Prompt) -> list[Tool]:
+    """Load the environment in a process, compare what it takes with what rows have, and return the tools' schemas."""
+    program = program_of(config)
+    if program is None:
+        return []
+    with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
+        about = thread.submit(asyncio.run, described(program)).result()
+    given = {*row_of(example), *config.options}
+    missing = [name for name in about["required"] if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{program.words()}: no value for its parameter {missing[0]!r}; it is given {', '.join(sorted(given))}: "
+            "rename it, give it a default, or set environment.options"
+        )
+    schemas: list[Tool] = about.get("schemas", [])
+    return schemas
+
+
+def describe_environment(config: EnvironmentConfig, chat: ChatFormat) -> list[str]:
+    """Return lines for the plan: what is played, and what the chat template does to earlier turns."""
+    program = program_of(config)
+    if program is None:
+        return []
+    limits = f"{config.processes} processes, {config.timeout_seconds:g} s a step"
+    lines = [f"turns      up to {config.max_turns}: {program.words()} ({limits})"]
+    if kind := chat.rewrites():
+        lines.append(f"template   rewrites earlier turns ({kind}): each turn becomes a training sequence of its own")
+    return lines
+
+
+async def described(program: Program) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host(program, Path(folder, "environment.log"))
+        try:
+            await host.start()
+        except EnvironmentFailure as error:
+            raise ConfigError(str(error)) from None
+        finally:
+            await host.stop()
+        return host.about
+
+
+def parser_of(config: EnvironmentConfig, chat: ChatFormat) -> Parse:
+    form = config.tool_format
+    if form == "auto" or form in FORMATS:
+        return lambda text: parse_reply(text, form)
+    from trueline.environments.tools.vllm_calls import vllm_parser  # noqa: PLC0415  (vLLM takes seconds)
+
+    return vllm_parser(form, chat.tokenizer)
+
+
+class OpenEnvironment:
+    """Makes the environment of each episode, and holds the processes behind them."""
+
+    def __init__(self, config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path) -> None:
+        self.config, self.rewards, self.chat = config, rewards, chat
+        self.parse = parser_of(config, chat)
+        program = program_of(config)
+        self.hosts = Hosts(program, logs / "environment.log") if program else None
+        self.endpoint: Endpoint | None = None
+
+    async def start(self) -> None:
+        """Start one process, which tells how it plays, and the endpoint that it may need."""
+        if self.hosts is None:
+            return
+        first = self.hosts.hosts[0]
+        await first.start()
+        if first.about["plays"] == "itself":
+            self.endpoint = Endpoint(model="policy", decode=self.chat.reply_text)
+            await self.endpoint.start()
+
+    def __call__(self) -> Environment:
+        if self.hosts is None:
+            return SingleTurn(self.rewards)
+        if self.endpoint is not None:
+            return Agent(self.hosts, self.rewards, self.endpoint, self.parse)
+        if self.config.tools:
+            return ToolUse(self.hosts, self.rewards, self.parse)
+        return Game(self.hosts, self.rewards)
+
+    async def stop(self) -> None:
+        if self.hosts is not None:
+            await self.hosts.stop()
+        if self.endpoint is not None:
+            await self.endpoint.stop()

@@ -1,0 +1,166 @@
+"""The tool calls of a reply, in the formats that models are trained on."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
+    from trueline.data.messages import Message
+
+END_OF_THOUGHT = "</think>"
+PYTHON_TAG, TOOL_CALLS, OPEN, CLOSE = "<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"
+REMEDY = 'give one JSON object, {"name": "...", "arguments": {...}}'
+BEGUN = re.compile(
+    r'[\[\s]*\{\s*("type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(arguments|parameters)"\s*:'
+)
+FENCE = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"\s*([\w.:-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+LONGEST_QUOTE = 200  # characters
+
+
+class ToolMistake(Exception):
+    """A call that cannot be carried out by the policy's own fault; the policy is told the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    content: str  # the text outside of calls
+    calls: list[ToolCall]
+    error: str = ""  # why a call that was begun could not be read
+
+
+Reader = Callable[[str], list[ToolCall]]
+
+
+def parse_reply(text: str, form: str = "auto") -> Parsed:
+    """Find the calls of a reply. What a model thinks aloud before it answers calls nothing."""
+    if form != "auto" and form not in FORMATS:
+        raise ValueError(f"the format of tool calls {form!r} is not known here: give auto, {', '.join(FORMATS)}")
+    thought, end, answer = text.rpartition(END_OF_THOUGHT)
+    for parse in FORMATS.values() if form == "auto" else [FORMATS[form]]:
+        parsed = parse(answer)
+        if parsed.calls or parsed.error:
+            return Parsed(f"{thought}{end}{parsed.content}".strip(), parsed.calls, parsed.error)
+    return Parsed(text.strip(), [])
+
+
+def as_message(parsed: Parsed, ids: Callable[[], str]) -> "Message":
+    """Return the assistant's message in OpenAI's shape."""
+    message: Message = {"role": "assistant", "content": parsed.content or None}
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"id": ids(), "type": "function", "function": {"name": call.name, "arguments": as_json(call.arguments)}}
+            for call in parsed.calls
+        ]
+    return message
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Formats
+
+
+def hermes(text: str) -> Parsed:
+    """`<tool_call>{...}</tool_call>`, any number of them between text."""
+    content, *pieces = text.split(OPEN)
+    parts = [piece.partition(CLOSE) for piece in pieces]
+    unclosed = "" if all(closed for _, closed, _ in parts) else f"a {OPEN} is not closed by {CLOSE}"
+    content += "".join(after for _, _, after in parts)
+    return gathered(content, [body for body, closed, _ in parts if closed], error=unclosed)
+
+
+def mistral(text: str) -> Parsed:
+    """`[TOOL_CALLS] [{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for every call."""
+    content, *bodies = text.split(TOOL_CALLS)
+    return gathered(content, bodies, decoded_named)
+
+
+def llama(text: str) -> Parsed:
+    """`{"name": ..., "parameters": {...}}`, several of them between semicolons, often behind a tag."""
+    content, tag, body = text.rpartition(PYTHON_TAG)
+    if tag or is_call(body):
+        return gathered(content, [body])
+    return Parsed(text.strip(), [])
+
+
+def plain_json(text: str) -> Parsed:
+    """An object with a name and arguments as the whole reply, or in its only fenced block."""
+    fences = list(FENCE.finditer(text))
+    body = fences[0][1] if len(fences) == 1 else text
+    content = text.replace(fences[0][0], "") if len(fences) == 1 else ""
+    if is_call(body):
+        return gathered(content, [body])
+    return Parsed(text.strip(), [])
+
+
+FORMATS: dict[str, Callable[[str], Parsed]] = {
+    "hermes": hermes,
+    "mistral": mistral,
+    "llama": llama,
+    "json": plain_json,
+}
+
+
+def is_call(text: str) -> bool:
+    """Tell a call, even one that breaks off, from other JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return BEGUN.match(text) is not None
+    objects = value if isinstance(value, list) and value else [value]
+    return all(isinstance(one, dict) and "name" in one and {"arguments", "parameters"} & set(one) for one in objects)
+
+
+# Calls
+
+
+def gathered(content: str, bodies: list[str], read: Reader | None = None, error: str = "") -> Parsed:
+    """Return the calls that can be read, and why the last other one cannot."""
+    calls: list[ToolCall] = []
+    for body in bodies:
+        try:
+            calls += (read or decoded)(body)
+        except (ValueError, RecursionError) as fault:
+            error = f"the tool call could not be read: {fault}; {REMEDY}"
+    return Parsed(content.strip(), calls, error)
+
+
+def decoded(text: str) -> list[ToolCall]:
+    """Return the calls of JSON objects with semicolons or nothing between them, or of a list of objects."""
+    calls: list[ToolCall] = []
+    rest = text.strip()
+    while rest or not calls:
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{error.msg} at character {error.pos} of {rest!r:.{LONGEST_QUOTE}}") from None
+        calls += [call_of(one) for one in (value if isinstance(value, list) and value else [value])]
+        rest = rest[end:].lstrip("; \t\r\n")
+    return calls
+
+
+def decoded_named(text: str) -> list[ToolCall]:
+    named = NAMED.fullmatch(text.rstrip())
+    return decoded(f'{{"name": {as_json(named[1])}, "arguments": {named[2]}}}') if named else decoded(text)
+
+
+def call_of(value: Any) -> ToolCall:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        raise ValueError(f"it has no name: {as_json(value):.{LONGEST_QUOTE}}")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {value['name']!r} are no object: {as_json(arguments):.{LONGEST_QUOTE}}")
+    as_json([value["name"], arguments]).encode()  # half a character, which JSON can write, is a ValueError here
+    return ToolCall(value["name"], arguments)

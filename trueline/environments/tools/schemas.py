@@ -1,0 +1,125 @@
+"""What a model is told of a function that it may call, and whether it gives what the function takes."""
+
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+from trueline.environments.tools.calls import as_json
+
+if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
+    from trueline.data.messages import Tool
+
+Function = Callable[..., Any]
+Schema = dict[str, Any]
+
+KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+TYPES: dict[str, tuple[type, ...]] = {name: (kind,) for kind, name in KINDS.items()} | {"number": (int, float)}
+HINTS = "str, int, float, bool, list[...], dict, Literal[...] and unions of them"
+ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
+LONGEST_QUOTE = 200  # characters
+
+
+def schema_of(function: Function) -> "Tool":
+    """Return a function's schema, from its type hints and its docstring in Google's style."""
+    name = function.__name__
+    description, texts = documented(inspect.getdoc(function) or "")
+    if not description:
+        raise ValueError(f"the tool {name} has no docstring, by which a model knows what it does: write one")
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    properties = {one.name: property_of(name, one, hints.get(one.name), texts) for one in parameters}
+    required = [one.name for one in parameters if one.default is one.empty]
+    described = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": described}}
+
+
+def property_of(name: str, parameter: inspect.Parameter, hint: Any, texts: dict[str, str]) -> Schema:
+    place = f"the tool {name}: its parameter {parameter.name}"
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise ValueError(f"{place} cannot be given by its name: declare each parameter without * and /")
+    if hint is None:
+        raise ValueError(f"{place} has no type hint: give it one of {HINTS}")
+    try:
+        schema = schema_of_hint(hint)
+    except TypeError:
+        raise ValueError(f"{place} has the type hint {hint}, which JSON has no value for: use {HINTS}") from None
+    return {**schema, "description": texts[parameter.name]} if parameter.name in texts else schema
+
+
+def schema_of_hint(hint: Any) -> Schema:
+    """Return a type as JSON schema, with `nullable` as chat templates know it, or raise TypeError."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return {}
+    if hint in KINDS:
+        return {"type": KINDS[hint]}
+    if origin is Literal and type(inner[0]) in KINDS:
+        return {"type": KINDS[type(inner[0])], "enum": list(inner)}
+    if origin in (list, dict):
+        return {
+            "type": KINDS[origin],
+            "items" if origin is list else "additionalProperties": schema_of_hint((inner or [Any])[-1]),
+        }
+    if origin in (Union, UnionType):
+        kinds = [schema_of_hint(one) for one in inner if one is not NoneType]
+        schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return {**schema, "nullable": True} if NoneType in inner else schema
+    raise TypeError(hint)
+
+
+def documented(text: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's first paragraph, and what it says of each argument."""
+    before, *after = re.split(r"^Args:[ \t]*\n", text, maxsplit=1, flags=re.MULTILINE)
+    indented = re.match(r"(?:[ \t]+.*\n?|\n)*", after[0])[0] if after else ""  # type: ignore[index]  # it matches all
+    texts: dict[str, str] = {}
+    for line in textwrap.dedent(indented).splitlines():
+        if entry := ARGUMENT.match(line):
+            name, texts[entry[1]] = entry[1], entry[2].strip()
+        elif texts:
+            texts[name] = f"{texts[name]} {line.strip()}".strip()
+    return " ".join(before.strip().partition("\n\n")[0].split()), texts
+
+
+def check_arguments(function: Function, arguments: dict[str, Any]) -> str:
+    """Return what is wrong with arguments, for the model, or nothing."""
+    return wrong_arguments(schema_of(function), arguments)
+
+
+def wrong_arguments(schema: "Tool", arguments: dict[str, Any]) -> str:
+    name, parameters = schema["function"]["name"], schema["function"]["parameters"]
+    properties = parameters["properties"]
+    wrong = [f"the argument {one!r} is missing" for one in parameters["required"] if one not in arguments]
+    wrong += [f"there is no argument {one!r}" for one in arguments if one not in properties]
+    wrong += [
+        f"the argument {one!r} must be {expected(properties[one])}, not {as_json(value):.{LONGEST_QUOTE}}"
+        for one, value in arguments.items()
+        if one in properties and not fits(value, properties[one])
+    ]
+    takes = ", ".join(f"{one} ({expected(kind)})" for one, kind in properties.items()) or "no arguments"
+    return f"Wrong call of {name}: {'; '.join(wrong)}. It takes {takes}." if wrong else ""
+
+
+def expected(schema: Schema) -> str:
+    if "anyOf" in schema:
+        return " or ".join(map(expected, schema["anyOf"]))
+    kind = f"one of {as_json(schema['enum'])}" if "enum" in schema else schema.get("type", "any value")
+    of = f" of {expected(schema['items'])}" if "items" in schema else ""
+    return f"{kind}{of}" + (" or null" if schema.get("nullable") else "")
+
+
+def fits(value: Any, schema: Schema) -> bool:
+    """Tell whether a value is of a type; true and false are no numbers, as they are to Python."""
+    if value is None:
+        return bool(schema.get("nullable", not schema))
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == one and type(value) is type(one) for one in schema["enum"])
+    inner: list[Any] = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
+    of: Schema = schema.get("items") or schema.get("additionalProperties") or {}
+    right = "type" not in schema or type(value) in TYPES[schema["type"]]
+    return right and all(fits(one, of) for one in inner)

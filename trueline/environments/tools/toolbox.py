@@ -1,0 +1,147 @@
+"""The tools of a run, for the process that hosts them; it imports in no time, and without torch."""
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trueline.environments.tools.built_in import BUILT_IN, EPISODE, BuiltIn
+from trueline.environments.tools.calls import ToolMistake, as_json
+from trueline.environments.tools.schemas import schema_of, wrong_arguments
+from trueline.rewards.process import PICKLED, Function, NoSuchFunction, load_function
+
+if TYPE_CHECKING:  # the first needs torch, which a process that hosts tools starts without; the second a second
+    from trueline.data.messages import Tool
+    from trueline.environments.tools.mcp_servers import Server
+
+Arguments = dict[str, Any]
+Run = Callable[[Arguments], Awaitable[Any]]
+
+MCP = "mcp:"
+MOST_THREADS = 64  # for functions that are not async
+
+
+class Toolbox:
+    """Tools by their names: of built-in kinds, of users' modules and of MCP servers."""
+
+    def __init__(self, specifications: list[str], options: dict[str, Any]) -> None:
+        self.tools: dict[str, tuple[Tool, Run]] = {}
+        self.threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="tool")
+        self.built_in: list[BuiltIn] = []
+        self.servers: list[Server] = []
+        self.open: set[str] = set()  # episodes
+        check_options([name for name in specifications if name in BUILT_IN], options)
+        for specification in specifications:
+            for schema, run in self._loaded(specification, options):
+                self._add(specification, schema, run)
+
+    def schemas(self) -> "list[Tool]":
+        return [schema for schema, _ in self.tools.values()]
+
+    async def call(self, episode: str, name: str, arguments: Arguments) -> str:
+        """Return a tool's result as text, or raise ToolMistake, or what the tool itself raises."""
+        if name not in self.tools:
+            raise ToolMistake(f"There is no tool {name!r}; there are {', '.join(self.tools)}.")
+        EPISODE.set(episode)
+        self.open.add(episode)
+        result = await self.tools[name][1](arguments)
+        return result if isinstance(result, str) else as_json(result)
+
+    async def close(self, episode: str) -> None:
+        """End what the tools hold for an episode."""
+        self.open.discard(episode)
+        for tool in self.built_in:
+            await tool.close(episode)
+
+    async def stop(self) -> None:
+        """End what the tools hold, for single episodes and for all together."""
+        for episode in list(self.open):
+            await self.close(episode)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for server in self.servers:
+            await asyncio.to_thread(server.stop)
+
+    def _add(self, specification: str, schema: "Tool", run: Run) -> None:
+        name = schema["function"]["name"]
+        if name in self.tools:
+            raise ValueError(f"the tool {specification}: there is a tool {name!r} already; rename one of them")
+        self.tools[name] = schema, run
+
+    def _loaded(self, specification: str, options: dict[str, Any]) -> "list[tuple[Tool, Run]]":
+        if specification.startswith(MCP):
+            server = connected(specification.removeprefix(MCP).strip())
+            self.servers.append(server)
+            return [(schema, partial(server.call, schema["function"]["name"])) for schema in server.schemas]
+        if specification in BUILT_IN:
+            self.built_in.append(made(specification, options))
+            function = self.built_in[-1].function
+        else:
+            function = load_tool(specification)
+        schema = schema_of(function)
+        return [(schema, partial(self._run, function, schema))]
+
+    async def _run(self, function: Function, schema: "Tool", arguments: Arguments) -> Any:
+        if wrong := wrong_arguments(schema, arguments):
+            raise ToolMistake(wrong)
+        if inspect.iscoroutinefunction(function):
+            return await guarded(function(**arguments))
+        context = contextvars.copy_context()
+        call = partial(context.run, contained, function, arguments)
+        result = await asyncio.get_running_loop().run_in_executor(self.threads, call)
+        return await guarded(result) if inspect.isawaitable(result) else result
+
+
+async def guarded(awaited: Awaitable[Any]) -> Any:
+    try:
+        return await awaited
+    except SystemExit as error:  # which would end the loop, and all other episodes
+        raise RuntimeError(f"the tool raised {error!r}") from error
+
+
+def contained(function: Function, arguments: Arguments) -> Any:
+    try:
+        return function(**arguments)
+    except (SystemExit, StopIteration) as error:  # no future can hold a StopIteration: whoever awaits it waits for ever
+        raise RuntimeError(f"the tool raised {error!r}") from error
+
+
+def check_options(names: list[str], options: dict[str, Any]) -> None:
+    known = [option for name in names for option in inspect.signature(BUILT_IN[name]).parameters]
+    for option in options:
+        if option not in known:
+            takes = f"they take {', '.join(known)}" if known else "they take none"
+            raise ValueError(
+                f"environment.options.{option}: the tools ({', '.join(names)}) have no such option; {takes}"
+            )
+
+
+def made(name: str, options: dict[str, Any]) -> BuiltIn:
+    """Make a built-in tool with those options that are its own."""
+    takes = inspect.signature(BUILT_IN[name]).parameters
+    for option, parameter in takes.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise ValueError(f"the tool {name} needs environment.options.{option}")
+    return BUILT_IN[name](**{option: value for option, value in options.items() if option in takes})
+
+
+def load_tool(specification: str) -> Function:
+    if ":" not in specification and not specification.endswith(PICKLED):
+        raise NoSuchFunction(
+            f"the tool {specification!r} is not a built-in ({', '.join(BUILT_IN)}), nor file.py:function, "
+            "package.module:function, mcp:URL or mcp:COMMAND"
+        )
+    function = load_function(specification, {})
+    if not inspect.isroutine(function):
+        raise NoSuchFunction(f"the tool {specification} is no function but {function!r:.100}: give a function")
+    return function
+
+
+def connected(address: str) -> "Server":
+    try:
+        from trueline.environments.tools.mcp_servers import Server  # noqa: PLC0415  (an extra; a second to import)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("tools of MCP servers need a package: pip install 'trueline[mcp]'") from error
+    return Server(address)

@@ -1,0 +1,210 @@
+"""What a page shows of runs: every metric, some transcripts, and sums of the rest, in a size that does not grow."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from trueline.monitoring.curves import COLOURS, bounds
+from trueline.monitoring.timing import duration
+from trueline.report.runs import Row, Run
+
+CHARTS = {  # metrics with a chart of their own, where a run has them; any other can be chosen on the page
+    "reward/mean": "Reward",
+    "evaluation/reward": "Held-out reward",
+    "loss": "Loss",
+    "evaluation/loss": "Held-out loss",
+    "preference/accuracy": "Accuracy of preferences",
+    "preference/margin": "Margin of preferences",
+    "reward_model/accuracy": "Accuracy of the reward model",
+    "process_reward/accuracy": "Accuracy of the process reward model",
+    "kto/accuracy": "Accuracy",
+    "policy/kl": "KL to the reference, per token",
+    "policy/sequence_kl": "KL to the reference, per response",
+    "distill/kl_per_token": "KL to the teacher, per token",
+    "policy/entropy": "Entropy",
+    "grad_norm": "Gradient norm",
+    "critic/explained_variance": "Variance explained by the critic",
+    "response_length/mean": "Length of responses, tokens",
+    "response_length/truncated_share": "Share of truncated responses",
+    "mismatch/logprob_gap_mean": "Log-prob gap of engine and trainer",
+    "speed/tokens_per_second": "Tokens per second",
+    "memory/device_gib": "Memory of the device, GiB",
+    "memory/peak_gib": "Peak memory, GiB",
+}
+LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"}  # shown in a run's header
+LEVELS = ("OK", "WATCH", "BAD")  # by `health/level`
+LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
+
+METRIC_BYTES, TRANSCRIPT_BYTES = 2_200_000, 2_000_000  # of all runs together
+MOST_ROWS, MOST_TRANSCRIPTS = 4000, 300  # of all runs together; of one
+HEAD, TAIL = 1400, 600  # characters that are shown of a longer text
+MOST_TURNS = 40
+BINS = 20
+
+
+def describe(runs: list[Run]) -> Row:
+    """Return all that the page shows, as JSON can say it."""
+    rewards = [row["reward"] for run in runs for row in run.transcripts if is_number(row.get("reward"))]
+    low, high = bounds(rewards or [0.0])
+    return {
+        "charts": CHARTS,
+        "colours": COLOURS,
+        "levels": LEVELS,
+        "bins": [low, high],
+        "runs": [describe_run(run, len(runs), (low, high)) for run in runs],
+    }
+
+
+def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
+    rows = with_axes(run.rows)
+    return {
+        "name": run.name,
+        "verb": run.verb,
+        "facts": facts(run, rows),
+        "health": health(rows),
+        "series": within(lambda count: columns(thinned(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
+        "histograms": histograms(run.transcripts, *span),
+        "transcripts": within(
+            lambda count: shown_transcripts(run.transcripts, count), MOST_TRANSCRIPTS, TRANSCRIPT_BYTES // runs
+        ),
+        "transcript_count": len(run.transcripts),
+        "failures": cleaned(run.failures),
+        "ledger": ledger(run.ledger),
+        "config": cleaned(run.config),
+    }
+
+
+def as_json(content: Any) -> bytes:
+    """Write JSON for a page: no text in it ends the element it stands in, and half a character is shown as unknown."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def within(make: Callable[[int], Any], count: int, most_bytes: int) -> Any:
+    """Make something of so many items, or of half as many and so on, until it is small enough."""
+    while len(as_json(made := make(count))) > most_bytes and count > 1:
+        count //= 2
+    return made
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def number(row: Row, key: str) -> float:
+    return row[key] if is_number(row.get(key)) else 0.0
+
+
+def facts(run: Run, rows: list[Row]) -> dict[str, str]:
+    """Return the header of a run: how far it is, and its last numbers."""
+    if not rows:
+        return {"steps": f"none yet of {run.config.get('steps', 'an unknown number')}"}
+    planned = f" of {run.config['steps']}" if "steps" in run.config else ""
+    found = {"steps": f"{rows[-1]['step']}{planned}", "time": duration(rows[-1][SECONDS])}
+    for key, name in LAST.items():
+        values = [row[key] for row in rows if is_number(row.get(key))]
+        found |= {name: f"{values[-1]:.4g}"} if values else {}
+    return found
+
+
+def health(rows: list[Row]) -> Row | None:
+    """Return the last verdict with the rules behind it, and how often there was each; None where nothing judged."""
+    judged = [row for row in rows if row.get(LEVEL) in range(len(LEVELS))]
+    if not judged:
+        return None
+    last, counts = judged[-1], Counter(int(row[LEVEL]) for row in judged)
+    rules = [key.partition("/")[2] for key in last if key.startswith("health/") and key != LEVEL and number(last, key)]
+    return {"level": int(last[LEVEL]), "rules": rules, "counts": [counts[level] for level in range(len(LEVELS))]}
+
+
+def with_axes(rows: list[Row]) -> list[Row]:
+    """Add to each row the seconds and tokens up to it."""
+    seconds = accumulate(number(row, "time/step") for row in rows)
+    tokens = accumulate(tokens_of(row) for row in rows)
+    return [{**row, SECONDS: second, TOKENS: token} for row, second, token in zip(rows, seconds, tokens, strict=True)]
+
+
+def tokens_of(row: Row) -> float:
+    return number(row, "speed/tokens") or number(row, "speed/tokens_per_second") * number(row, "time/step")
+
+
+def columns(rows: list[Row]) -> dict[str, list[float | None]]:
+    """Turn rows into a list for each metric; None where a row has no such number."""
+    ordered = [max(rows, key=len), *rows] if rows else []  # a whole step names the phases in their order
+    names = dict.fromkeys(name for row in ordered for name, value in row.items() if is_number(value))
+    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+
+
+def rounded(value: Any) -> float | None:
+    if not is_number(value) or isinstance(value, int):
+        return value if is_number(value) else None
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() else short
+
+
+def thinned(rows: list[Row], count: int) -> list[Row]:
+    """Leave rows out evenly; those with an evaluation or a warning stay, as long as they are few."""
+    if len(rows) <= count:
+        return rows
+    marked = [row for row in rows if number(row, LEVEL) or any(key.startswith("evaluation/") for key in row)]
+    kept = evenly(marked, count // 2)
+    steps = {row["step"] for row in marked}
+    kept += evenly([row for row in rows if row["step"] not in steps], count - len(kept))
+    return sorted(kept, key=lambda row: row["step"])
+
+
+def evenly(items: list[Any], count: int) -> list[Any]:
+    """Choose so many, from the first to the last."""
+    if len(items) <= count:
+        return items
+    return [items[place * (len(items) - 1) // max(count - 1, 1)] for place in range(count)]
+
+
+def shown_transcripts(rows: list[Row], count: int) -> list[Row]:
+    """Choose transcripts evenly over the steps, as many of each purpose as long as there are."""
+    purposes: dict[str, list[Row]] = {}
+    for row in rows:
+        purposes.setdefault(str(row.get("purpose", "")), []).append(row)
+    kept: list[Row] = []
+    for others, same in zip(range(len(purposes), 0, -1), sorted(purposes.values(), key=len), strict=True):
+        kept += evenly(same, max((count - len(kept)) // others, 1))
+    return [cleaned(row) for row in sorted(kept, key=lambda row: row["step"])]
+
+
+def cleaned(value: Any) -> Any:
+    """Shorten the texts and lists of a value, and word numbers that JSON cannot say."""
+    if isinstance(value, str):
+        left_out = len(value) - HEAD - TAIL
+        return f"{value[:HEAD]}\n[{left_out} characters left out]\n{value[-TAIL:]}" if left_out > 0 else value
+    if isinstance(value, dict):
+        return {key: cleaned(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        more = [f"[{len(value) - MOST_TURNS} left out]"] if len(value) > MOST_TURNS else []
+        return [cleaned(inner) for inner in value[:MOST_TURNS]] + more
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def histograms(rows: list[Row], low: float, high: float) -> dict[str, list[int]]:
+    """Count the rewards of all transcripts, by purpose and source."""
+    counts: dict[str, list[int]] = {}
+    for row in rows:
+        if is_number(row.get("reward")):
+            source = Path(str(row.get("source") or "")).stem
+            bins = counts.setdefault(f"{row.get('purpose', '')} {source}".strip(), [0] * BINS)
+            bins[min(int((row["reward"] - low) / (high - low) * BINS), BINS - 1)] += 1
+    return counts
+
+
+def ledger(rows: list[Row]) -> Row | None:
+    """Return the prompts of the last row by their fate, and how many met each so far."""
+    if not rows:
+        return None
+    sums: Counter[str] = Counter()
+    for row in rows:
+        sums.update({fate: len(numbers) for fate, numbers in row.items() if isinstance(numbers, list)})
+    last = {fate: cleaned(" ".join(map(str, rows[-1].get(fate, [])))) for fate in sums}
+    return {"step": rows[-1]["step"], "fates": {fate: [sums[fate], last[fate]] for fate in sums}}

@@ -1,0 +1,94 @@
+"""The page of runs that are still going, served to this machine alone and made anew as they go on."""
+
+import asyncio
+import hmac
+import secrets
+import signal
+import socket
+import sys
+import threading
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from trueline.monitoring.run_folder import RunFolder
+from trueline.report.digest import as_json, describe
+from trueline.report.page import page
+from trueline.report.runs import FAILURES, find_runs, read_run
+from trueline.rewards.server import QuietServer, open_port
+
+HOST = "127.0.0.1"
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+
+
+class Latest:
+    """What the page shows, as JSON: made when it is asked for and a file of the runs has changed."""
+
+    def __init__(self, runs: dict[str, RunFolder]) -> None:
+        self.runs, self.lock = runs, threading.Lock()
+        self.stamp, self.content = "", b""
+
+    def get(self) -> tuple[str, bytes]:
+        with self.lock:
+            if (stamp := stamp_of(self.runs)) != self.stamp:
+                shown = describe([read_run(name, folder) for name, folder in self.runs.items()])
+                self.stamp, self.content = stamp, as_json(shown | {"stamp": stamp})
+            return self.stamp, self.content
+
+
+def stamp_of(runs: dict[str, RunFolder]) -> str:
+    """Return a text that changes with the files of the runs."""
+    folders = runs.values()
+    files = [file for one in folders for file in (one.metrics, one.transcripts, one.ledger, one.path / FAILURES)]
+    states = [file.stat() for file in files if file.exists()]
+    return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states) or "nothing"
+
+
+class LiveServer(QuietServer):
+    """Answers those who know the token with the page, and with its content once that has changed."""
+
+    def __init__(self, runs: dict[str, RunFolder], token: str) -> None:
+        self.latest, self.token, self.title = Latest(runs), token, ", ".join(runs)
+        routes = [Route("/{token}/", self._page), Route("/{token}/data", self._data)]
+        super().__init__(routes, unknown=nothing_here, refused=nothing_here)
+
+    def end(self) -> None:
+        self.should_exit = True
+
+    async def _page(self, request: Request) -> Response:
+        _, content = await self._asked(request)
+        return Response(page(content, title=self.title, connects="'self'"), headers=HEADERS, media_type="text/html")
+
+    async def _data(self, request: Request) -> Response:
+        stamp, content = await self._asked(request)
+        if request.query_params.get("known") == stamp:
+            return Response(status_code=204, headers=HEADERS)
+        return Response(content, headers=HEADERS, media_type="application/json")
+
+    async def _asked(self, request: Request) -> tuple[str, bytes]:
+        if not hmac.compare_digest(request.path_params["token"].encode(), self.token.encode()):
+            raise HTTPException(404)
+        return await asyncio.to_thread(self.latest.get)
+
+
+async def nothing_here(request: Request, error: Exception) -> Response:
+    return Response("nothing here: open the address that `trueline watch` has printed\n", 404, headers=HEADERS)
+
+
+def watch(words: list[str], port: int) -> int:
+    """Serve the page of these runs until Ctrl-C or SIGTERM."""
+    runs = find_runs(words)
+    with open_port(HOST, port) as listener:
+        asyncio.run(serve(LiveServer(runs, secrets.token_urlsafe(32)), listener))
+    return 0
+
+
+async def serve(server: LiveServer, listener: socket.socket) -> None:
+    for signalled in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signalled, server.end)
+    port = listener.getsockname()[1]
+    sys.stdout.write(f"watching {server.title}; Ctrl-C ends it\nhttp://{HOST}:{port}/{server.token}/\n")
+    sys.stdout.flush()
+    await server.serve([listener])

@@ -1,0 +1,120 @@
+"""What the folder of a run holds, as far as it is written: half a line, or a file that is not there, is no error."""
+
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trueline.config.base import ConfigError
+from trueline.config.run import RunConfig
+from trueline.monitoring.run_folder import UNFINISHED, RunFolder
+
+Row = dict[str, Any]
+
+RUNS = Path(RunConfig.model_fields["folder"].default)
+FAILURES = "failures"  # folder with a file for each call behind a failed reward
+MOST_FAILURES = 20  # that are read of one run
+PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    name: str
+    verb: str
+    config: dict[str, str]  # every key by its path, with its value in words
+    rows: list[Row]  # of metrics.jsonl
+    transcripts: list[Row]
+    ledger: list[Row]
+    failures: list[dict[str, str]]
+
+
+def find_runs(words: list[str]) -> dict[str, RunFolder]:
+    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others."""
+    folders = list({folder.path.resolve(): folder for folder in map(find_run, words)}.values())
+    names = [folder.path.resolve().name for folder in folders]
+    return {
+        name if names.count(name) == 1 else str(folder.path): folder
+        for name, folder in zip(names, folders, strict=True)
+    }
+
+
+def find_run(word: str) -> RunFolder:
+    for folder in (RunFolder(Path(word)), RunFolder(RUNS / word)):
+        if folder.config.is_file() or folder.metrics.is_file():
+            return folder
+    near = difflib.get_close_matches(word, [file.parent.name for file in RUNS.glob("*/config.yaml")], n=1)
+    raise ConfigError(
+        f"{word}: neither it nor {RUNS / word} is the folder of a run (there is no config.yaml and no metrics.jsonl): "
+        "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
+    )
+
+
+def read_run(name: str, folder: RunFolder) -> Run:
+    return Run(
+        name=name,
+        verb=folder.verb() if folder.config.is_file() else "",
+        config=read_config(folder.config),
+        rows=list(read_rows(folder.metrics)),
+        transcripts=list(read_rows(folder.transcripts)),
+        ledger=list(read_rows(folder.ledger)),
+        failures=read_failures(folder.path / FAILURES),
+    )
+
+
+def read_rows(file: Path) -> Iterator[Row]:
+    """Read the whole lines of a file that may still be written to."""
+    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
+        row = parsed(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
+def parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def read_config(file: Path) -> dict[str, str]:
+    try:
+        tree = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
+    except yaml.YAMLError as error:
+        return {file.name: f"cannot be read: {error}"}
+    return {path: without_password(text) for path, text in flat(tree)}
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Walk a tree of keys: the path of each leaf, with its value in words."""
+    if isinstance(value, dict) and (value or not path):
+        for key, inner in value.items():
+            yield from flat(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def without_password(text: str) -> str:
+    """Leave out who signs in where an address says so: a report is passed on, a run's folder is not."""
+    return PASSWORD.sub(r"\1", text)
+
+
+def read_failures(folder: Path) -> list[dict[str, str]]:
+    """Read the calls that failed, each with the command that makes it again."""
+    return [failure(file) for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
+
+
+def failure(file: Path) -> dict[str, str]:
+    record = parsed(file.read_bytes())
+    known = record if isinstance(record, dict) else {}
+    return {
+        "file": file.name,
+        "function": str(known.get("function", "")),
+        "error": str(known.get("error", "the file cannot be read")),
+        "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
+    }

@@ -1,0 +1,42 @@
+"""What a plan is made for besides its keys: data, model, machine, rewards and environment."""
+
+from dataclasses import dataclass
+
+from trueline.algorithms.needs import reads_reward
+from trueline.config.rl import RLConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.types import with_tools
+from trueline.environments.opening import check_environment
+from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.runs.preflight import Measured, load_prompts, measured
+from trueline.runs.rewards import check_rewards
+from trueline.runtime.cluster import Machine, machine_at_hand
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a plan is made for besides its keys: as read and found here, or as assumed."""
+
+    facts: ModelFacts
+    machine: Machine
+    trained: list[Measured]  # one for each dataset
+    tested: dict[str, Measured]
+    chat: ChatFormat
+    warnings: list[str]  # of the rewards
+
+
+def look_around(config: RLConfig) -> Surroundings:
+    sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
+    key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
+    held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
+    tools = check_environment(config.environment, sources[0][0])
+    sources = [[with_tools(prompt, tools) for prompt in source] for source in sources]
+    held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
+    required = reads_reward(config.algorithm) and not config.judged()
+    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
+    facts = check_model(config.model)
+    machine = machine_at_hand()
+    chat = load_chat(config.model, config.data.chat_template)
+    trained = [measured(source, chat) for source in sources]
+    tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
+    return Surroundings(facts, machine, trained, tested, chat, warnings)
