@@ -20,7 +20,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.metric_names import undocumented
 from trueline.demo.material import make_tokenizer
+from trueline.monitoring.trackers import Tracker
 
 LONGEST = ("test_rlhf_example.py", "test_demo.py")
 
@@ -41,6 +43,21 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def documented_metrics() -> Iterator[None]:
+    """Refuse a metric of a step that docs/metrics.md does not describe."""
+    log = Tracker.log
+
+    def checked(self: Tracker, step: int, metrics: dict[str, float]) -> None:
+        unknown = undocumented(metrics) if "time/step" in metrics else []
+        assert not unknown, f"docs/metrics.md does not describe {unknown}"
+        log(self, step, metrics)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tracker, "log", checked)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,18 @@
 """Sabotaged runs are BAD within twenty steps, and sound ones never: through the real loop, in one process."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.letters import rows_of, run_letters
+from tests.support.tiny import make_tiny_model
 from trueline.algorithms.advantages import assign_advantages
-from trueline.rl import trainer
+from trueline.cli import main
+from trueline.rl import build, trainer
+from trueline.runs.processes import sampling_of
 from trueline.sync.weights import WeightSync
 
 pytestmark = pytest.mark.slow
@@ -46,9 +51,37 @@ def test_weights_that_never_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_reward_that_says_one_thing(tmp_path: Path) -> None:
     (tmp_path / "constant.py").write_text("def reward(reply):\n    return 0.5\n")
-    words = ["steps=20", f"reward.function={tmp_path}/constant.py:reward", "monitoring.health=stop"]
+    words = ["steps=20", f"reward.function={tmp_path}/constant.py:reward", "health.action=stop"]
     assert run_letters(tmp_path, "grpo", *words) == 1
     assert "health/equal_rewards" in rules(tmp_path) and len(levels(tmp_path)) < 20
+
+
+def test_answers_that_cannot_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop tokens are lost on the way, and only what ends is praised."""
+    (tmp_path / "ended.py").write_text("def reward(reply):\n    return float(len(reply) < 6) + len(set(reply)) / 80\n")
+    monkeypatch.setattr(build, "sampling_of", lambda *given: replace(sampling_of(*given), stops=()))
+    assert run_letters(tmp_path, "grpo", "steps=20", f"reward.function={tmp_path}/ended.py:reward") == 0
+    assert "health/truncation" in rules(tmp_path)
+
+
+def test_going_back_rescues_a_rate_a_hundred_times_too_high(tmp_path: Path) -> None:
+    words = ["steps=40", "prompts_per_step=16", "training.learning_rate=0.1", "health.action=roll_back"]
+    assert run_letters(tmp_path, "grpo", *words) == 0
+    rows = rows_of(tmp_path)[1:]
+    assert [row["step"] for row in rows] == list(range(1, 41)) and max(levels(tmp_path)) < 2
+    assert rows[-1]["learning_rate"] < 0.1 and rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
+    assert f"learning_rate: {rows[-1]['learning_rate']}" in (tmp_path / "run" / "config.yaml").read_text()
+    said = (tmp_path / "run" / "logs" / "run.log").read_text()
+    assert "health     back from step" in said and " rolled_back" in said.partition("ledger     ")[2]
+
+
+def test_a_sound_offline_run_is_not_bad(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", tied=True)
+    pairs = [{"prompt": f"{number}:", "chosen": "abc", "rejected": "123"} for number in range(64)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    named = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/pairs.jsonl", f"folder={tmp_path}", "name=run"]
+    assert main(["dpo", *named, "runtime=local", "steps=24", "samples_per_step=8", "training.learning_rate=1e-3"]) == 0
+    assert max(levels(tmp_path)) < 2
 
 
 @pytest.mark.parametrize("verb", ["grpo", "ppo", "rloo", "dapo"])

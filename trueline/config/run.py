@@ -1,6 +1,6 @@
 """What a run keeps, says and where it lives."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -65,9 +65,6 @@ class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
     """Sampled conversations written to transcripts.jsonl at every step."""
 
-    health: Literal["log", "stop"] = "log"
-    """What happens when a step is judged BAD (docs/metrics.md): it is said, or the run stops, with a checkpoint."""
-
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 
@@ -79,6 +76,14 @@ class MonitoringConfig(Config):
 
     trackio: str | None = None
     """Trackio project to report to; null reports nothing. Needs the trackio package."""
+
+
+class HealthConfig(Config):
+    action: Literal["log", "pause", "stop", "roll_back"] = "log"
+    """When a step is judged BAD (docs/metrics.md): it is said; the run waits for you; it stops; it goes back, twice."""
+
+    rate_factor: float = Field(0.1, gt=0, le=1)
+    """What roll_back multiplies the learning rates by."""
 
 
 class EnginesConfig(Config):
@@ -121,3 +126,10 @@ class RunConfig(EnginesConfig):
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    health: HealthConfig = HealthConfig()
+
+    @model_validator(mode="after")
+    def check_roll_back(self) -> Self:
+        if self.health.action == "roll_back" and not self.checkpoint.save:
+            raise ValueError("health.action=roll_back needs checkpoints to go back to, and checkpoint.save=false")
+        return self

@@ -1,6 +1,6 @@
 """The health of a run: rules over the metrics of its steps, each OK, WATCH or BAD."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
@@ -126,6 +126,15 @@ def truncation(history: History) -> Verdict:
     return FINE
 
 
+def repetition(history: History) -> Verdict:
+    key = "response_length/repeated_share"
+    start, recent = history.start(key), history.recent(key)
+    if recent < start + 0.2:
+        return FINE
+    bad = recent > 0.6 and not history.gains()
+    return (BAD if bad else WATCH), f"{moved(history, key)}, answers go round in circles: lower training.learning_rate"
+
+
 def held_out(history: History) -> Verdict:
     values = history.values("evaluation/reward")
     if len(values) < 2 or values[-1] >= max(values) - 0.05:
@@ -176,6 +185,7 @@ RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the me
     "effective_samples": ("mismatch/effective_share", effective_samples),
     "equal_rewards": ("reward/uniform_groups_share", equal_rewards),
     "truncation": ("response_length/truncated_share", truncation),
+    "repetition": ("response_length/repeated_share", repetition),
     "held_out": ("evaluation/reward", held_out),
     "gradient": ("grad_norm", gradient),
     "clipping": ("policy/clip_fraction", clipping),
@@ -208,6 +218,11 @@ class Health:
         if key not in self.history.last or len(self.history.values(key)) <= few:
             return FINE
         return rule(self.history)
+
+    def recall(self, rows: Iterable[Row]) -> None:
+        """Take up what a run that goes on has reported before."""
+        for row in rows:
+            self.history.add(row)
 
     def bad(self) -> list[str]:
         return [name for name, level in self.known.items() if level == BAD]

@@ -1,10 +1,11 @@
 """The folder of a run: made once, never overwritten, taken up again by --resume."""
 
+import json
 import shlex
 import shutil
 from datetime import datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
@@ -90,6 +91,16 @@ class RunFolder:
         """Tell when the files of this run, or those of the stages inside it, last changed."""
         files = [self.path, *self.path.glob("*"), *self.path.glob("round_*/*/*")]
         return max(file.lstat().st_mtime for file in files)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Read what each step has reported."""
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
+
+    def rewrite(self, config: RunConfig, verb: str) -> None:
+        """Let the run go on with other keys than it was begun with."""
+        aside = self.config.with_suffix(UNFINISHED)
+        aside.write_text(f"{HEAD}{verb}\n{config.dump()}")
+        aside.rename(self.config)
 
     def resume_command(self) -> str:
         base = Path(RunConfig.model_fields["folder"].default).resolve()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from trueline.data.types import Sample
-from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -15,7 +14,7 @@ from trueline.offline.trainer import SupervisedTrainer
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
 from trueline.runs.processes import Needed, model_group, opened
-from trueline.runs.rescue import MemoryWatch
+from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import prepare_saving
@@ -49,8 +48,8 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         ranks = plan.layout.policy_ranks
         forecast = plan.forecast or forecast_memory(config, plan.facts, plan.machine, ranks, plan.longest)
         watch = MemoryWatch(forecast, timer := Timer())
-        health = Health(progress.note)
-        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch, health)
+        care = care_of(config.health, folder, checkpoints)
+        yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch, care)
 
 
 def used_samples(plan: SupervisedPlan) -> list[Sample]:

@@ -4,15 +4,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from trueline.data.types import Sample
-from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.speed import flops_per_token, speed_metrics
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.offline.plan import SupervisedPlan
-from trueline.runs.guard import Guard, stop_if_bad
+from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import MemoryWatch, Rescue
+from trueline.runs.rescue import Care, MemoryWatch, Rescue
 from trueline.runs.state import SupervisedState
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, write_models
@@ -30,7 +29,7 @@ class SupervisedTrainer:
     guard: Guard
     timer: Timer
     watch: MemoryWatch
-    health: Health
+    care: Care
 
     def fit(self) -> SupervisedState:
         plan, state, train = self.plan, self.state, self.plan.material.train
@@ -39,6 +38,7 @@ class SupervisedTrainer:
         self.guard.watch()
         rescue = Rescue(state, [self.guard], lambda: self.save({}), self.checkpoints, self.watch)
         with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
+            self.care.begin(lambda: self.save({}))
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
                 self.tracker.log(0, metrics)
@@ -52,12 +52,12 @@ class SupervisedTrainer:
                     metrics |= self.evaluate()
                 times = self.timer.flush()
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
-                metrics |= self.health.judge(state.step, metrics)
+                metrics |= self.care.health.judge(state.step, metrics)
                 self.tracker.log(state.step, metrics)
                 self.watch.see(metrics)
                 self.progress.step(state.step, metrics)
                 self.guard.follow("loss", metrics["loss"])
-                stop_if_bad(self.health, config.monitoring)
+                self.care.act(state, lambda: self.save({}), interrupts)
                 # After its numbers are written: a kill in between costs the step again, not its row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)

@@ -10,7 +10,6 @@ from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
 from trueline.environments.opening import OpenEnvironment
 from trueline.monitoring.beats import WORK
-from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -38,7 +37,7 @@ from trueline.runs.processes import (
     sampling_of,
     start_engines,
 )
-from trueline.runs.rescue import MemoryWatch
+from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.event_loop import EventLoop
@@ -96,7 +95,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             guard=guard,
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
-            health=Health(progress.note),
+            care=care_of(config.health, folder, checkpoints),
         )
 
 

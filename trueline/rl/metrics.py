@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
@@ -18,6 +19,7 @@ Metrics = dict[str, float]
 
 
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
+REPEATED = 8  # tokens of a run that is said twice by no chance
 UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
 
@@ -52,6 +54,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
         "response_length/truncated_share": fmean(trajectory.truncated for trajectory in trajectories),
+        "response_length/repeated_share": fmean(map(repeated_share, trajectories)),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
         "rollout/staleness_mean": version
         - float(np.concatenate([one.sampled_versions() for one in trajectories]).mean()),
@@ -67,6 +70,16 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         **describe_parts(trajectories),
         **describe_sources(trajectories),
     }
+
+
+def repeated_share(trajectory: Trajectory) -> float:
+    """Return the share of an episode's runs of sampled tokens that stood in it before."""
+    sampled = np.concatenate([one.tokens[one.mask] for one in trajectory.sequences()])
+    if len(sampled) <= REPEATED:
+        return 0.0
+    powers = np.uint64(1_000_003) ** np.arange(REPEATED, dtype=np.uint64)  # a hash that may wrap around
+    runs = (sliding_window_view(sampled.astype(np.uint64), REPEATED) * powers).sum(axis=1)
+    return 1 - len(np.unique(runs)) / len(runs)
 
 
 def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Metrics:

@@ -12,7 +12,6 @@ from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Sample, Trajectory, to_samples
-from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
@@ -32,9 +31,9 @@ from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
-from trueline.runs.guard import Guard, stop_if_bad
+from trueline.runs.guard import Guard
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import MemoryWatch, Rescue
+from trueline.runs.rescue import Care, MemoryWatch, Rescue
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.sync.weights import WeightSync
@@ -61,7 +60,7 @@ class RLTrainer:
     guard: Guard
     critic_guard: Guard | None
     watch: MemoryWatch
-    health: Health
+    care: Care
     example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
@@ -71,6 +70,7 @@ class RLTrainer:
             guard.watch()
         rescue = Rescue(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch)
         with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
+            self.care.begin(lambda: self.save({}))
             self.publish()
             self.catch_up()
             if state.step < config.steps:
@@ -104,6 +104,7 @@ class RLTrainer:
                 if state.step < config.steps:
                     self.rollouts.release(state.version)
                 self.report(metrics, trajectories)
+                self.care.act(state, lambda: self.save({}), interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
             self.progress.note(f"ledger     {state.ledger.balance()}")
@@ -247,7 +248,7 @@ class RLTrainer:
             metrics["mismatch/staleness"] = max(rest, 0.0)
         if not self.config.judged():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
-        metrics |= self.health.judge(self.state.step, metrics)
+        metrics |= self.care.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
         shown = trajectories[: self.config.monitoring.transcripts_per_step]
@@ -263,7 +264,6 @@ class RLTrainer:
         warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
         for warning in [*warnings, *self.count_uniform(metrics)]:
             self.progress.note(f"warning: {warning}")
-        stop_if_bad(self.health, self.config.monitoring)
 
     def count_uniform(self, metrics: dict[str, float]) -> list[str]:
         self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0

@@ -37,6 +37,12 @@ class Ledger:
             self.fates[fate] = self.fates.get(fate, 0) + 1
             self.recent.setdefault(fate, []).append(number)
 
+    def rolled_back(self, before: "Ledger") -> "Ledger":
+        """Return this ledger as of a run that has lost what it trained on since an earlier one."""
+        lost = self.fates.get("trained", 0) - (kept := before.fates.get("trained", 0))
+        fates = self.fates | {"trained": kept, "rolled_back": self.fates.get("rolled_back", 0) + lost}
+        return Ledger(self.drawn, self.under_way, fates, self.recent)
+
     def balance(self) -> str:
         """Return the sum of all that was drawn, in words; refuse one that does not come out even."""
         if sum(self.fates.values()) + len(self.under_way) != self.drawn:

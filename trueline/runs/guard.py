@@ -7,9 +7,7 @@ from statistics import fmean, pvariance
 import numpy as np
 
 from trueline.config.model import TrainingConfig
-from trueline.config.run import MonitoringConfig
 from trueline.data.types import Sample
-from trueline.monitoring.health import Health
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings, Metrics
 from trueline.training.worker import Worker
@@ -22,14 +20,6 @@ FIRST_STEPS = 2  # some tensors get their first gradient only in the second step
 
 class TrainingFailure(RuntimeError):
     """Training cannot go on; the message says why and what to change."""
-
-
-def stop_if_bad(health: Health, config: MonitoringConfig) -> None:
-    """End a run whose last step was judged BAD, where that is asked for."""
-    if config.health == "stop" and (rules := health.bad()):
-        raise TrainingFailure(
-            f"health: {', '.join(rules)} BAD, as said above; monitoring.health=log goes on with --resume"
-        )
 
 
 class Guard:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from trueline.config.model import TrainingConfig
 from trueline.config.run import RunConfig
 from trueline.monitoring.beats import WORK
 from trueline.monitoring.progress import Progress
@@ -18,6 +19,7 @@ from trueline.monitoring.watch import Watch
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.preflight import chained
+from trueline.runs.rescue import RolledBack
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
 from trueline.sync.proof import SyncFailure
@@ -73,7 +75,23 @@ def launch(
         progress.note(f"{about}\nrun        {folder.path}")
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")
-        return carry_out(job, folder, progress)
+        while True:
+            try:
+                return carry_out(job, folder, progress)
+            except RolledBack:
+                config = with_lower_rates(config)
+                with WORK.doing("phase", "plan"):
+                    job = prepare(config.replaced({"name": name}), Start(verb, folder, resume=True))
+                folder.rewrite(job.config, verb)
+                progress = Progress(name, job.total, log=folder.log)
+
+
+def with_lower_rates(config: Kind) -> Kind:
+    """Return the keys that a run goes on with after it was rolled back."""
+    sections = {key: dict(config).get(key) for key in ("training", "critic")}
+    rates = {key: part.learning_rate for key, part in sections.items() if isinstance(part, TrainingConfig)}
+    factor = config.health.rate_factor
+    return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items()})
 
 
 def carry_out(job: Job, folder: RunFolder, progress: Progress) -> int:

@@ -1,7 +1,7 @@
 """The state of a run, and how it is taken up again."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +24,12 @@ class RLState:
     critic_ready: bool = False  # it has reached algorithm.critic_warmup_variance
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
+    rolled_back: int = 0  # times that the run went back to a healthy checkpoint
+
+    def behind(self, saved: Tree) -> Tree:
+        """Return counters that were saved, behind the prompts of the steps since, which are not trained on again."""
+        ledger = asdict(self.ledger.rolled_back(Ledger.of(saved["ledger"])))
+        return saved | {"ledger": ledger, "rolled_back": self.rolled_back + 1}
 
     def advance(self, trained: Iterable[int], learnt: bool) -> None:
         """Count a step that has trained on the prompts of these numbers."""
@@ -41,6 +47,11 @@ class SupervisedState:
     skipped_steps: int = 0
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
+    rolled_back: int = 0  # times that the run went back to a healthy checkpoint
+
+    def behind(self, saved: Tree) -> Tree:
+        """Return counters that were saved, behind the rows of the steps since, which are not trained on again."""
+        return saved | {"rows": self.rows, "rolled_back": self.rolled_back + 1}
 
 
 State = TypeVar("State", RLState, SupervisedState)

@@ -63,6 +63,8 @@ class Checkpoints:
         self.failures = 0  # saves that the disk refused
         self.underway: Underway | None = None
         self.sought = False  # in vain, the metric that keep_best looks at
+        self.held: Path | None = None  # stays, whatever comes after it
+        self.candidate: Path | None = None  # stays until it may be held
 
     def due(self, step: int) -> bool:
         return self.config.save and self.config.every > 0 and step % self.config.every == 0
@@ -178,12 +180,24 @@ class Checkpoints:
 
     def rotate(self) -> None:
         finished = self.finished()
-        kept = {*finished[-self.config.keep :], *self.best()}
-        for old in finished:
-            if old not in kept:
-                # Renamed first: a kill while files go must not leave what looks like a checkpoint.
-                doomed = old.rename(old.with_suffix(UNFINISHED))
-                shutil.rmtree(doomed)
+        kept = {*finished[-self.config.keep :], *self.best(), self.held, self.candidate}
+        remove([old for old in finished if old not in kept])
+
+    def hold(self, proven: int) -> None:
+        """Hold the candidate if it is of a step up to the one that is proven, and choose the next."""
+        if self.candidate is not None and step_of(self.candidate) <= proven:
+            self.held, self.candidate = self.candidate, None
+        newest = self.newest()
+        self.candidate = self.candidate or (newest if newest != self.held else None)
+
+    def go_back(self, behind: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+        """Remove all checkpoints after the one that is held, change its counters, and return its step."""
+        assert self.held is not None
+        step = step_of(self.held)
+        self.settle(wait=True)
+        remove([path for path in reversed(self.finished()) if step_of(path) > step])
+        self._renew(self.held, behind(self.peek(self.held)[0]))
+        return step
 
     def best(self) -> list[Path]:
         """Return the checkpoints that are best by the configured metric."""
@@ -195,7 +209,7 @@ class Checkpoints:
         """Return the finished checkpoints, oldest first."""
         found = self.folder.glob("step_*") if self.folder.is_dir() else []
         whole = [path for path in found if path.suffix != UNFINISHED]
-        return sorted(whole, key=lambda path: int(path.name.removeprefix("step_")))
+        return sorted(whole, key=step_of)
 
     def newest(self) -> Path | None:
         finished = self.finished()
@@ -226,6 +240,16 @@ class Checkpoints:
         except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(f"{checkpoint}: not a checkpoint of this run ({error}); remove it to resume") from error
         return dict(state), dict(written)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def remove(checkpoints: list[Path]) -> None:
+    for old in checkpoints:
+        # Renamed first: a kill while files go must not leave what looks like a checkpoint.
+        shutil.rmtree(old.rename(old.with_suffix(UNFINISHED)))
 
 
 def finish_renewal(checkpoint: Path) -> None:

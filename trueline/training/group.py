@@ -74,6 +74,9 @@ class ModelGroup:
         if settings.fresh:
             for sample, mine in zip(samples, ordered(samples, plan, [one.logprobs for one in reports]), strict=True):
                 sample.old_logprobs = mine
+        if settings.entropies:
+            for sample, mine in zip(samples, ordered(samples, plan, [one.entropies for one in reports]), strict=True):
+                sample.entropy = mine
         return joined(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
 
     def _halve(self, samples: list[Sample], together: int, found: str) -> None:

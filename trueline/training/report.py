@@ -22,6 +22,7 @@ class LossSettings:
     section: Any = None  # of the configuration, that the loss reads
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
     fresh: bool = False  # the old log-probs are those of the pass itself, because it is the only one
+    entropies: bool = False  # of each token come back, where the loss has them
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
 
 
@@ -62,6 +63,7 @@ class Report:
     maxima: dict[str, float]
     step: dict[str, float]
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a fresh pass, in plan order
+    entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
 
 

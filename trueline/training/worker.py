@@ -191,9 +191,11 @@ class Worker(WeightSender):
     def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         tally = Tally()
         fresh: list[Tensor] = []
+        entropies: list[Tensor] = []
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             fresh += rows_of(batch.old_logprobs, batch, micro_batch) if settings.fresh else []
+            entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
             total = (weights_of(values, batch) * values.values).sum()
             more: dict[str, Tensor] = {}
             if settings.expert_counts:
@@ -206,6 +208,7 @@ class Worker(WeightSender):
             tally.add(values, batch, **more)
         report = tally.report()
         report.logprobs = torch.cat(fresh).cpu().numpy() if fresh else report.logprobs
+        report.entropies = torch.cat(entropies).float().cpu().numpy() if entropies else report.entropies
         return report
 
     def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:

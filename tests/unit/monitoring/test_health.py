@@ -5,9 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trueline.config.run import MonitoringConfig
 from trueline.monitoring.health import BAD, LEVELS, OK, RULES, WATCH, Health, verdict_words
-from trueline.runs.guard import TrainingFailure, stop_if_bad
 
 STEPS = 20
 Series = Callable[[int], float]
@@ -56,6 +54,10 @@ CASES: list[tuple[str, int, dict[str, Series]]] = [
     ("truncation", WATCH, {"response_length__truncated_share": lambda step: 1.0, "reward__mean": RISES}),
     ("truncation", BAD, {"response_length__truncated_share": lambda step: 1.0, "reward__mean": LEVEL}),
     ("truncation", BAD, {"response_length__truncated_share": line(0.0, 1.0), "reward__mean": LEVEL}),
+    ("repetition", OK, {"response_length__repeated_share": noisy(0.5), "reward__mean": LEVEL}),
+    ("repetition", WATCH, {"response_length__repeated_share": line(0.0, 0.9), "reward__mean": RISES}),
+    ("repetition", WATCH, {"response_length__repeated_share": line(0.0, 0.4), "reward__mean": LEVEL}),
+    ("repetition", BAD, {"response_length__repeated_share": line(0.0, 0.9), "reward__mean": LEVEL}),
     ("held_out", OK, {"evaluation__reward": RISES, "reward__mean": RISES}),
     ("held_out", WATCH, {"evaluation__reward": line(0.6, 0.3), "reward__mean": LEVEL}),
     ("held_out", BAD, {"evaluation__reward": line(0.6, 0.3), "reward__mean": RISES}),
@@ -99,11 +101,3 @@ def test_few_steps_are_not_judged() -> None:
     health = Health(lambda line: None)
     for step in range(1, 5):
         assert health.judge(step, {"reward/mean": 1.0 / step, "grad_norm": 10.0**step}) == {"health/level": 0.0}
-
-
-def test_a_bad_run_stops_where_that_is_asked_for() -> None:
-    bad = judged(reward__mean=line(0.3, 0.0))
-    stop_if_bad(bad, MonitoringConfig())
-    stop_if_bad(judged(reward__mean=RISES), MonitoringConfig(health="stop"))
-    with pytest.raises(TrainingFailure, match=r"health: reward BAD.*monitoring.health=log"):
-        stop_if_bad(bad, MonitoringConfig(health="stop"))

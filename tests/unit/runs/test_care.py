@@ -1,0 +1,135 @@
+"""What is done about steps that are judged BAD."""
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
+from trueline.config.run import CheckpointConfig, HealthConfig
+from trueline.monitoring.run_folder import RunFolder
+from trueline.rollout.ledger import Ledger
+from trueline.runs.guard import TrainingFailure
+from trueline.runs.interrupts import Interrupts
+from trueline.runs.rescue import GO_ON, PROVEN, Care, RolledBack, care_of
+from trueline.runs.state import RLState, SupervisedState
+from trueline.training.checkpoints import Checkpoints, Saved
+
+FALLING = [{"reward/mean": 0.5} if step < 8 else {"reward/mean": 0.0} for step in range(1, 21)]
+
+
+class Patient:
+    """A run of some steps whose rewards fall, with checkpoints of a few bytes."""
+
+    def __init__(self, folder: Path, action: str, every: int = 2, keep: int = 2) -> None:
+        self.said: list[str] = []
+        self.checkpoints = Checkpoints(folder, CheckpointConfig(every=every, keep=keep), self.said.append)
+        config = HealthConfig.parse({"action": action})
+        self.care: Care = care_of(config, RunFolder(folder), self.checkpoints)
+        self.state, self.interrupts = RLState(), Interrupts(self.said.append)
+
+    def save(self) -> None:
+        def write(folder: Path) -> Any:
+            (folder / "weights").write_text(str(self.state.step))
+            return lambda wait: Saved({}, 0.0)
+
+        self.checkpoints.save(self.state.step, asdict(self.state), write)
+        self.checkpoints.settle(wait=True)
+
+    def live(self, rows: list[dict[str, float]] = FALLING) -> None:
+        self.care.begin(self.save)
+        for row in rows:
+            number = self.state.ledger.draw(self.state.step)
+            self.state.advance([number], True)
+            if self.checkpoints.due(self.state.step):
+                self.save()
+            self.care.health.judge(self.state.step, row)
+            self.care.act(self.state, self.save, self.interrupts)
+
+    def steps(self) -> list[int]:
+        return [int(path.name[5:]) for path in self.checkpoints.finished()]
+
+
+def test_nothing_is_done_by_default(tmp_path: Path) -> None:
+    patient = Patient(tmp_path, "log")
+    patient.live()
+    assert patient.state.step == 20 and patient.steps() == [18, 20]
+
+
+def test_a_bad_run_stops_where_that_is_asked_for(tmp_path: Path) -> None:
+    Patient(tmp_path / "sound", "stop").live([{"reward/mean": 0.5}] * 20)
+    with pytest.raises(TrainingFailure, match=r"health: reward BAD.*health.action=log"):
+        Patient(tmp_path / "bad", "stop").live()
+
+
+def test_a_run_goes_back_to_where_it_began(tmp_path: Path) -> None:
+    """Too few steps have passed since the other checkpoints to call them healthy."""
+    patient = Patient(tmp_path, "roll_back")
+    with pytest.raises(RolledBack):
+        patient.live()
+    assert patient.steps() == [0] and 8 <= patient.state.step < 20
+    counters = patient.checkpoints.read_state(patient.checkpoints.finished()[0])
+    ledger = Ledger.of(counters["ledger"])
+    assert counters["rolled_back"] == 1 and counters["step"] == 0
+    assert ledger.fates == {"trained": 0, "rolled_back": patient.state.step} and ledger.drawn == patient.state.step
+    ledger.balance()
+    assert any("back from step" in line and "learning rates x 0.1 (roll back 1 of 2)" in line for line in patient.said)
+
+
+def test_a_healthy_checkpoint_outlives_newer_ones_and_is_gone_back_to(tmp_path: Path) -> None:
+    patient = Patient(tmp_path, "roll_back")
+    sound = [{"reward/mean": 0.5}] * 20
+    with pytest.raises(RolledBack):
+        patient.live([*sound, *[{"reward/mean": 0.0}] * 10])
+    healthy = patient.steps()
+    assert len(healthy) == 1 and 0 < healthy[0] <= patient.state.step - PROVEN
+    assert (patient.checkpoints.finished()[0] / "weights").read_text() == str(healthy[0])
+
+
+def test_a_run_goes_back_twice_at_most(tmp_path: Path) -> None:
+    patient = Patient(tmp_path, "roll_back")
+    patient.state.rolled_back = 2
+    with pytest.raises(TrainingFailure, match="gone back 2 times"):
+        patient.live()
+
+
+def test_rows_of_given_up_steps_are_not_trained_on_again() -> None:
+    saved = asdict(SupervisedState(step=4, rows=40))
+    assert SupervisedState(step=9, rows=90).behind(saved) == saved | {"rows": 90, "rolled_back": 1}
+
+
+def test_a_pause_lasts_until_a_person_goes_on(tmp_path: Path) -> None:
+    patient = Patient(tmp_path, "pause", every=0)
+    running = threading.Thread(target=patient.live)
+    running.start()
+    while not any("paused" in line for line in patient.said):
+        running.join(0.05)
+    paused = patient.state.step
+    assert 8 <= paused < 20 and patient.steps() == [paused]  # nothing is lost, whatever is decided
+    (tmp_path / GO_ON).touch()
+    running.join()
+    assert patient.state.step == 20 and not (tmp_path / GO_ON).exists()
+    assert sum("paused" in line for line in patient.said) == 1  # the same rule is not asked about again
+
+
+def test_an_interrupt_ends_a_pause(tmp_path: Path) -> None:
+    patient = Patient(tmp_path, "pause")
+    patient.interrupts.requested = True
+    patient.live()
+
+
+def test_a_run_that_goes_on_is_judged_by_what_it_reported_before(tmp_path: Path) -> None:
+    rows = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(8)]
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    patient = Patient(tmp_path, "stop")
+    with pytest.raises(TrainingFailure):
+        patient.live([{"reward/mean": 0.0}] * 5)
+    assert len(patient.care.health.history.values("reward/mean")) <= 12
+
+
+def test_going_back_needs_checkpoints() -> None:
+    with pytest.raises(ConfigError, match=r"health.action=roll_back.*checkpoint.save=false"):
+        RLConfig.parse({"health": {"action": "roll_back"}, "checkpoint": {"save": False}})
