@@ -65,6 +65,9 @@ class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
     """Sampled conversations written to transcripts.jsonl at every step."""
 
+    tokens: bool = True
+    """Keep log-prob, log-ratio, advantage and entropy of each token of these transcripts."""
+
     health: Literal["log", "stop"] = "log"
     """What happens when a step is judged BAD (docs/metrics.md): it is said, or the run stops, with a checkpoint."""
 

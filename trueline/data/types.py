@@ -175,6 +175,7 @@ class Sample:
     values: Tensor = later()  # [T] by the critic before the update, of the state that token t was drawn from
     returns: Tensor = later()  # [T] what the critic learns
     advantages: Tensor = later()  # [T]
+    entropy: Tensor = later()  # [T] of the trainer's distribution, in the update
     step_labels: Tensor = later()  # [T] how good the step that ends at a masked token is, 0 to 1
 
     def length(self) -> int:

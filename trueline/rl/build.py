@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
+from trueline.data.pieces import Pieces
 from trueline.environments.opening import OpenEnvironment
 from trueline.monitoring.beats import WORK
+from trueline.monitoring.events import Events
 from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
@@ -75,6 +77,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             prepare_saving(list(models.trained().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
+        tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
@@ -97,6 +100,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
             health=Health(progress.note),
+            pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
         )
 
 

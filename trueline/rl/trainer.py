@@ -11,6 +11,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
+from trueline.data.pieces import Pieces
 from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.monitoring.health import Health
 from trueline.monitoring.progress import Progress
@@ -28,6 +29,7 @@ from trueline.rl.metrics import (
 )
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs
+from trueline.rl.tokens import token_rows
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
@@ -63,6 +65,7 @@ class RLTrainer:
     watch: MemoryWatch
     health: Health
     example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
+    pieces: Pieces | None = None  # texts of tokens, where transcripts tell of each
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
     def fit(self) -> RLState:
@@ -103,7 +106,7 @@ class RLTrainer:
                     self.checkpoints.tell(state.step, metrics)
                 if state.step < config.steps:
                     self.rollouts.release(state.version)
-                self.report(metrics, trajectories)
+                self.report(metrics, trajectories, samples)
             self.save({})
             self.checkpoints.settle(wait=True)
             self.progress.note(f"ledger     {state.ledger.balance()}")
@@ -239,7 +242,7 @@ class RLTrainer:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
 
-    def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
+    def report(self, metrics: dict[str, float], trajectories: list[Trajectory], samples: list[Sample]) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
         if "mismatch/numerics" in metrics:
@@ -250,8 +253,9 @@ class RLTrainer:
         metrics |= self.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        shown = trajectories[: self.config.monitoring.transcripts_per_step]
-        self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
+        shown = enumerate(trajectories[: self.config.monitoring.transcripts_per_step])
+        rows = [transcript(one, "train") | self.tokens_of(samples, number) for number, one in shown]
+        self.tracker.show(self.state.step, rows)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -264,6 +268,11 @@ class RLTrainer:
         for warning in [*warnings, *self.count_uniform(metrics)]:
             self.progress.note(f"warning: {warning}")
         stop_if_bad(self.health, self.config.monitoring)
+
+    def tokens_of(self, samples: list[Sample], episode: int) -> dict[str, object]:
+        if self.pieces is None:
+            return {}
+        return {"tokens": token_rows([one for one in samples if one.episode == episode], self.pieces)}
 
     def count_uniform(self, metrics: dict[str, float]) -> list[str]:
         self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0
