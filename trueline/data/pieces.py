@@ -18,13 +18,18 @@ class Pieces:
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; that of a character in several tokens stands at the last of them."""
         found: list[str] = []
-        waiting: list[int] = []
+        waiting: list[int] = []  # that have no text yet
         for place, token in enumerate(tokens):
             waiting.append(token)
             text = self._text(waiting)
-            half = text.endswith(UNKNOWN) and len(waiting) < LONGEST and place < len(tokens) - 1
-            found.append("" if half else text)
-            waiting = waiting if half else []
+            if text.endswith(UNKNOWN) and len(waiting) < LONGEST and place < len(tokens) - 1:
+                found.append("")
+                continue
+            alone = self._text(waiting[:-1]) if len(waiting) > 1 else ""
+            if alone and text == alone + self._text([token]):  # what came before was no part of a character
+                found[-1], text = alone, self._text([token])
+            found.append(text)
+            waiting = []
         return found
 
     def _text(self, tokens: list[int]) -> str:

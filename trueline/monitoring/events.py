@@ -1,7 +1,9 @@
 """Who did what from when to when: spans of the driver's work, merged as they come, and written as a row per step."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +33,25 @@ class Lane:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.gap = GAP_SECONDS
 
     def add(self, since: float, ended: float) -> None:
-        while self.spans and self.spans[-1][1] + self.gap >= since:
+        while self.spans and self.spans[-1][1] + GAP_SECONDS >= since:
             begun, before = self.spans.pop()
             since, ended = min(begun, since), max(before, ended)
         self.spans.append((since, ended))
-        while len(self.spans) > MOST_SPANS:
-            self.close(2 * self.gap)
+        if len(self.spans) > 2 * MOST_SPANS:
+            self.close(MOST_SPANS)
 
-    def close(self, gap: float) -> None:
-        """Close the gaps up to this one."""
-        spans, self.spans, self.gap = self.spans, [], gap
-        for since, ended in spans:
-            self.add(since, ended)
+    def gaps(self) -> list[float]:
+        return [later[0] - earlier[1] for earlier, later in pairwise(self.spans)]
+
+    def close(self, count: int) -> None:
+        """Close so many gaps, the shortest first."""
+        gaps = self.gaps()
+        closed = set(sorted(range(len(gaps)), key=gaps.__getitem__)[:count])
+        starts = [place for place in range(len(self.spans)) if place - 1 not in closed]
+        ends = [place - 1 for place in starts[1:]] + [len(self.spans) - 1]
+        self.spans = [(self.spans[first][0], self.spans[last][1]) for first, last in zip(starts, ends, strict=True)]
 
 
 class Events:
@@ -96,12 +102,11 @@ class Events:
 
 
 def bounded(lanes: dict[Key, Lane]) -> tuple[list[tuple[Key, float, float]], int]:
-    """Return the spans of all lanes, few enough, and how many lanes were left out because there are too many."""
-    gap = GAP_SECONDS
-    while sum(len(lane.spans) for lane in lanes.values()) > max(MOST_SPANS, len(lanes)):
-        gap *= 2
-        for lane in lanes.values():
-            lane.close(max(gap, lane.gap))
+    """Return the spans of all lanes, few enough, and how many were left out because there are too many lanes."""
+    gaps = sorted((gap, key) for key, lane in lanes.items() for gap in lane.gaps())
+    excess = max(len(gaps) + len(lanes) - MOST_SPANS, 0)
+    for key, count in Counter(key for _, key in gaps[:excess]).items():
+        lanes[key].close(count)
     found = [(key, *span) for key, lane in lanes.items() for span in lane.spans]
     found.sort(key=lambda one: (one[0][0] != RUN, one[1] - one[2]))  # phases first, then the longest
     return sorted(found[:MOST_SPANS], key=lambda one: one[1]), max(len(found) - MOST_SPANS, 0)

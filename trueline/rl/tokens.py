@@ -20,13 +20,16 @@ def token_rows(samples: list[Sample], pieces: Pieces) -> list[dict[str, Any]]:
 
 
 def token_row(sample: Sample, pieces: Pieces) -> dict[str, Any]:
-    """Return texts, who wrote them ("1": the policy) and numbers of a sequence's tokens behind its prompt."""
+    """Return texts and numbers of a sequence's tokens behind its prompt, and who wrote them.
+
+    `sampled` counts: so many tokens of the policy, so many that were inserted, and so on.
+    """
     first = int(sample.mask.nonzero()[0])
     shown = slice(first, first + MOST_TOKENS)
     left_out = sample.length() - first - MOST_TOKENS
     return {
         "text": texts(sample, first, pieces),
-        "sampled": "".join("1" if one else "0" for one in sample.mask[shown].tolist()),
+        "sampled": [len(list(turn)) for _, turn in groupby(sample.mask[shown].tolist())],
         **{name: packed(values[shown]) for name, values in numbers(sample).items()},
         **({"left_out": left_out} if left_out > 0 else {}),
     }
