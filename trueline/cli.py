@@ -156,6 +156,10 @@ def add_report_verbs(verbs: Any) -> None:
     )
     report.add_argument("of", nargs="+", metavar="RUN", help=runs)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report-RUN.html here")
+    report.add_argument("--svg", metavar="METRIC,...", help="draw only these curves, as an SVG file")
+    report.add_argument(
+        "--mean", type=int, metavar="STEPS", help="with --svg: means of so many; default as on the page"
+    )
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
     watch.add_argument("of", nargs="+", metavar="RUN", help=runs)
@@ -273,8 +277,13 @@ def plan_run(options: argparse.Namespace) -> int:
 
 def run_report(options: argparse.Namespace) -> int:
     from trueline.report.page import write_report  # noqa: PLC0415
+    from trueline.report.picture import write_picture  # noqa: PLC0415
 
-    say(f"written: {write_report(options.of, options.out)}")
+    if options.svg is None:
+        written = write_report(options.of, options.out)
+    else:
+        written = write_picture(options.of, options.svg.split(","), options.out, options.mean)
+    say(f"written: {written}")
     return 0
 
 

@@ -1,16 +1,24 @@
 """Folders as runs leave them, made up: for what reads them and would take hours to have them made."""
 
+import json
 import math
 import random
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from trueline.config.reward import RewardPartConfig
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import HEAD, RunFolder
 from trueline.monitoring.trackers import Tracker
 from trueline.rewards.replay import write_failure
+from trueline.rl.tokens import MOST_TOKENS, packed
 
+START = 1.8e9
 PHASES = {"rollout": 3.0, "score": 0.7, "train": 2.0, "save": 0.1, "sync": 0.3}
 CONFIG = "name: {name}\nseed: 0\nsteps: {steps}\ntraining:\n  learning_rate: {rate}\n  betas:\n  - 0.9\n  - 0.95\n"
 TURNS = [
@@ -29,10 +37,14 @@ TURNS = [
 def make_run(path: Path, steps: int, *, rate: float = 1e-5, seed: int = 0, judged: bool = False) -> RunFolder:
     """Write a run of RL through the tracker that real ones are written by."""
     folder, chance = made_folder(path, "grpo", steps, rate), random.Random(seed)
-    tracker = Tracker(folder, MonitoringConfig(tensorboard=False))
+    tracker, start = Tracker(folder, MonitoringConfig(tensorboard=False)), START
     for step in range(steps + 1):
-        tracker.log(step, {**rl_metrics(step, steps, chance), **(verdicts(step, steps) if judged else {})})
-        tracker.show(step, [made_transcript(step, steps, chance) for _ in range(4)])
+        metrics = rl_metrics(step, steps, chance)
+        tracker.log(step, {**metrics, **(verdicts(step, steps) if judged else {})})
+        add_event(folder, step, start, metrics, chance)
+        start += metrics["time/step"]
+        shown = [made_transcript(step, steps, chance) for _ in range(4)]
+        tracker.show(step, [row | ({} if step % 4 else {"tokens": [made_tokens(row, step)]}) for row in shown])
         if step % 50 == 0:
             tracker.show(step, [made_transcript(step, steps, chance) | {"purpose": "evaluate"} for _ in range(3)])
         tracker.account(step, {"trained": [4 * step + n for n in range(4)], "too_old": [4 * steps + step]})
@@ -86,6 +98,44 @@ def made_transcript(step: int, steps: int, chance: random.Random) -> dict[str, A
     row |= {"source": f"data/{chance.choice(['sums', 'words'])}.jsonl", "reward": reward}
     row |= {"outcome": "finished" if reward else chance.choice(["finished", "truncated"]), "reward/reward": reward}
     return row | ({"turns": TURNS} if chance.random() < 0.2 else {})
+
+
+def made_tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the tokens of a reply, word by word, as a run keeps them; a tool's answer stands between turns."""
+    turns = [str(turn["content"]) for turn in row.get("turns", [])] or [row["reply"]]
+    texts = [(text, at % 2 == 0) for at, turn in enumerate(turns) for text in re.findall(r"\s*\S+|\s+", turn)]
+    kept, noise = texts[:MOST_TOKENS], np.random.default_rng(seed)
+    values = {name: torch.from_numpy(noise.normal(size=len(kept))) for name in ("logprob", "log_ratio", "entropy")}
+    values |= {"logprob": -values["logprob"].abs(), "log_ratio": values["log_ratio"] / 50}
+    values |= {"entropy": values["entropy"].abs(), "advantage": torch.full((len(kept),), row["reward"] - 0.5)}
+    return {
+        "text": [text for text, _ in kept],
+        "sampled": [len(list(turn)) for _, turn in groupby(kept, key=lambda one: one[1])],
+        **{name: packed(column) for name, column in values.items()},
+        **({"left_out": len(texts) - len(kept)} if len(texts) > len(kept) else {}),
+    }
+
+
+def add_event(folder: RunFolder, step: int, start: float, metrics: dict[str, float], chance: random.Random) -> None:
+    """Add a step's events: phases one after the other, and who is called in each."""
+    called = {"rollout": {"engine-0": "generate", "engine-1": "generate", "rewards": "reward", "environments": "Game"}}
+    called |= {"score": {"policy-0": "score", "reference": "score"}, "train": {"policy-0": "update"}}
+    called |= {"sync": {"policy-0": "send", "engine-0": "receive", "engine-1": "receive"}}
+    spans: list[list[Any]] = []
+    since = 0.1
+    for phase in PHASES:
+        ended = since + metrics[f"time/{phase}"]
+        spans.append(["run", phase, round(since, 3), round(ended, 3)])
+        for who, what in called.get(phase, {}).items():
+            spans.append(
+                [who, what, round(since + 0.05, 3), round(ended - chance.uniform(0.0, 0.4) * (ended - since), 3)]
+            )
+        since = ended
+    gib = {"run": 1.2, "policy-0": 18 + 0.01 * step, "engine-0": 9.5, "engine-1": 9.4}
+    memory = {name: round(value + chance.uniform(0, 0.3), 3) for name, value in gib.items()}
+    row = {"step": step, "start": round(start, 3), "seconds": round(metrics["time/step"], 3), "spans": spans}
+    with folder.events.open("a") as lines:
+        lines.write(json.dumps(row | {"memory": memory}) + "\n")
 
 
 def make_failure(folder: RunFolder) -> None:

@@ -65,6 +65,9 @@ class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
     """Sampled conversations written to transcripts.jsonl at every step."""
 
+    tokens: bool = True
+    """Keep log-prob, log-ratio, advantage and entropy of each token of these transcripts."""
+
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

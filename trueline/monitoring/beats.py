@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -64,6 +64,7 @@ class Work:
         self.lock = threading.Lock()
         self.all: weakref.WeakSet[Doing] = weakref.WeakSet()
         self.moved = time.time()
+        self.recorder: Callable[[Doing], None] | None = None  # is told, under the lock, of what ends
 
     def begin(self, kind: str, who: str, what: str = "") -> Doing:
         # A part of a call is what the call does, not something else that it waits for.
@@ -82,6 +83,8 @@ class Work:
             self.all.discard(doing)
             if doing.outer is not None:
                 doing.outer.inner -= 1
+            if self.recorder is not None:
+                self.recorder(doing)
         if well:
             self.move()
 

@@ -22,6 +22,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.transcripts = path / "transcripts.jsonl"
         self.ledger = path / "ledger.jsonl"  # which prompts each step trained on, and what became of the others
+        self.events = path / "events.jsonl"  # who did what from when to when, step by step
         self.logs = path / "logs"
         self.log = self.logs / "run.log"  # what was said of the run
         self.checkpoints = path / "checkpoints"

@@ -16,9 +16,11 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
+from trueline.monitoring.events import Events
 from trueline.monitoring.run_folder import UNFINISHED, RunFolder
 
 Note = Callable[[str], None]
+TIMED = "time/step"  # is among the metrics of a step whose phases end with it
 
 
 def no_note(message: str) -> None:
@@ -67,12 +69,14 @@ class Tracker:
     ) -> None:
         check_trackers(config)
         self.last_step = keep_until(folder.metrics, resume_step, note)
-        for file in (folder.transcripts, folder.ledger):
+        for file in (folder.transcripts, folder.ledger, folder.events):
             keep_until(file, resume_step, note)
         self.metrics = Sink(Appended(folder.metrics).add_line, folder.metrics.name, note)
         self.transcripts = Sink(Appended(folder.transcripts).add_line, folder.transcripts.name, note)
         self.folder, self.note = folder, note
         self.ledger: Sink | None = None  # of runs that sample
+        self.events: Events | None = None  # of runs that train
+        self.happened: Sink | None = None
         self.scalars: list[Sink] = []
         self.opened: dict[str, Opened] = {}
         for key, project in wanted(config).items():
@@ -85,10 +89,17 @@ class Tracker:
         self.metrics.put(json.dumps({"step": step, **metrics}))
         for sink in self.scalars:
             sink.put(step, metrics)
+        if self.events is not None and self.happened is not None and TIMED in metrics:
+            self.happened.put(compact({"step": step, **self.events.row()}))
+
+    def follow(self, events: Events) -> None:
+        """Write from now on, with the times of each step, who has done what in it."""
+        self.events = events
+        self.happened = Sink(Appended(self.folder.events).add_line, self.folder.events.name, self.note)
 
     def show(self, step: int, transcripts: list[dict[str, Any]]) -> None:
         for transcript in transcripts:
-            self.transcripts.put(json.dumps({"step": step, **transcript}, ensure_ascii=False, default=str))
+            self.transcripts.put(compact({"step": step, **transcript}))
 
     def account(self, step: int, fates: dict[str, list[int]]) -> None:
         """Write which prompts met which fate in a step."""
@@ -97,11 +108,17 @@ class Tracker:
         self.ledger.put(json.dumps({"step": step, **fates}))
 
     def close(self) -> None:
-        for sink in (self.metrics, self.transcripts, self.ledger, *self.scalars):
+        for sink in (self.metrics, self.transcripts, self.ledger, self.happened, *self.scalars):
             if sink is not None:
                 sink.tell()
+        if self.events is not None:
+            self.events.stop()
         for one in self.opened.values():
             one.close()
+
+
+def compact(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str, separators=(",", ":"))
 
 
 class Sink:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from trueline.data.types import Sample
+from trueline.monitoring.events import Events
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -41,6 +42,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
             prepare_saving([model])
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
+        tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
         guard = Guard(model, config.training, progress.note)
         guard.skipped = state.skipped_steps

@@ -10,7 +10,9 @@ from typing import Any
 
 from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.timing import duration
+from trueline.report.numbers import evenly, is_number, rounded
 from trueline.report.runs import Row, Run
+from trueline.report.timeline import MOST_STEPS, listed, memory, timeline
 
 CHARTS = {  # metrics with a chart of their own, where a run has them; any other can be chosen on the page
     "reward/mean": "Reward",
@@ -39,7 +41,11 @@ LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"
 LEVELS = ("OK", "WATCH", "BAD")  # by `health/level`
 LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
 
-METRIC_BYTES, TRANSCRIPT_BYTES = 2_200_000, 2_000_000  # of all runs together
+NUMBERS = ("logprob", "log_ratio", "advantage", "entropy")  # of a token
+LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
+
+METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
+PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
 MOST_ROWS, MOST_TRANSCRIPTS = 4000, 300  # of all runs together; of one
 HEAD, TAIL = 1400, 600  # characters that are shown of a longer text
 MOST_TURNS = 40
@@ -55,27 +61,40 @@ def describe(runs: list[Run]) -> Row:
         "colours": COLOURS,
         "levels": LEVELS,
         "bins": [low, high],
+        "mean": usual_mean(runs),
         "runs": [describe_run(run, len(runs), (low, high)) for run in runs],
     }
 
 
+def usual_mean(runs: list[Run]) -> int:
+    """Return of how many steps curves show the mean, unless another number is asked for."""
+    return MEAN if any(len(run.rows) > LONG for run in runs) else 1
+
+
 def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
     rows = with_axes(run.rows)
-    return {
+    chosen = within(
+        lambda count: chosen_transcripts(run.transcripts, count),
+        MOST_TRANSCRIPTS,
+        TRANSCRIPT_BYTES // runs,
+        without_tokens,
+    )
+    shown = {
         "name": run.name,
         "verb": run.verb,
         "facts": facts(run, rows),
         "health": health(rows),
         "series": within(lambda count: columns(thinned(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
+        "timeline": within(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
+        "memory": memory(run.events),
         "histograms": histograms(run.transcripts, *span),
-        "transcripts": within(
-            lambda count: shown_transcripts(run.transcripts, count), MOST_TRANSCRIPTS, TRANSCRIPT_BYTES // runs
-        ),
+        "transcripts": without_tokens(chosen),
         "transcript_count": len(run.transcripts),
         "failures": cleaned(run.failures),
         "ledger": ledger(run.ledger),
         "config": cleaned(run.config),
     }
+    return shown | {"tokens": shown_tokens(chosen, PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
@@ -84,15 +103,13 @@ def as_json(content: Any) -> bytes:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def within(make: Callable[[int], Any], count: int, most_bytes: int) -> Any:
-    """Make something of so many items, or of half as many and so on, until it is small enough."""
-    while len(as_json(made := make(count))) > most_bytes and count > 1:
+def within(
+    make: Callable[[int], Any], count: int, most_bytes: int, written: Callable[[Any], Any] = lambda made: made
+) -> Any:
+    """Make something of so many items, or of half as many and so on, until it is small enough as it is written."""
+    while len(as_json(written(made := make(count)))) > most_bytes and count:
         count //= 2
     return made
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def number(row: Row, key: str) -> float:
@@ -139,13 +156,6 @@ def columns(rows: list[Row]) -> dict[str, list[float | None]]:
     return {name: [rounded(row.get(name)) for row in rows] for name in names}
 
 
-def rounded(value: Any) -> float | None:
-    if not is_number(value) or isinstance(value, int):
-        return value if is_number(value) else None
-    short = float(f"{value:.5g}")
-    return int(short) if short.is_integer() else short
-
-
 def thinned(rows: list[Row], count: int) -> list[Row]:
     """Leave rows out evenly; those with an evaluation or a warning stay, as long as they are few."""
     if len(rows) <= count:
@@ -157,14 +167,7 @@ def thinned(rows: list[Row], count: int) -> list[Row]:
     return sorted(kept, key=lambda row: row["step"])
 
 
-def evenly(items: list[Any], count: int) -> list[Any]:
-    """Choose so many, from the first to the last."""
-    if len(items) <= count:
-        return items
-    return [items[place * (len(items) - 1) // max(count - 1, 1)] for place in range(count)]
-
-
-def shown_transcripts(rows: list[Row], count: int) -> list[Row]:
+def chosen_transcripts(rows: list[Row], count: int) -> list[Row]:
     """Choose transcripts evenly over the steps, as many of each purpose as long as there are."""
     purposes: dict[str, list[Row]] = {}
     for row in rows:
@@ -172,7 +175,32 @@ def shown_transcripts(rows: list[Row], count: int) -> list[Row]:
     kept: list[Row] = []
     for others, same in zip(range(len(purposes), 0, -1), sorted(purposes.values(), key=len), strict=True):
         kept += evenly(same, max((count - len(kept)) // others, 1))
-    return [cleaned(row) for row in sorted(kept, key=lambda row: row["step"])]
+    return sorted(kept, key=lambda row: row["step"])
+
+
+def without_tokens(rows: list[Row]) -> list[Row]:
+    return [cleaned({key: value for key, value in row.items() if key != "tokens"}) for row in rows]
+
+
+def shown_tokens(rows: list[Row], most_bytes: int) -> dict[int, list[Row]]:
+    """Return the tokens of as many transcripts as there is room for, evenly, by the places of these."""
+    found = {place: tokens for place, row in enumerate(rows) if (tokens := sequences(row))}
+    kept: dict[int, list[Row]] = within(
+        lambda count: {place: found[place] for place in evenly(list(found), count)}, len(found), most_bytes
+    )
+    return kept
+
+
+def sequences(row: Row) -> list[Row]:
+    """Return the tokens of a transcript, sequence by sequence, as far as they can be shown."""
+    told = [one for one in listed(row.get("tokens")) if isinstance(one, dict)]
+    return [sequence(one, one["text"]) for one in told if isinstance(one.get("text"), list)]
+
+
+def sequence(told: Row, texts: list[Any]) -> Row:
+    numbers = {name: told[name] for name in NUMBERS if isinstance(told.get(name), str) or is_number(told.get(name))}
+    counts = [int(count) for count in listed(told.get("sampled")) if is_number(count)]
+    return {"text": list(map(str, texts)), "sampled": counts, **numbers, "left_out": int(number(told, "left_out"))}
 
 
 def cleaned(value: Any) -> Any:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import as_json, describe
 from trueline.report.page import page
-from trueline.report.runs import FAILURES, find_runs, read_run
+from trueline.report.runs import RunReader, find_runs
 from trueline.rewards.server import QuietServer, open_port
 
 HOST = "127.0.0.1"
@@ -27,23 +27,16 @@ class Latest:
     """What the page shows, as JSON: made when it is asked for and a file of the runs has changed."""
 
     def __init__(self, runs: dict[str, RunFolder]) -> None:
-        self.runs, self.lock = runs, threading.Lock()
+        self.runs, self.lock = [RunReader(name, folder) for name, folder in runs.items()], threading.Lock()
         self.stamp, self.content = "", b""
 
     def get(self) -> tuple[str, bytes]:
         with self.lock:
-            if (stamp := stamp_of(self.runs)) != self.stamp:
-                shown = describe([read_run(name, folder) for name, folder in self.runs.items()])
+            stamp = "-".join(run.stamp() for run in self.runs) or "nothing"
+            if stamp != self.stamp:
+                shown = describe([run.read() for run in self.runs])
                 self.stamp, self.content = stamp, as_json(shown | {"stamp": stamp})
             return self.stamp, self.content
-
-
-def stamp_of(runs: dict[str, RunFolder]) -> str:
-    """Return a text that changes with the files of the runs."""
-    folders = runs.values()
-    files = [file for one in folders for file in (one.metrics, one.transcripts, one.ledger, one.path / FAILURES)]
-    states = [file.stat() for file in files if file.exists()]
-    return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states) or "nothing"
 
 
 class LiveServer(QuietServer):

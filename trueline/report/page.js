@@ -1,6 +1,5 @@
-"use strict";
-// Draws the runs of the JSON beside it. Texts of runs become text nodes only, never markup.
-const STEP = "step", LEVEL = "health/level", BARS = 80, PAGE = 40, MARKED = 20, LONG = 150, POLL_MILLISECONDS = 3000;
+// The page: what all its parts share, its curves, times and rewards, and the start.
+const STEP = "step", LEVEL = "health/level", BARS = 80, PAGE = 40, MARKED = 20, POLL_MILLISECONDS = 3000;
 const WIDE = 220, LEFT = 46, RIGHT = 18, TOP = 8, FOOT = 22;
 let data = JSON.parse(byId("data").textContent), shown = PAGE;
 
@@ -231,55 +230,6 @@ function swatch(number) {
   return make("svg:svg", { class: "swatch", width: 18, height: 10 }, make("svg:path", { d: "M0 5h18", stroke: colour(number), "stroke-width": 4, "stroke-dasharray": dashes(number) }));
 }
 
-// Transcripts
-function matches(run, one) {
-  const wanted = (id) => byId(id).value, low = wanted("low"), high = wanted("high");
-  if (wanted("run") && wanted("run") !== run.name) return false;
-  if (["purpose", "outcome"].some((key) => wanted(key) && wanted(key) !== String(one[key]))) return false;
-  if ((low !== "" || high !== "") && typeof one.reward !== "number") return false;
-  if ((low !== "" && one.reward < +low) || (high !== "" && one.reward > +high)) return false;
-  const text = wanted("text").toLowerCase();
-  return !text || JSON.stringify([one.prompt, one.reply, one.label, one.turns, one.step]).toLowerCase().includes(JSON.stringify(text).slice(1, -1));
-}
-
-function said(role, text, kind = role) {
-  return make("div", { class: `turn ${kind}` }, make("b", {}, role), make("pre", {}, words(text)));
-}
-
-function turn(message) {
-  if (typeof message !== "object" || message === null) return [said("more", message)];
-  const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [], role = words(message.role);
-  const content = typeof message.content === "object" && message.content !== null ? JSON.stringify(message.content) : message.content;
-  const spoken = content || !calls.length ? [said(message.name ? `${role} ${message.name}` : role, content || "", role.replace(/\W/g, ""))] : [];
-  return [...spoken, ...calls.map((call) => { const to = (call && call.function) || call || {}; return said(`calls ${words(to.name)}`, typeof to.arguments === "string" ? to.arguments : JSON.stringify(to.arguments), "call"); })];
-}
-
-function transcript(run, number, one, key, open) {
-  const reward = make("span", { class: "reward" }, words(one.reward)), { step, purpose, outcome, prompt, reply, label, turns } = one;
-  const line = make("summary", {}, swatch(number), make("span", { class: "step" }, `step ${step}`), make("span", { class: "purpose" }, words(purpose)), make("span", { class: "outcome" }, words(outcome)), reward, make("span", { class: "start" }, words(prompt).slice(0, 200)));
-  const box = make("details", { "data-key": key }, line), fill = () => {
-    if (box.childElementCount > 1) return;
-    const rest = Object.entries(one).filter(([name]) => !["step", "purpose", "outcome", "prompt", "reply", "label", "turns", "reward"].includes(name));
-    const replies = Array.isArray(turns) ? turns.flatMap(turn) : [said("assistant", reply)];
-    box.append(said("prompt", prompt, "user"), ...replies, label === null || label === undefined ? "" : said("label", typeof label === "object" ? JSON.stringify(label) : label),
-      make("p", { class: "numbers" }, rest.map(([name, value]) => `${name} ${words(value)}`).join("   ")));
-  };
-  box.addEventListener("toggle", fill);
-  if (open) { fill(); box.open = true; }
-  return box;
-}
-
-function showTranscripts() {
-  const list = within("transcripts", ".list"), open = new Set([...list.querySelectorAll("details[open]")].map((one) => one.dataset.key)), found = [];
-  data.runs.forEach((run, number) => run.transcripts.forEach((one, place) => { if (matches(run, one)) found.push([run, number, one, `${run.name} ${one.step} ${place}`]); }));
-  found.sort((one, other) => other[2].step - one[2].step);
-  list.replaceChildren(...found.slice(0, shown).map((one) => transcript(...one, open.has(one[3]))));
-  if (!found.length) list.append(make("p", { class: "none" }, "No transcript fits."));
-  const [here, all] = data.runs.reduce(([some, sum], run) => [some + run.transcripts.length, sum + run.transcript_count], [0, 0]);
-  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, chosen evenly from ${all}` : ""}; the latest first`;
-  byId("more").hidden = found.length <= shown;
-}
-
 function choices(id, values) {
   const box = byId(id), known = new Set([...box.options].map((one) => one.value));
   for (const value of [...new Set(values)].sort()) if (!known.has(value)) box.append(make("option", { value }, value));
@@ -335,6 +285,7 @@ function show() {
   for (const key of ["purpose", "outcome"]) choices(key, data.runs.flatMap((run) => run.transcripts.map((one) => String(one[key]))));
   byId("transcripts").hidden = !data.runs.some((run) => run.transcripts.length);
   showCharts();
+  showTimeline();
   showTranscripts();
   showRest();
   showConfiguration();
@@ -350,13 +301,14 @@ async function poll() {
 }
 
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; showCharts(); } });
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; showCharts(); showTimeline(); } });
 for (const form of document.forms) form.addEventListener("submit", (event) => event.preventDefault());
 within("curves", "form").addEventListener("change", showCharts);
+within("timeline", "form").addEventListener("change", showTimeline);
 within("transcripts", "form").addEventListener("input", () => { shown = PAGE; showTranscripts(); });
 within("configuration", "form").addEventListener("input", showConfiguration);
 byId("more").addEventListener("click", () => { shown += PAGE; showTranscripts(); });
-if (data.runs.some((run) => (run.series[STEP] || []).length > LONG)) byId("smooth").value = "10";
+byId("smooth").value = String(data.mean);
 show();
 if (data.stamp) { byId("live").textContent = "live"; setInterval(poll, POLL_MILLISECONDS); }
 document.documentElement.dataset.drawn = Math.round(performance.now());  // milliseconds

@@ -13,6 +13,7 @@ from trueline.report.digest import as_json, describe
 from trueline.report.runs import find_runs, read_run
 
 HERE = Path(__file__).parent
+SCRIPTS = ("transcripts.js", "timeline.js", "page.js")  # joined; the last one draws
 PRIVATE_FILE = 0o600  # as the folders of runs are: transcripts are for who made them
 
 
@@ -22,27 +23,27 @@ def write_report(words: list[str], out: Path | None) -> Path:
     names = list(found)
     file = out or Path(f"report-{Path(names[0]).name}.html")
     content = as_json(describe([read_run(name, folder) for name, folder in found.items()]))
-    try:
-        write_private(file, page(content, title=", ".join(names)))
-    except OSError as error:
-        raise ConfigError(
-            f"--out {file}: cannot be written ({error.strerror}): name a file in a folder that exists and has room"
-        ) from error
+    write_private(file, page(content, title=", ".join(names)))
     return file
 
 
 def write_private(file: Path, content: bytes) -> None:
     """Write a file that only its owner reads, whole or not at all."""
     aside = file.with_name(file.name + UNFINISHED)
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "wb") as stream:
-        stream.write(content)
-    aside.rename(file)
+    try:
+        aside.unlink(missing_ok=True)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE), "wb") as stream:
+            stream.write(content)
+        aside.rename(file)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {file}: cannot be written ({error.strerror}): name a file in a folder that exists and has room"
+        ) from error
 
 
 def page(content: bytes, *, title: str, connects: str = "'none'") -> bytes:
     """Put the page together around what `as_json` has written."""
-    script, style = (HERE / "page.js").read_bytes(), (HERE / "page.css").read_bytes()
+    script, style = b"".join((HERE / name).read_bytes() for name in SCRIPTS), (HERE / "page.css").read_bytes()
     policy = (
         f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src {connects}; "
         "base-uri 'none'; form-action 'none'"

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Run:
     rows: list[Row]  # of metrics.jsonl
     transcripts: list[Row]
     ledger: list[Row]
+    events: list[Row]
     failures: list[dict[str, str]]
 
 
@@ -55,24 +57,64 @@ def find_run(word: str) -> RunFolder:
     )
 
 
+class RunReader:
+    """Reads a run again and again, of its growing files only what is new."""
+
+    def __init__(self, name: str, folder: RunFolder) -> None:
+        self.name, self.folder = name, folder
+        files = (folder.metrics, folder.transcripts, folder.ledger, folder.events)
+        self.files = [GrowingRows(file) for file in files]
+
+    def read(self) -> Run:
+        rows, transcripts, ledger, events = (file.read() for file in self.files)
+        return Run(
+            name=self.name,
+            verb=self.folder.verb() if self.folder.config.is_file() else "",
+            config=read_config(self.folder.config),
+            rows=rows,
+            transcripts=transcripts,
+            ledger=ledger,
+            events=events,
+            failures=read_failures(self.folder.path / FAILURES),
+        )
+
+    def stamp(self) -> str:
+        """Return a text that changes with the files of the run."""
+        paths = [*(file.path for file in self.files), self.folder.path / FAILURES]
+        states = [path.stat() for path in paths if path.exists()]
+        return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
+
+
 def read_run(name: str, folder: RunFolder) -> Run:
-    return Run(
-        name=name,
-        verb=folder.verb() if folder.config.is_file() else "",
-        config=read_config(folder.config),
-        rows=list(read_rows(folder.metrics)),
-        transcripts=list(read_rows(folder.transcripts)),
-        ledger=list(read_rows(folder.ledger)),
-        failures=read_failures(folder.path / FAILURES),
-    )
+    return RunReader(name, folder).read()
 
 
-def read_rows(file: Path) -> Iterator[Row]:
-    """Read the whole lines of a file that may still be written to."""
-    for line in file.read_bytes().split(b"\n") if file.is_file() else ():
-        row = parsed(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
+class GrowingRows:
+    """The rows of a file that may still be written to; it is read whole again where it was cut or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.place, self.file = 0, 0  # how far it is read, and which file that was
+
+    def read(self) -> list[Row]:
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as stream:
+            state = os.fstat(stream.fileno())
+            if state.st_size < self.place or state.st_ino != self.file:
+                self.rows, self.place, self.file = [], 0, state.st_ino
+            stream.seek(self.place)
+            whole, end, rest = stream.read().rpartition(b"\n")
+        self.place += len(whole) + len(end)
+        self.rows += rows_of(whole)
+        return [*self.rows, *rows_of(rest)]
+
+
+def rows_of(text: bytes) -> list[Row]:
+    """Return the rows among the lines of a text."""
+    found = map(parsed, text.split(b"\n"))
+    return [row for row in found if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 def parsed(text: bytes) -> Any:

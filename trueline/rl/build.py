@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trueline.algorithms.needs import needs, policy_waits
 from trueline.data.loader import make_order
+from trueline.data.pieces import Pieces
 from trueline.environments.opening import OpenEnvironment
 from trueline.monitoring.beats import WORK
+from trueline.monitoring.events import Events
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
@@ -74,6 +76,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             prepare_saving(list(models.trained().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
+        tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
@@ -96,6 +99,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
             care=care_of(config.health, folder, checkpoints),
+            pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
         )
 
 

@@ -11,6 +11,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
+from trueline.data.pieces import Pieces
 from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
@@ -27,6 +28,7 @@ from trueline.rl.metrics import (
 )
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs
+from trueline.rl.tokens import token_rows
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
@@ -62,6 +64,7 @@ class RLTrainer:
     watch: MemoryWatch
     care: Care
     example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
+    pieces: Pieces | None = None  # texts of tokens, where transcripts tell of each
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
     def fit(self) -> RLState:
@@ -103,7 +106,7 @@ class RLTrainer:
                     self.checkpoints.tell(state.step, metrics)
                 if state.step < config.steps:
                     self.rollouts.release(state.version)
-                self.report(metrics, trajectories)
+                self.report(metrics, trajectories, samples)
                 self.care.act(state, lambda: self.save({}), interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
@@ -200,7 +203,8 @@ class RLTrainer:
     def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
         fresh = loss == "policy" and self.fresh()
-        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh)
+        told = loss == "policy" and self.pieces is not None
+        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh, told)
         return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
 
     def fresh(self) -> bool:
@@ -240,7 +244,7 @@ class RLTrainer:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
 
-    def report(self, metrics: dict[str, float], trajectories: list[Trajectory]) -> None:
+    def report(self, metrics: dict[str, float], trajectories: list[Trajectory], samples: list[Sample]) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
         if "mismatch/numerics" in metrics:
@@ -251,8 +255,9 @@ class RLTrainer:
         metrics |= self.care.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        shown = trajectories[: self.config.monitoring.transcripts_per_step]
-        self.tracker.show(self.state.step, [transcript(one, "train") for one in shown])
+        shown = enumerate(trajectories[: self.config.monitoring.transcripts_per_step])
+        rows = [transcript(one, "train") | self.tokens_of(samples, number) for number, one in shown]
+        self.tracker.show(self.state.step, rows)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -264,6 +269,11 @@ class RLTrainer:
         warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
         for warning in [*warnings, *self.count_uniform(metrics)]:
             self.progress.note(f"warning: {warning}")
+
+    def tokens_of(self, samples: list[Sample], episode: int) -> dict[str, object]:
+        if self.pieces is None:
+            return {}
+        return {"tokens": token_rows([one for one in samples if one.episode == episode], self.pieces)}
 
     def count_uniform(self, metrics: dict[str, float]) -> list[str]:
         self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0

@@ -142,6 +142,11 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         GREEDY,
         ("evaluation.", lambda run: bool(run.evaluation.named_sets()), "evaluation.data names no prompts"),
         ("sync.tolerance", lambda run: run.sync.check, "sync.check=false"),
+        (
+            "monitoring.tokens",
+            lambda run: run.monitoring.transcripts_per_step > 0,
+            "monitoring.transcripts_per_step=0",
+        ),
         ("environment. algorithm.credit", lambda run: bool(run.environment.kind()), "episodes have one turn"),
         (
             "rollout.on_update rollout.too_old",
@@ -152,7 +157,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     SupervisedConfig: [
         *TRAINING,
         ("evaluation.", lambda run: bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
-        ("monitoring.transcripts_per_step model.lora.sync", never, "nothing is sampled"),
+        ("monitoring.transcripts_per_step monitoring.tokens model.lora.sync", never, "nothing is sampled"),
         read_by_loss("gamma", "simpo"),
         read_by_loss("odds_coefficient", "orpo"),
         read_by_loss("length_normalized", "ipo"),

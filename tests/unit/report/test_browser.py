@@ -1,27 +1,35 @@
-"""The page in a real browser: drawn in time, without a word of complaint, whatever the runs hold."""
+"""The page in a real browser: drawn without a word of complaint, whatever the runs hold and is asked of it."""
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.run_folders import made_folder, make_failure, make_run
 from tests.unit.report.test_page import HOSTILE
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.trackers import Tracker
-from trueline.report.page import write_report
+from trueline.report.page import source, write_report
+from trueline.rl.tokens import packed
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-MOST_MILLISECONDS = 3000  # until all is drawn
+ASKS = """
+function choose(id, value, kind) { byId(id).value = value; byId(id).dispatchEvent(new Event(kind, { bubbles: true })); }
+"""
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 
 
-def drawn(file: Path) -> str:
+def drawn(file: Path, asked: str = "") -> str:
     """Return the page as a browser has made it, which must have had nothing to complain of."""
     assert BROWSER is not None
+    if asked:
+        file.write_bytes(with_script(file.read_bytes(), (ASKS + asked).encode()))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     profile = f"--user-data-dir={file.parent / 'profile'}"
     command = [BROWSER, *options, profile, "--window-size=1400,900", "--dump-dom", file.resolve().as_uri()]
@@ -29,8 +37,15 @@ def drawn(file: Path) -> str:
     assert "CONSOLE" not in done.stderr, done.stderr
     assert "data-broken" not in done.stdout.partition("<head>")[0]
     (milliseconds,) = re.findall(r'<html[^>]* data-drawn="(\d+)"', done.stdout)
-    assert int(milliseconds) < MOST_MILLISECONDS
+    sys.stdout.write(f"drawn after {milliseconds} ms\n")
     return done.stdout
+
+
+def with_script(text: bytes, script: bytes) -> bytes:
+    """Add a script that does what a person would do; the page's policy must be told of it."""
+    assert text.count(b"script-src ") == 1
+    allowed = text.replace(b"script-src ", f"script-src {source(script)} ".encode())
+    return allowed + b"<script>" + script + b"</script>\n"
 
 
 def section(text: str, name: str) -> str:
@@ -47,6 +62,11 @@ def test_long_runs_side_by_side(tmp_path: Path) -> None:
     assert curves.count('class="mark level1"') and curves.count('class="mark level2"')
     assert section(text, "times").count("<figure") == 3 and section(text, "rewards").count("<figure") == 4
     assert section(text, "transcripts").count("<details") == 40
+    timeline = section(text, "timeline")
+    assert timeline.count("<figure") == 3 and "steps 996 to 1000" in timeline
+    assert len(re.findall(r'<text [^>]*class="busy">\d+%</text>', timeline)) == 3 * 7  # processes of each run
+    assert timeline.count('class="idle"') == 3 * 7 and timeline.count('class="tone') > 3 * 5 * 12
+    assert section(text, "memory").count("<figure") == 3 and section(text, "memory").count('class="line"') == 3 * 4
     assert "trueline.rewards.replay" in section(text, "failures") and "too_old" in section(text, "ledger")
     assert "The runs do not differ" not in section(text, "configuration")
 
@@ -72,3 +92,83 @@ def test_runs_with_little_in_them(tmp_path: Path) -> None:
     text = drawn(write_report([str(tmp_path / "empty"), str(offline.path)], tmp_path / "page.html"))
     assert section(text, "curves").count("<figure") == 1 and section(text, "times").count("<figure") == 1
     assert all(f'<section id="{name}" hidden' in text for name in ("rewards", "transcripts", "failures", "ledger"))
+
+
+def test_another_window_of_the_timeline(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 100)
+    rows = [json.loads(line) for line in run.events.read_text().splitlines()]
+    page = write_report([str(run.path)], tmp_path / "page.html")
+    longest = max(rows, key=lambda row: row["seconds"])["step"]
+    plain = page.read_bytes()
+    for window, count, said in (
+        ("first", 20, "steps 0 to 19"),
+        ("middle", 5, "steps 47 to 51"),
+        ("worst", 5, f"step {longest},"),
+        ("last", 1, "step 100,"),
+    ):
+        page.write_bytes(plain)
+        text = drawn(page, f'choose("count", "{count}", "change"); choose("window", "{window}", "change");')
+        assert said in section(text, "timeline")
+
+
+def test_what_a_span_tells(tmp_path: Path) -> None:
+    run = made_folder(tmp_path / "run", "grpo", 1)
+    spans = [["run", "rollout", 0.0, 3.0], ["engine-0", "generate", 0.5, 2.0], ["engine-0", "receive", 1.5, 2.5]]
+    run.events.write_text(json.dumps({"step": 1, "start": 5.0, "seconds": 4.0, "spans": spans}) + "\n")
+    over = 'document.querySelectorAll("#timeline rect:not(.idle)")[1].dispatchEvent(new Event("pointerenter"));'
+    timeline = section(drawn(write_report([str(run.path)], tmp_path / "page.html"), over), "timeline")
+    assert re.findall(r'class="busy">(\d+%)<', timeline) == ["75%", "50%"]  # what overlaps counts once
+    assert "<div>engine-0: generate</div><div>1.5 s in step 1</div>" in timeline
+
+
+TOKENS = {
+    "text": ["Yes", ",", " 42", "\n", "tool", " no", ""],
+    "sampled": [4, 1, 2],
+    "advantage": packed(torch.tensor([2.0, 1.0, 0.0, -2.0, 0.0, -1.0, -0.1])),
+    "entropy": packed(torch.tensor([0.0, 0.5, 1.0, 0.25, 0.0, 0.15, 0.0])),
+    "logprob": -0.25,
+    "left_out": 9,
+}
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 2), MonitoringConfig(tensorboard=False))
+    rows = [{"purpose": "train", "prompt": "What?", "reply": "Yes, 42", "tokens": [TOKENS]}]
+    tracker.show(1, [*rows, {"purpose": "evaluate", "prompt": "And?", "reply": "nothing", "reward": 1.0}])
+    return write_report([str(folder.path)], tmp_path / "page.html")
+
+
+OPEN = """
+for (const box of document.querySelectorAll("#transcripts details")) box.open = true;
+for (const box of document.querySelectorAll("#transcripts details")) box.dispatchEvent(new Event("toggle"));
+"""
+
+
+def test_tokens_are_plain_text_until_a_colour_is_chosen(told: Path) -> None:
+    text = section(drawn(told, OPEN), "transcripts")
+    assert "Yes, 42</pre>" in text and 'class="token' not in text
+
+
+def test_tokens_are_coloured_by_what_is_chosen(told: Path) -> None:
+    text = section(drawn(told, OPEN + 'choose("colouring", "advantage", "input");'), "transcripts")
+    shades = re.findall(r'class="token shade(\d+)" title="([^"]*)">([^<]*)<', text)
+    assert [int(shade) for shade, *_ in shades] == [10, 8, 5, 0, 3, 5]
+    assert shades[0][1:] == ("log-prob -0.25\nadvantage 2\nentropy 0", "Yes")
+    assert re.findall(r'class="inserted"[^>]*>([^<]*)<', text) == ["tool", " [9 tokens left out]"]
+    assert "Numbers of its tokens are not here." in text and "nothing</pre>" in text  # of the evaluation
+    assert "style=" not in text
+
+
+def test_another_colour_and_one_that_was_not_recorded(told: Path) -> None:
+    plain = told.read_bytes()
+    text = section(drawn(told, OPEN + 'choose("colouring", "entropy", "input");'), "transcripts")
+    assert [int(shade) for shade in re.findall(r'class="token shade(\d+)"', text)] == [5, 8, 10, 6, 6, 5]
+    told.write_bytes(plain)
+    text = section(drawn(told, OPEN + 'choose("colouring", "log_ratio", "input");'), "transcripts")
+    assert "Its log-ratio was not recorded." in text and 'class="token' not in text
+
+
+def test_what_is_typed_finds_transcripts(told: Path) -> None:
+    text = section(drawn(told, 'choose("text", "NOTHING", "input");'), "transcripts")
+    assert text.count("<details") == 1 and "And?" in text and "1 of the 2 here" in text

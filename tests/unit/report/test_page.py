@@ -13,7 +13,8 @@ from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.trackers import Tracker
-from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, evenly, thinned
+from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, thinned
+from trueline.report.numbers import evenly
 from trueline.report.page import page, write_report
 from trueline.report.runs import find_run, find_runs, read_run
 
@@ -46,6 +47,8 @@ def test_three_long_runs_fit_in_five_megabytes(tmp_path: Path) -> None:
         assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 1000
         assert Counter(one["purpose"] for one in run["transcripts"]) == {"train": 237, "evaluate": 63}
         assert sum(map(sum, run["histograms"].values())) == run["transcript_count"]
+        assert len(run["timeline"]["steps"]) > 20 and set(run["memory"]["gib"]) > {"run", "policy-0"}
+        assert len(run["tokens"]) > 20 and all(run["transcripts"][int(at)]["step"] % 4 == 0 for at in run["tokens"])
 
 
 def test_long_texts_and_many_runs_fit_too(tmp_path: Path) -> None:
@@ -79,6 +82,28 @@ def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
     assert failed["error"].endswith("KeyError: 'label'")
     assert {"train sums", "train words", "evaluate sums"} <= set(run["histograms"])
     assert any(one.get("turns") == TURNS for one in run["transcripts"])
+
+
+def test_tokens_stand_beside_their_transcripts_as_far_as_they_can_be_read(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "grpo", 1)
+    tracker = Tracker(folder, MonitoringConfig(tensorboard=False))
+    whole = {"text": ["a", HOSTILE], "sampled": [2], "logprob": "AAAA", "advantage": 0.5, "left_out": 3}
+    odd: list[Any] = [None, 3, {"text": 4}, {"text": [5], "sampled": "x", "logprob": [1], "entropy": float("nan")}]
+    tracker.show(1, [{"reply": "none"}, {"tokens": odd}, {"tokens": [whole]}, {"tokens": "text"}])
+    run = only_run(tmp_path / "page.html", folder.path)
+    shown = whole | {"text": ["a", HOSTILE.replace("\ud83d", "\ufffd")]}
+    assert run["tokens"] == {"1": [{"text": ["5"], "sampled": [], "left_out": 0}], "2": [shown]}
+    assert not any("tokens" in one for one in run["transcripts"])
+
+
+def test_tokens_get_the_room_that_is_left(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 9), MonitoringConfig(tensorboard=False))
+    tokens = [{"text": ["word"] * 512, "sampled": [512], "entropy": "A" * 1366}] * 40  # an episode of many turns
+    for step in range(60):
+        tracker.show(step, [{"reply": "r" * 2000, "tokens": tokens}])
+    text = written(tmp_path / "page.html", folder.path)
+    assert len(text) < MOST_BYTES
+    assert 5 < len(content_of(text)["runs"][0]["tokens"]) < 60 == len(content_of(text)["runs"][0]["transcripts"])
 
 
 def test_steps_time_and_tokens_add_up(tmp_path: Path) -> None:

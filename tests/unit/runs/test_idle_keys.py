@@ -56,6 +56,7 @@ IDLE = [
     ("sft", "training.decay_share=0.5", "training.schedule=wsd"),
     ("sft", "evaluation.every=5", "held out"),
     ("sft", "monitoring.transcripts_per_step=1", "nothing is sampled"),
+    ("sft", "monitoring.tokens=False", "nothing is sampled"),
     ("dpo", "preference.gamma=0.5", "preference.loss=simpo"),
     ("generate", "checkpoint.every=5", "nothing is trained"),
     ("generate", "reward_model.ranks=2", "no reward is a model"),

@@ -1,0 +1,49 @@
+"""Curves of runs as one SVG file, read and smoothed as on the page."""
+
+import difflib
+from itertools import product
+from pathlib import Path
+
+from trueline.config.base import ConfigError
+from trueline.monitoring.curves import Point, smoothed, svg_curve
+from trueline.report.digest import CHARTS, usual_mean
+from trueline.report.numbers import is_number
+from trueline.report.page import write_private
+from trueline.report.runs import Run, find_runs, read_run
+
+
+def write_picture(words: list[str], metrics: list[str], out: Path | None, mean: int | None) -> Path:
+    """Draw these metrics of these runs and return the file."""
+    runs = [read_run(name, folder) for name, folder in find_runs(words).items()]
+    series = series_of(runs, metrics, usual_mean(runs) if mean is None else mean)
+    title = ", ".join(run.name for run in runs) if len(metrics) > 1 else CHARTS.get(metrics[0], metrics[0])
+    file = out or Path(f"report-{Path(runs[0].name).name}.svg")
+    write_private(file, svg_curve(series, title).encode())
+    return file
+
+
+def series_of(runs: list[Run], metrics: list[str], mean: int) -> dict[str, list[Point]]:
+    """Return a curve for each metric of each run that has it, by what tells it from the others."""
+    points = {(run.name, metric): curve(run, metric, mean) for run, metric in product(runs, metrics)}
+    for metric in metrics:
+        if not any(points[run.name, metric] for run in runs):
+            raise ConfigError(unknown_metric(metric, runs))
+    several = len(runs) > 1, len(metrics) > 1 or len(runs) == 1
+    kept = {key: found for key, found in points.items() if found}
+    return {
+        ", ".join(word for word, told in zip(key, several, strict=True) if told): found for key, found in kept.items()
+    }
+
+
+def curve(run: Run, metric: str, mean: int) -> list[Point]:
+    """Return the means of so many steps; of fewer values, where not every step has one."""
+    points = [(row["step"], row[metric]) for row in run.rows if is_number(row.get(metric))]
+    return smoothed(points, max(round(mean * len(points) / max(len(run.rows), 1)), 1))
+
+
+def unknown_metric(metric: str, runs: list[Run]) -> str:
+    names = {name: None for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
+    known = [name for name in names if name != "step"]
+    near = difflib.get_close_matches(metric, known, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(sorted(known)) or 'none'}"

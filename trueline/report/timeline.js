@@ -1,0 +1,92 @@
+// Who was busy when: a row for each process, a colour for each thing done; and the memory of the processes.
+const LANE = 22, LABEL = 104, SHARE = 44, LANES = 24, TONES = 12;
+
+const tones = new Map();  // class of each thing done, the same in all runs and windows
+
+function toneOf(name) {
+  if (!tones.has(name)) tones.set(name, `tone${tones.size % TONES}`);
+  return tones.get(name);
+}
+
+// The steps that are asked for, of those that are here.
+function shownSteps({ steps, windows }) {
+  const [first, length] = windows[byId("window").value], count = Math.min(+byId("count").value, length);
+  const start = { first, middle: first + ((length - count) >> 1), last: first + length - count, worst: first }[byId("window").value];
+  return steps.slice(start, start + count);
+}
+
+// Rows of the processes, the run's phases first: spans in seconds from the first step's start on, and their share of the time.
+function lanes({ names }, steps) {
+  const origin = steps[0].start, end = steps[steps.length - 1].start + steps[steps.length - 1].seconds - origin, found = new Map([["run", []]]);
+  for (const { step, start, spans } of steps) for (const [who, what, from, to] of spans) {
+    if (!found.has(names[who])) found.set(names[who], []);
+    found.get(names[who]).push({ step, what: names[what], from: from + start - origin, to: to + start - origin });
+  }
+  return { end, rows: [...found].filter(([, spans]) => spans.length).map(([who, spans]) => ({ who, spans, busy: covered(spans) / end })).sort(byName) };
+}
+
+function byName(one, other) {
+  const rank = ({ who }) => (who === "run" ? 0 : /^(rewards|environments)$/.test(who) ? 2 : 1);
+  return rank(one) - rank(other) || one.who.localeCompare(other.who, "en", { numeric: true });
+}
+
+// Seconds in which at least one of the spans lasts.
+function covered(spans) {
+  let sum = 0, until = -Infinity;
+  for (const { from, to } of [...spans].sort((one, other) => one.from - other.from)) {
+    sum += Math.max(0, to - Math.max(from, until));
+    until = Math.max(until, to);
+  }
+  return sum;
+}
+
+function timelineOf(run) {
+  const steps = shownSteps(run.timeline), { end, rows } = lanes(run.timeline, steps), few = rows.slice(0, LANES);
+  const told = `${steps.length > 1 ? `steps ${steps[0].step} to ${steps[steps.length - 1].step}` : `step ${steps[0].step}`}, ${words(+end.toPrecision(3))} s; at the right, the share of the time in which each was busy`;
+  return figure(run.name, told + (rows.length > LANES ? `; ${rows.length - LANES} more processes are not shown` : ""), (width, tell) => {
+    const bottom = few.length * LANE, svg = make("svg:svg", { viewBox: `0 0 ${width} ${bottom + FOOT}`, height: bottom + FOOT, role: "img" });
+    const x = (seconds) => LABEL + (seconds / (end || 1)) * (width - LABEL - SHARE);
+    few.forEach((row, place) => {
+      const y = place * LANE;
+      svg.append(make("svg:rect", { x: LABEL, y: y + 3, width: width - LABEL - SHARE, height: LANE - 6, class: "idle" }),
+        make("svg:text", { x: LABEL - 8, y: y + 15, "text-anchor": "end" }, row.who.length > 16 ? `${row.who.slice(0, 15)}\u2026` : row.who),
+        make("svg:text", { x: width - 4, y: y + 15, "text-anchor": "end", class: "busy" }, `${Math.round(100 * row.busy)}%`));
+      for (const span of [...row.spans].sort((one, other) => other.to - other.from - (one.to - one.from))) {
+        const box = svg.appendChild(make("svg:rect", { x: x(span.from).toFixed(1), y: y + 3, width: Math.max(x(span.to) - x(span.from), 0.7).toFixed(1), height: LANE - 6, class: toneOf(span.what) }));
+        box.addEventListener("pointerenter", () => tell(`${row.who}: ${span.what}`, `${words(+(span.to - span.from).toPrecision(3))} s in step ${span.step}`, `busy ${Math.round(100 * row.busy)}% of the time shown`));
+      }
+    });
+    let free = -Infinity;  // where the next number of a step has room
+    for (const { step, start } of steps) {
+      const place = x(start - steps[0].start);
+      svg.append(make("svg:path", { d: `M${place} 0V${bottom + 4}`, class: "hair" }));
+      if (place > free) { svg.append(make("svg:text", { x: place + 3, y: bottom + 15 }, String(step))); free = place + 34; }
+    }
+    return svg;
+  });
+}
+
+function memoryOf(run) {
+  const { step, gib } = run.memory, lines = Object.entries(gib).map(([who, values]) => ({ who, list: step.map((x, n) => ({ x, y: values[n] })).filter((one) => one.y !== null) }));
+  const names = make("span", { class: "names" }, ...lines.map(({ who }, number) => make("span", {}, swatch(number), who)));
+  return figure(run.name, names, (width, tell) => {
+    const plot = frame(width, [step[0], step[step.length - 1]], [0, ...lines.flatMap((line) => line.list.map((one) => one.y))]);
+    along(plot, "");
+    lines.forEach(({ list }, number) => plot.svg.append(...curve(plot, number, list)));
+    plot.svg.addEventListener("pointermove", (event) => {
+      const x = plot.value(event.clientX - plot.svg.getBoundingClientRect().left), at = lines.map((line) => nearest(line.list, x));
+      tell(`step ${at[0].x}`, ...lines.map(({ who }, number) => tinted(number, `${words(at[number].y)}  ${who}`)));
+    });
+    return plot.svg;
+  });
+}
+
+function showTimeline() {
+  const runs = data.runs.filter((run) => run.timeline);
+  phaseNames().slice(0, -1).forEach(toneOf);  // the colours that phases have above
+  byId("timeline").hidden = !fill("timeline", runs.map(timelineOf));
+  const names = new Set(runs.flatMap((run) => lanes(run.timeline, shownSteps(run.timeline)).rows.flatMap((row) => row.spans.map((span) => span.what))));
+  within("timeline", ".legend").replaceChildren(...[...names].map((name) => make("span", {}, make("i", { class: toneOf(name) }), name)));
+  byId("memory").hidden = !fill("memory", data.runs.filter((run) => run.memory).map(memoryOf));
+}
+

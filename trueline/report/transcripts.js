@@ -1,0 +1,107 @@
+"use strict";
+// Draws the runs of the JSON beside it. Texts of runs become text nodes only, never markup.
+
+// Transcripts: found by what is asked for, turn by turn, or token by token in colours.
+const NUMBERS = { logprob: "log-prob", log_ratio: "log-ratio", advantage: "advantage", entropy: "entropy" }, SHADES = 5;
+const LEAST = { log_ratio: 0.01 };  // of what has full colour: below, it is rounding
+
+function matches(run, one) {
+  const wanted = (id) => byId(id).value, low = wanted("low"), high = wanted("high");
+  if (wanted("run") && wanted("run") !== run.name) return false;
+  if (["purpose", "outcome"].some((key) => wanted(key) && wanted(key) !== String(one[key]))) return false;
+  if ((low !== "" || high !== "") && typeof one.reward !== "number") return false;
+  if ((low !== "" && one.reward < +low) || (high !== "" && one.reward > +high)) return false;
+  const text = wanted("text").toLowerCase();
+  return !text || JSON.stringify([one.prompt, one.reply, one.label, one.turns, one.step]).toLowerCase().includes(JSON.stringify(text).slice(1, -1));
+}
+
+function said(role, text, kind = role) {
+  return make("div", { class: `turn ${kind}` }, make("b", {}, role), make("pre", {}, words(text)));
+}
+
+function turn(message) {
+  if (typeof message !== "object" || message === null) return [said("more", message)];
+  const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [], role = words(message.role);
+  const content = typeof message.content === "object" && message.content !== null ? JSON.stringify(message.content) : message.content;
+  const spoken = content || !calls.length ? [said(message.name ? `${role} ${message.name}` : role, content || "", role.replace(/\W/g, ""))] : [];
+  return [...spoken, ...calls.map((call) => { const to = (call && call.function) || call || {}; return said(`calls ${words(to.name)}`, typeof to.arguments === "string" ? to.arguments : JSON.stringify(to.arguments), "call"); })];
+}
+
+// Numbers of a column: base64 of float16, little-endian, or one number that all tokens share.
+function unpacked(column, count) {
+  if (typeof column !== "string") return Array(count).fill(column);
+  let bytes = "";
+  try { bytes = atob(column); } catch { return []; }
+  return Array.from({ length: bytes.length >> 1 }, (_, n) => half(bytes.charCodeAt(2 * n) + 256 * bytes.charCodeAt(2 * n + 1)));
+}
+
+function half(bits) {
+  const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? 2 ** (exponent - 25) * (1024 + fraction) : 2 ** -24 * fraction);
+}
+
+// Sequences of an episode, each token with its numbers; the largest of the number that colours them.
+function tokensOf(sequences, colouring) {
+  const read = sequences.map((one) => {
+    const columns = Object.keys(NUMBERS).filter((name) => one[name] !== undefined).map((name) => [name, unpacked(one[name], one.text.length)]);
+    const sampled = one.sampled.flatMap((count, turn) => Array(Math.min(count, one.text.length)).fill(turn % 2 === 0));  // by turns
+    const tokens = one.text.map((text, n) => ({ text, sampled: sampled[n], numbers: columns.map(([name, values]) => [name, values[n]]) }));
+    return { tokens, leftOut: one.left_out };
+  });
+  const value = (token) => (token.numbers.find(([name]) => name === colouring) || [])[1];
+  const sizes = read.flatMap((one) => one.tokens.filter((token) => token.sampled).map((token) => Math.abs(value(token)))).filter(Number.isFinite);
+  return { read, value, most: Math.max(LEAST[colouring] || 0, ...sizes), known: sizes.length > 0 };
+}
+
+function token({ text, sampled, numbers }, number, most) {
+  const shown = text.replace(/\n/g, "\u21b5\n") || "\u00b7";  // part of a character whose text stands behind it
+  if (!sampled) return make("span", { class: "inserted", title: "inserted, not sampled" }, text);
+  const shade = Number.isFinite(number) && most ? Math.round((SHADES * number) / most) : 0;
+  const told = numbers.map(([name, value]) => `${NUMBERS[name]} ${words(+(+value).toPrecision(3))}`).join("\n");
+  return make("span", { class: `token shade${SHADES + shade}`, title: told }, shown);
+}
+
+function coloured(sequences, colouring) {
+  const { read, value, most, known } = tokensOf(sequences, colouring);
+  if (!known) return [make("p", { class: "none" }, `Its ${NUMBERS[colouring]} was not recorded.`)];
+  const low = colouring === "entropy" ? SHADES : 0, scale = Array.from({ length: 2 * SHADES + 1 - low }, (_, n) => make("i", { class: `shade${n + low}` }));
+  const key = make("p", { class: "scale" }, words(low ? 0 : +(-most).toPrecision(3)), " ", ...scale, ` ${words(+most.toPrecision(3))} ${NUMBERS[colouring]}`);
+  const boxes = read.map(({ tokens, leftOut }, n) => make("div", { class: "turn assistant" }, make("b", {}, read.length > 1 ? `sequence ${n + 1}` : "tokens"),
+    make("pre", {}, ...tokens.map((one) => token(one, value(one), most)), leftOut ? make("span", { class: "inserted" }, ` [${leftOut} tokens left out]`) : null)));
+  return [key, ...boxes];
+}
+
+function replies(run, place, colouring) {
+  const { turns, reply } = run.transcripts[place], plain = () => (Array.isArray(turns) ? turns.flatMap(turn) : [said("assistant", reply)]);
+  if (!colouring) return plain();
+  const sequences = run.tokens[place];
+  return sequences ? coloured(sequences, colouring) : [make("p", { class: "none" }, "Numbers of its tokens are not here."), ...plain()];
+}
+
+function transcript(run, number, place, key, open) {
+  const one = run.transcripts[place], { step, purpose, outcome, prompt, label } = one, reward = make("span", { class: "reward" }, words(one.reward));
+  const line = make("summary", {}, swatch(number), make("span", { class: "step" }, `step ${step}`), make("span", { class: "purpose" }, words(purpose)), make("span", { class: "outcome" }, words(outcome)), reward, make("span", { class: "start" }, words(prompt).slice(0, 200)));
+  const box = make("details", { "data-key": key }, line), fill = () => {
+    if (box.childElementCount > 1) return;
+    const rest = Object.entries(one).filter(([name]) => !["step", "purpose", "outcome", "prompt", "reply", "label", "turns", "reward"].includes(name));
+    box.append(said("prompt", prompt, "user"), ...replies(run, place, byId("colouring").value), label === null || label === undefined ? "" : said("label", typeof label === "object" ? JSON.stringify(label) : label),
+      make("p", { class: "numbers" }, rest.map(([name, value]) => `${name} ${words(value)}`).join("   ")));
+  };
+  box.addEventListener("toggle", fill);
+  if (open) { fill(); box.open = true; }
+  return box;
+}
+
+function showTranscripts() {
+  const list = within("transcripts", ".list"), open = new Set([...list.querySelectorAll("details[open]")].map((one) => one.dataset.key)), found = [];
+  data.runs.forEach((run, number) => run.transcripts.forEach((one, place) => { if (matches(run, one)) found.push([run, number, place, `${run.name} ${one.step} ${place}`]); }));
+  found.sort(([run, , place], [otherRun, , other]) => otherRun.transcripts[other].step - run.transcripts[place].step);
+  list.replaceChildren(...found.slice(0, shown).map((one) => transcript(...one, open.has(one[3]))));
+  if (!found.length) list.append(make("p", { class: "none" }, "No transcript fits."));
+  const [here, all] = data.runs.reduce(([some, sum], run) => [some + run.transcripts.length, sum + run.transcript_count], [0, 0]);
+  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, chosen evenly from ${all}` : ""}; the latest first`;
+  byId("more").hidden = found.length <= shown;
+  byId("colouring").parentElement.hidden = !data.runs.some((run) => Object.keys(run.tokens).length);
+}
+
