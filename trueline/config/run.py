@@ -68,6 +68,9 @@ class MonitoringConfig(Config):
     health: Literal["log", "stop"] = "log"
     """What happens when a step is judged BAD (docs/metrics.md): it is said, or the run stops, with a checkpoint."""
 
+    doctor: bool = True
+    """Look at rows, template, rewards, numbers and machine before a run starts (docs/doctor.md)."""
+
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 
