@@ -2,9 +2,11 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.data.readers import LABEL_COLUMNS
@@ -62,8 +64,13 @@ def tried_rewards(case: Case) -> Iterator[Finding]:
         key = f"reward.parts.{name}.function" if config.parts else "reward.function"
         if kind_of(part) != "function":
             yield Finding("fine", f"{part.function} was not asked", "it is no function, and may cost money", key)
-        elif (trial := asyncio.run(tried(part, config, two_rows(case.prompts)))) is not None:
+        elif (trial := waited_for(tried(part, config, two_rows(case.prompts)))) is not None:
             yield from judged(trial, part, config, key)
+
+
+def waited_for(trial: Coroutine[Any, Any, Trial | None]) -> Trial | None:
+    with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
+        return thread.submit(asyncio.run, trial).result()
 
 
 def two_rows(prompts: list[Prompt]) -> list[Prompt]:
