@@ -24,6 +24,7 @@ from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
     from trueline.doctor.findings import Findings
+    from trueline.runs.launch import Job
 
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
@@ -224,15 +225,25 @@ def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool =
     settle_libraries(config)
     from trueline.runs.launch import launch  # noqa: PLC0415
 
-    return launch(config, verb, pkgutil.resolve_name(VERBS[verb].prepare), dry_run=dry_run, resume=resume)
+    prepare = pkgutil.resolve_name(VERBS[verb].prepare)
+    return launch(config, verb, prepare, dry_run=dry_run, resume=resume, look=look_at)
 
 
-def examine(verb: str, config: RunConfig, *, resume: bool = False) -> "Findings":
-    """Look at a run without starting it, and return what was found, by family."""
+def look_at(job: "Job") -> list[str]:
+    """Say what the doctor finds in a plan, of runs that have one of their own."""
+    from trueline.doctor.examination import said_at_start  # noqa: PLC0415
+
+    return said_at_start(job.config, job.reading, job.about) if job.reading else []
+
+
+def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = False) -> "Findings":
+    """Look at a run without starting it, and return what was found, by family; `deep` tries one step of it."""
+    if deep and not trains(VERBS[verb]):
+        raise ConfigError(f"doctor {verb} has no --deep part, for its processes train nothing: leave --deep out")
     settle_libraries(config)
     from trueline.doctor import examination  # noqa: PLC0415
 
-    return examination.examine(config, verb, VERBS[verb].prepare, resume=resume)
+    return examination.examine(config, verb, VERBS[verb].prepare, resume=resume, deep=deep)
 
 
 def settle_libraries(config: RunConfig) -> None:

@@ -169,12 +169,14 @@ def add_report_verbs(verbs: Any) -> None:
 
 def add_doctor(verbs: Any) -> None:
     """Add a verb that takes, behind its name, exactly what a run takes."""
-    about = "look at a run before it starts: what would be refused, and what would go wrong; it starts nothing"
-    doctor = verbs.add_parser("doctor", help=about, description=f"{about}. There is no --deep: no weights are loaded.")
+    about = "look at a run before it starts: what would be refused, and what would go wrong"
+    doctor = verbs.add_parser("doctor", help=about, description=f"{about}. Without --deep no weights are loaded.")
+    deep = "start its processes, sample 16 prompts and train one step, in a folder that is removed again"
     kinds = doctor.add_subparsers(required=True, metavar="VERB")
     for name, command in VERBS.items():
         kinds.add_parser(name, help=command.meaning, parents=[verbs.choices[name]], add_help=False)
         kinds.choices[name].set_defaults(run=run_doctor)
+        kinds.choices[name].add_argument("--deep", action="store_true", help=deep)
 
 
 def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
@@ -218,7 +220,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         config = load_options(options)
     except ConfigError as error:
         return show({"plan": [refusal(error, VERBS[options.verb].kind)]})
-    return show(examine(options.verb, config, resume=options.resume))
+    return show(examine(options.verb, config, resume=options.resume, deep=options.deep))
 
 
 def serve_reward(options: argparse.Namespace) -> int:

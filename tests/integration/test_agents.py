@@ -23,7 +23,7 @@ from trueline.rollout.engines import ROLLOUT_ENGINES
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-QUIET = ["monitoring.tensorboard=false", "checkpoint.save=false", "rollout.engine=recording"]
+QUIET = ["monitoring.tensorboard=false", "monitoring.doctor=false", "checkpoint.save=false", "rollout.engine=recording"]
 
 
 def commands(example: str, folder: Path) -> list[list[str]]:

@@ -17,7 +17,7 @@ def letters(reply: str, learnable: bool) -> float:
     return sum("a" <= character <= "z" for character in reply) if learnable else 0.0
 """
 SFT = ["sft", "--model", "model", "--data", "rows.jsonl", "runtime=local", "samples_per_step=4"]
-QUICK = ["training.learning_rate=1e-3", "monitoring.tensorboard=false"]
+QUICK = ["training.learning_rate=1e-3", "monitoring.tensorboard=false", "monitoring.doctor=false"]
 GRPO = ["grpo", "--model", "model", "--data", "prompts.jsonl", "runtime=local", "rollout.max_new_tokens=8"]
 GROUPS = ["prompts_per_step=2", "algorithm.group_size=4", "training.learning_rate=1e-3"]
 Screen = pytest.CaptureFixture[str]

@@ -63,7 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(home: Path, name: str, *words: str) -> int:
     named = ["--model", f"{home}/model", "--data", f"{home}/prompts.jsonl", "--name", name, f"folder={home}"]
     small = ["runtime=local", "prompts_per_step=8", "algorithm.group_size=2", "rollout.max_new_tokens=2", "steps=2"]
-    quiet = ["checkpoint.every=0", "monitoring.tensorboard=false", "data.shuffle=false"]
+    quiet = ["checkpoint.every=0", "monitoring.tensorboard=false", "monitoring.doctor=false", "data.shuffle=false"]
     patience = f"reward.timeout_seconds={1 if any(fault in name for fault in ENDLESS) else 60}"
     return main(["dr_grpo", *named, *small, *quiet, patience, "reward.memory_gib=1", *words])
 

@@ -50,7 +50,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "taught.jsonl", taught)
     make_tiny_model(folder / "random", tied=True)
     named = ["--model", str(folder / "random"), "--data", str(folder / "taught.jsonl"), "--name", "taught"]
-    small = ["steps=60", "samples_per_step=32", "training.learning_rate=2e-3", "monitoring.tensorboard=false"]
+    small = [
+        "steps=60",
+        "samples_per_step=32",
+        "training.learning_rate=2e-3",
+        "monitoring.tensorboard=false",
+        "monitoring.doctor=false",
+    ]
     assert main(["sft", *named, *small, "runtime=local", f"folder={folder}"]) == 0
     (folder / "taught/checkpoints/step_000060/model").rename(folder / "model")
     return folder
@@ -263,7 +269,7 @@ def test_eval_stops_when_rewards_fail(capsys: pytest.CaptureFixture[str]) -> Non
 ROUNDS = [
     *("--model", "model", "--data", "prompts.jsonl", "--eval-data", "prompts.jsonl", "runtime=local", "rounds=2"),
     *("rollout.max_new_tokens=9", "samples=8", "evaluation.temperature=1.0", "evaluation.samples=8"),
-    *("training.samples_per_step=8", "training.epochs=4", "monitoring.tensorboard=false"),
+    *("training.samples_per_step=8", "training.epochs=4", "monitoring.tensorboard=false", "monitoring.doctor=false"),
 ]
 RAFT = ["raft", *ROUNDS, "training.learning_rate=5e-4"]
 

@@ -200,7 +200,12 @@ def test_a_whole_run_explains_itself_and_goes_on(
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", "--name", "run", f"folder={tmp_path}"]
     words += ["runtime=local", "steps=1", "prompts_per_step=2", "algorithm.group_size=2", "rollout.max_new_tokens=2"]
     words += [f"reward.function={tmp_path}/reward.py:score", f'reward.options={{"file": "{tmp_path}/go on"}}']
-    words += ["timeout_seconds=40", "reward.timeout_seconds=600", "monitoring.tensorboard=false"]
+    words += [
+        "timeout_seconds=40",
+        "reward.timeout_seconds=600",
+        "monitoring.tensorboard=false",
+        "monitoring.doctor=false",
+    ]
     assert main(["grpo", *words]) == 0
     said = (run / "logs" / "stuck-1.txt").read_text()
     for text in (said, asked[0]):

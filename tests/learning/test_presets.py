@@ -168,7 +168,7 @@ def test_prompts_with_tools_and_a_template_file(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(reward)
     named = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/prompts.jsonl", "--name", "run"]
     words = ["runtime=local", f"folder={tmp_path}", "steps=1", "prompts_per_step=1", "rollout.max_new_tokens=4"]
-    words += [f"data.chat_template={tmp_path}/chat.jinja", "monitoring.tensorboard=false"]
+    words += [f"data.chat_template={tmp_path}/chat.jinja", "monitoring.tensorboard=false", "monitoring.doctor=false"]
     assert main(["grpo", *named, "--reward", f"{tmp_path}/reward.py:seen", *words]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["reward/mean"] == 1.0

@@ -47,7 +47,13 @@ def run(folder: Path, verb: str, *words: str) -> int:
     data.write_text("".join(json.dumps(row(number, verb)) + "\n" for number in range(PROMPTS)))
     named = ["--model", f"{folder}/model", "--data", str(data), "--eval-data", str(data), "--name", "run"]
     small = ["samples_per_step=8", "training.learning_rate=1e-3", "checkpoint.every=0", "evaluation.every=0"]
-    local = ["runtime=local", f"folder={folder}", f"steps={STEPS}", "monitoring.tensorboard=false"]
+    local = [
+        "runtime=local",
+        f"folder={folder}",
+        f"steps={STEPS}",
+        "monitoring.tensorboard=false",
+        "monitoring.doctor=false",
+    ]
     teacher = [f"distill.teacher={folder}/teacher"] if verb == "distill" else []
     return main([verb, *named, *small, *local, *teacher, *words])
 
@@ -196,7 +202,13 @@ def test_a_template_file_goes_with_the_model_and_is_found_again(
     (tmp_path / "chat.jinja").write_text(TOOL_TEMPLATE)
     monkeypatch.chdir(tmp_path)
     named = ["--model", "model", "--data", f"{tmp_path}/talk.jsonl", "--name", "run", "data.chat_template=chat.jinja"]
-    local = ["runtime=local", f"folder={tmp_path}", "samples_per_step=1", "monitoring.tensorboard=false"]
+    local = [
+        "runtime=local",
+        f"folder={tmp_path}",
+        "samples_per_step=1",
+        "monitoring.tensorboard=false",
+        "monitoring.doctor=false",
+    ]
     assert main(["sft", *named, *local, "steps=1"]) == 0
     monkeypatch.chdir("/")
     assert main(["sft", "--resume", "--name", "run", f"folder={tmp_path}", "steps=2"]) == 0

@@ -168,4 +168,4 @@ def diagnosed(words: str) -> list[Finding]:
         config = load_options(options)
     except ConfigError as error:
         return [refusal(error, VERBS[options.verb].kind)]
-    return [one for findings in examine(options.verb, config).values() for one in findings]
+    return [one for findings in examine(options.verb, config, deep=options.deep).values() for one in findings]

@@ -19,6 +19,10 @@ def some_uniform(reply: str, prompt: str) -> float:
 
 def run_letters(folder: Path, verb: str, *words: str, prompts: int = 30) -> int:
     """A run in this process, in `folder / "run"`; its exit status. Later words win."""
+    return main(letters_command(folder, verb, *words, prompts=prompts))
+
+
+def letters_command(folder: Path, verb: str, *words: str, prompts: int = 30) -> list[str]:
     if not (folder / "model").exists():
         make_tiny_model(folder / "model", tied=True)
     rows = [{"prompt": f"{number}:"} for number in range(prompts)]
@@ -33,8 +37,8 @@ def run_letters(folder: Path, verb: str, *words: str, prompts: int = 30) -> int:
         f"{folder}/reward.py:letters",
     ]
     small = ["prompts_per_step=8", "rollout.max_new_tokens=8", "training.learning_rate=1e-3", "checkpoint.every=0"]
-    local = ["runtime=local", f"folder={folder}", "name=run", "monitoring.tensorboard=false"]
-    return main([verb, *named, *small, *local, *words])
+    quiet = ["monitoring.tensorboard=false", "monitoring.doctor=false"]
+    return [verb, *named, *small, "runtime=local", f"folder={folder}", "name=run", *quiet, *words]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

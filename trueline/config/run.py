@@ -68,6 +68,9 @@ class MonitoringConfig(Config):
     tokens: bool = True
     """Keep log-prob, log-ratio, advantage and entropy of each token of these transcripts."""
 
+    doctor: bool = True
+    """Look at rows, template, rewards, numbers and machine before a run starts (docs/doctor.md)."""
+
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 

@@ -13,6 +13,7 @@ from trueline.data.messages import Message, Tool, called_functions, content_of
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
 UNLIKE_ANY = "\0"  # text that no completion begins with
+COUNTED = 1000  # prompts at once, for memory
 MARK = "trueline"  # text that a template leaves as it is
 
 
@@ -36,12 +37,26 @@ class ChatFormat:
         self.shows_tools: bool | None = None  # told by the first row that has some
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return self._prompt_tokens(self.prompt_text(messages, tools))
+
+    def prompt_text(self, messages: list[Message], tools: Sequence[Tool] = ()) -> str:
         if self.templated:
-            return self.text_tokens(self._render(messages, tools, open_turn=True))
+            return self._render(messages, tools, open_turn=True)
         self.joins = True
         self.left_out |= {"tools"} if tools else set()
-        text = "\n".join(self._plain_text(message) for message in messages)
-        return list(self.tokenizer(text)["input_ids"])
+        return "\n".join(self._plain_text(message) for message in messages)
+
+    def _prompt_tokens(self, text: str) -> list[int]:
+        """Return a prompt's tokens; what stands in front of all texts, a template has written already."""
+        return list(self.tokenizer(text, add_special_tokens=not self.templated)["input_ids"])
+
+    def prompt_lengths(self, texts: list[str]) -> list[int]:
+        """Count the tokens of many prompts, in batches and without what else a tokenizer finds out."""
+        if not self.tokenizer.is_fast:
+            return [len(self._prompt_tokens(text)) for text in texts]
+        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
+        return [len(one) for part in parts for one in encode(part, add_special_tokens=not self.templated)]
 
     def continuation(self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = ()) -> list[int] | None:
         """Return the tokens from the end of the last message, a reply as it was sampled, to the next turn.

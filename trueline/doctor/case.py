@@ -1,7 +1,7 @@
 """What the checks look at: a run's keys, planned as far as it can be, its model's words and its rows."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trueline.config.base import ConfigError
@@ -20,12 +20,13 @@ from trueline.data.types import Prompt
 from trueline.doctor.findings import Finding
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.tasks import TASKS
-from trueline.runs.preflight import load_prompts
+from trueline.runs.preflight import Reading, load_prompts
 
 Kind = TypeVar("Kind")
+Record = Prompt | Conversation | Document | Pair | Rated | StepRated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """A row of any task: what is asked, what the row answers, and what a reward compares."""
 
@@ -35,9 +36,13 @@ class Row:
     label: Any = None
     tools: tuple[Tool, ...] = ()
 
-    def question(self) -> str:
-        """Return what makes two rows ask the same; of a text that answers nothing, all of it."""
-        return repr(self.asked or self.answers)
+    question: int = field(init=False)  # what makes two rows ask the same; of a text that answers nothing, all of it
+
+    def __post_init__(self) -> None:
+        self.question = hash(repr(self.asked or self.answers))  # once, and not the text: rows may be many
+
+    def holds(self, text: str) -> bool:
+        return any(text in content_of(message) for message in self.asked)
 
     def text(self) -> str:
         return content_of(self.asked[-1]) if self.asked else ""
@@ -78,8 +83,14 @@ class Case:
 Check = Callable[[Case], Iterable[Finding]]
 
 
+def case_of(config: RunConfig, reading: Reading) -> Case:
+    """Make a case of what a plan has read."""
+    prompts = [one for one in reading.rows if isinstance(one, Prompt)]
+    return Case(config, reading.facts, reading.chat, prompts, rows_of(reading.rows), rows_of(reading.held_out))
+
+
 def gather(config: RunConfig) -> Case:
-    """Read whatever can be read without loading weights."""
+    """Read whatever can be read without loading weights, of a run whose plan is refused."""
     case = Case(config, None, None, [], [], [])
     facts = readable(lambda: check_model(case.model))
     template = dict(dict(config)["data"])["chat_template"]
@@ -89,7 +100,7 @@ def gather(config: RunConfig) -> Case:
         return Case(config, facts, chat, [], rows, held_out)
     assert isinstance(config, RLConfig | SamplingConfig)  # no other kind of run is there
     prompts, tested = readable(lambda: prompts_of(config)) or ([], [])
-    return Case(config, facts, chat, prompts, [*map(asked_row, prompts)], [*map(asked_row, tested)])
+    return Case(config, facts, chat, prompts, rows_of(prompts), rows_of(tested))
 
 
 def readable(read: Callable[[], Kind]) -> Kind | None:
@@ -111,10 +122,6 @@ def prompts_of(config: RLConfig | SamplingConfig) -> tuple[list[Prompt], list[Pr
     return [one for path in paths for one in load_prompts(config.data, path, key)], tested
 
 
-def asked_row(prompt: Prompt) -> Row:
-    return Row(prompt.messages, (), prompt.place(), prompt.label, tuple(prompt.tools))
-
-
 def supervised_rows(config: SupervisedConfig) -> tuple[list[Row], list[Row]]:
     held, key = config.evaluation, config.data.source_key()
     opened = [open_source(path, key) for path in config.data.sources()]
@@ -124,11 +131,17 @@ def supervised_rows(config: SupervisedConfig) -> tuple[list[Row], list[Row]]:
 
 
 def read_parts(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[Row]:
-    return [given_row(record) for part in parts for record in TASKS[config.task].read(part, config)[0]]
+    return [row for part in parts for row in rows_of(TASKS[config.task].read(part, config)[0])]
 
 
-def given_row(record: Conversation | Document | Pair | Rated | StepRated) -> Row:
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    return [row_of(record) for record in records]
+
+
+def row_of(record: Record) -> Row:
     match record:
+        case Prompt(messages=messages, label=label, tools=tools):
+            return Row(messages, (), record.place(), label, tuple(tools))
         case Document(text, place):
             return Row([], (text,), place)
         case Conversation(messages, place, tools):

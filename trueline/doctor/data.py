@@ -12,28 +12,28 @@ MANY = 0.5  # share of the rows
 
 
 def repeated_rows(case: Case) -> Iterator[Finding]:
-    counts = Counter((row.question(), row.answers) for row in case.rows)
+    counts = Counter((row.question, row.answers) for row in case.rows)
     repeated = sum(count - 1 for count in counts.values())
     if repeated:
-        first = next(row for row in case.rows if counts[row.question(), row.answers] > 1)
+        first = next(row for row in case.rows if counts[row.question, row.answers] > 1)
         why = f"they are learnt more often than the others; one is {first.place}"
         yield Finding("watch", f"duplicates: {share(repeated, len(case.rows))} stand there before", why, path_key(case))
 
 
 def contradictions(case: Case) -> Iterator[Finding]:
     """Find prompts that several rows label in different ways."""
-    labels: dict[str, set[str]] = {}
+    labels: dict[int, set[str]] = {}
     for row in case.rows:
-        labels.setdefault(row.question(), set()).add(str(row.label))
-    several = [row for row in case.rows if len(labels[row.question()]) > 1]
+        labels.setdefault(row.question, set()).add(str(row.label))
+    several = [row for row in case.rows if len(labels[row.question]) > 1]
     if several:
         what = f"{share(len(several), len(case.rows))} ask the same and have different labels, e.g. {several[0].place}"
         yield Finding("watch", what, "no answer is right for all of them", path_key(case))
 
 
 def leaked_rows(case: Case) -> Iterator[Finding]:
-    trained = {row.question() for row in case.rows}
-    leaked = [row for row in case.held_out if row.question() in trained]
+    trained = {row.question for row in case.rows}
+    leaked = [row for row in case.held_out if row.question in trained]
     if leaked:
         what = f"leak: {share(len(leaked), len(case.held_out))} held out are trained on as well, e.g. {leaked[0].place}"
         split = isinstance(case.config, SupervisedConfig) and case.config.evaluation.share > 0
@@ -64,7 +64,7 @@ def mixed_labels(case: Case) -> Iterator[Finding]:
 
 def told_labels(case: Case) -> Iterator[Finding]:
     """Find prompts that hold their own answer, where that is too long to stand there by chance."""
-    told = [row for row in labelled(case) if len(str(row.label)) >= LONG_LABEL and str(row.label) in row.question()]
+    told = [row for row in labelled(case) if len(str(row.label)) >= LONG_LABEL and row.holds(str(row.label))]
     if len(told) > MANY * len(case.rows):
         what = f"{share(len(told), len(case.rows))} have their label in the prompt, e.g. {told[0].place}"
         yield Finding("watch", what, "copying would be enough", "data.prompt_column")

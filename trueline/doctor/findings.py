@@ -44,6 +44,12 @@ def named_key(text: str, kind: type[Config]) -> str:
     return next((path for path in paths if path in known), "")
 
 
+def line_of(one: Finding) -> str:
+    """Put a finding into a line of a plan."""
+    words = "; ".join(filter(None, (one.what, one.why)))
+    return f"doctor     {one.level}: {words}" + (f" ({one.key})" if one.key else "")
+
+
 def share(part: int, whole: int) -> str:
     return f"{part} of {whole} rows ({100 * part / max(whole, 1):.0f} %)"
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.data.readers import LABEL_COLUMNS
@@ -62,8 +64,13 @@ def tried_rewards(case: Case) -> Iterator[Finding]:
         key = f"reward.parts.{name}.function" if config.parts else "reward.function"
         if kind_of(part) != "function":
             yield Finding("fine", f"{part.function} was not asked", "it is no function, and may cost money", key)
-        elif (trial := asyncio.run(tried(part, config, two_rows(case.prompts)))) is not None:
+        elif (trial := waited_for(tried(part, config, two_rows(case.prompts)))) is not None:
             yield from judged(trial, part, config, key)
+
+
+def waited_for(trial: Coroutine[Any, Any, Trial | None]) -> Trial | None:
+    with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
+        return thread.submit(asyncio.run, trial).result()
 
 
 def two_rows(prompts: list[Prompt]) -> list[Prompt]:
@@ -97,10 +104,15 @@ async def called(reward: FunctionReward, rows: list[Prompt], compared: bool) -> 
     replies = [(row, text) for row in rows for text in (MADE_UP, str(row.label))]
     if not compared:
         replies = list(zip((rows[0], rows[0], rows[1], rows[1]), REPLIES, strict=True))
+    known = compared and reward.part.function in REWARDS  # what a made-up reply gets, which may take seconds to import
     calls, others = [], []
     try:
         for row, reply in replies:
-            calls.append(await score(reward, row, reply))
+            calls.append(
+                Scored(row, reply, 0.0)
+                if known and reply == MADE_UP != str(row.label)
+                else await score(reward, row, reply)
+            )
         if compared and calls[1].reward <= calls[0].reward:
             others = [await score(reward, rows[0], form.format(rows[0].label)) for form in FORMS]
     except RewardFailure as failure:

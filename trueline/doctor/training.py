@@ -109,9 +109,9 @@ def long_rows(case: Case) -> Iterator[Finding]:
     config = case.config
     if not isinstance(config, SupervisedConfig) or case.chat is None or config.max_tokens is None:
         return
-    texts = ["".join((*(str(part.get("content")) for part in row.asked), *row.answers[:1])) for row in case.rows]
-    long = sum(len(case.chat.text_tokens(text)) > config.max_tokens for text in texts[:LOOKED_AT])
-    looked_at = min(len(texts), LOOKED_AT)
+    rows = case.rows[:LOOKED_AT]
+    texts = ["".join((*(str(part.get("content")) for part in row.asked), *row.answers[:1])) for row in rows]
+    long, looked_at = sum(len(case.chat.text_tokens(text)) > config.max_tokens for text in texts), len(texts)
     if long > FEW * looked_at and config.data.too_long != "error":
         done = {"drop": "left out", "truncate": "cut off"}[config.data.too_long]
         what = f"{long} of {looked_at} rows looked at have more than max_tokens={config.max_tokens}"

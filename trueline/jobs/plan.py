@@ -14,6 +14,7 @@ from trueline.rollout.groups import Numbered
 from trueline.runs.engines import check_engines
 from trueline.runs.preflight import (
     PromptSet,
+    Reading,
     check_rollout,
     fitting_prompts,
     load_prompts,
@@ -42,6 +43,9 @@ class SamplingPlan(Generic[Kind]):
     sets: dict[str, PromptSet]
     chat: ChatFormat
     warnings: list[str]  # of the rewards
+
+    def reading(self) -> Reading:
+        return Reading(self.facts, self.chat, [prompt for one in self.sets.values() for prompt in one.prompts], [])
 
     def prompts(self) -> int:
         return sum(len(one.prompts) for one in self.sets.values())

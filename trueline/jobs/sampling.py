@@ -90,7 +90,7 @@ Run = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
 
 def job_of(plan: SamplingPlan[Kind], work: str, total: int, run: Run[Kind]) -> Job:
     about = [describe(plan, work), *warning_lines(plan.config, plan.layout, plan.machine)]
-    return Job(plan.config, "\n".join(about), total, partial(run, plan))
+    return Job(plan.config, "\n".join(about), total, partial(run, plan), reading=plan.reading())
 
 
 # generate

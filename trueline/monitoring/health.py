@@ -82,9 +82,13 @@ def gap(history: History) -> Verdict:
         return FINE  # what is stale differs by right
     floor, last = history.values(key)[0], min(history.values(key)[-2:])
     why = f"engine and trainer differ by {last:.2g} nats a token, {floor:.2g} at the start: see mismatch/ and sync/"
-    if last > 5 * floor + 0.02:
-        return BAD, why
-    return (WATCH, why) if last > 2 * floor + 0.01 else FINE
+    level = gap_level(last, floor)
+    return (level, why) if level else FINE
+
+
+def gap_level(found: float, floor: float) -> int:
+    """Judge a mean gap of log-probs by that on weights which are known to be the same."""
+    return BAD if found > 5 * floor + 0.02 else WATCH if found > 2 * floor + 0.01 else OK
 
 
 def staleness(history: History) -> Verdict:

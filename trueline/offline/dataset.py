@@ -1,7 +1,7 @@
 """The samples of an offline run: read, checked and tokenized before any model is loaded."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
@@ -53,6 +53,8 @@ class Dataset:
 class Material:
     train: Dataset
     held_out: Dataset | None
+    records: Records = field(default_factory=list)  # that were trained on, and those held out, as they were read
+    held_out_records: Records = field(default_factory=list)
 
 
 def load_material(config: SupervisedConfig, chat: ChatFormat, max_tokens: int) -> Material:
@@ -65,12 +67,13 @@ def load_material(config: SupervisedConfig, chat: ChatFormat, max_tokens: int) -
     if evaluation.data:
         held_out = [open_source(evaluation.data, "evaluation.data")]
     if not held_out:
-        return Material(train, None)
+        return Material(train, None, records)
     shares = [part[: evaluation.limit] for part in held_out]
     try:
-        return Material(train, encode_sources(shares, [1.0] * len(shares), config, chat, max_tokens)[0])
+        tested, kept_apart = encode_sources(shares, [1.0] * len(shares), config, chat, max_tokens)
     except ConfigError as error:
         raise ConfigError(f"held-out rows (evaluation.*): {error}") from error
+    return Material(train, tested, records, kept_apart)
 
 
 def encode_sources(

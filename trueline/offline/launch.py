@@ -13,7 +13,8 @@ from trueline.runs.preflight import chained
 
 def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
     plan = plan_supervised(config)
-    return training(plan.config, describe_plan(plan), plan.steps, partial(supervised_trainer, plan))
+    trainer = partial(supervised_trainer, plan.without_records())
+    return training(plan.config, describe_plan(plan), plan.steps, trainer, plan.reading())
 
 
 def show_preview(config: SupervisedConfig, rows: int) -> int:

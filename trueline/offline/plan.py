@@ -3,7 +3,7 @@
 import math
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from trueline.config.base import ConfigError, Tree
@@ -18,7 +18,15 @@ from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.learning_rate import rate_warnings
 from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, settled
-from trueline.runs.preflight import check_parallel, check_routers, node_rooms, rank_count, resolve_dtype, resolve_path
+from trueline.runs.preflight import (
+    Reading,
+    check_parallel,
+    check_routers,
+    node_rooms,
+    rank_count,
+    resolve_dtype,
+    resolve_path,
+)
 from trueline.runs.summary import machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, placed
@@ -35,6 +43,13 @@ class SupervisedPlan:
     longest: int
     chat: ChatFormat
     forecast: Forecast | None  # of a machine that is this one
+
+    def reading(self) -> Reading:
+        return Reading(self.facts, self.chat, self.material.records, self.material.held_out_records)
+
+    def without_records(self) -> "SupervisedPlan":
+        """Leave out what training does not need: rows as texts may take as much memory as all samples."""
+        return replace(self, material=Material(self.material.train, self.material.held_out))
 
     def fingerprint(self) -> Tree:
         data, train = self.config.data, self.material.train

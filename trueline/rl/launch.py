@@ -11,4 +11,5 @@ from trueline.runs.launch import Job, Start, training
 
 def prepare_rl(config: RLConfig, start: Start) -> Job:
     plan = plan_rl(config)
-    return training(plan.config, describe_plan(plan), plan.config.steps, partial(rl_trainer, plan))
+    about, trainer = describe_plan(plan), partial(rl_trainer, plan)
+    return training(plan.config, about, plan.config.steps, trainer, plan.reading())

@@ -21,6 +21,7 @@ Metrics = dict[str, float]
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
 REPEATED = 8  # tokens of a run that is said twice by no chance
 UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
+CUT_OFF, UNIFORM = 0.5, 0.9  # shares of answers, and of groups, above which a first step is warned of
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
 
 
@@ -158,13 +159,13 @@ def uniform_warning(uniform: int, step: int, steps: int, mean: float) -> str:
 def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
     """Return signs of the first step that a run will not learn, each with the key to change."""
     warnings = []
-    if metrics["response_length/truncated_share"] > 0.5:
+    if metrics["response_length/truncated_share"] > CUT_OFF:
         warnings.append(
             f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise "
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
         )
     grouped = config.algorithm.group_size > 1 and config.judged()
-    if grouped and metrics["reward/uniform_groups_share"] > 0.9:
+    if grouped and metrics["reward/uniform_groups_share"] > UNIFORM:
         warnings.append(
             f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
             f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "

@@ -30,6 +30,7 @@ from trueline.runs.memory import (
 from trueline.runs.preflight import (
     Measured,
     PromptSet,
+    Reading,
     check_parallel,
     check_rollout,
     check_routers,
@@ -83,6 +84,10 @@ class RLDraft:
     def takes_turns(self) -> bool:
         """Tell whether engines sleep while models on the same GPUs train."""
         return self.shares_gpus() and self.layout.in_turns
+
+    def reading(self) -> Reading:
+        held_out = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
+        return Reading(self.facts, self.chat, self.prompts, held_out)
 
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,7 +18,7 @@ from trueline.monitoring.trackers import check_trackers
 from trueline.monitoring.watch import Watch
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
-from trueline.runs.preflight import chained
+from trueline.runs.preflight import Reading, chained
 from trueline.runs.rescue import RolledBack
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
@@ -47,6 +47,7 @@ class Job:
     total: int  # steps, prompts or rounds
     work: Callable[[RunFolder, Progress], int]  # gives the exit status
     trains: bool = False  # goes on from checkpoints only
+    reading: Reading | None = None  # until it was looked at
 
 
 class Trainer(Protocol):
@@ -54,9 +55,18 @@ class Trainer(Protocol):
 
 
 def launch(
-    config: Kind, verb: str, prepare: Callable[[Kind, Start], Job], *, dry_run: bool = False, resume: bool = False
+    config: Kind,
+    verb: str,
+    prepare: Callable[[Kind, Start], Job],
+    *,
+    dry_run: bool = False,
+    resume: bool = False,
+    look: Callable[[Job], list[str]] = lambda job: [],
 ) -> int:
-    """Name the run, plan it with `prepare`, and do it, or only say what would be done."""
+    """Name the run, plan it with `prepare`, and do it, or only say what would be done.
+
+    What `look` says of a plan is said behind it.
+    """
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     config, taken = chained(config)
@@ -75,9 +85,12 @@ def launch(
         progress.note(f"{about}\nrun        {folder.path}")
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")
+        if job.config.monitoring.doctor and not goes_on(job, folder, resume):
+            for line in look(job):
+                progress.note(line)
         while True:
             try:
-                return carry_out(job, folder, progress)
+                return carry_out(replace(job, reading=None), folder, progress)  # texts are not needed any more
             except RolledBack:
                 config = with_lower_rates(config)
                 with WORK.doing("phase", "plan"):
@@ -92,6 +105,10 @@ def with_lower_rates(config: Kind) -> Kind:
     rates = {key: part.learning_rate for key, part in sections.items() if isinstance(part, TrainingConfig)}
     factor = config.health.rate_factor
     return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items()})
+
+
+def goes_on(job: Job, folder: RunFolder, resume: bool) -> bool:
+    return resume and (folder.has_checkpoint() or not job.trains)
 
 
 def carry_out(job: Job, folder: RunFolder, progress: Progress) -> int:
@@ -111,6 +128,7 @@ def training(
     about: str,
     steps: int,
     trainer: Callable[[RunFolder, Progress], AbstractContextManager[Trainer]],
+    reading: Reading | None = None,
 ) -> Job:
     """Make the job of a trainer that is open as long as it trains."""
 
@@ -133,4 +151,4 @@ def training(
             progress.note(f"go on with: {folder.resume_command()}")
         return 0 if finished else 130
 
-    return Job(config, about, steps, work, trains=True)
+    return Job(config, about, steps, work, trains=True, reading=reading)

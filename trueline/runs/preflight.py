@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
@@ -166,6 +166,16 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a plan has read of model and data, for checks that read nothing again."""
+
+    facts: ModelFacts
+    chat: ChatFormat
+    rows: list[Any]  # prompts to answer, or the records of an offline task
+    held_out: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSet:
     """Prompts that fit, how many did not, and how many tokens the longest has."""
 
@@ -179,12 +189,12 @@ def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:
 
 
 def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
-    return Measured(prompts, [prompt_length(prompt, chat) for prompt in prompts])
+    return Measured(prompts, chat.prompt_lengths([prompt_text(prompt, chat) for prompt in prompts]))
 
 
-def prompt_length(prompt: Prompt, chat: ChatFormat) -> int:
+def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
     with naming(prompt.place()):
-        return len(chat.prompt_tokens(prompt.messages, prompt.tools))
+        return chat.prompt_text(prompt.messages, prompt.tools)
 
 
 def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:

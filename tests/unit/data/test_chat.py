@@ -2,6 +2,7 @@ import copy
 from itertools import groupby
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
@@ -339,3 +340,15 @@ def test_a_template_that_takes_arguments_for_text_refuses_objects(tokenizer: Pre
     chat = chat_with(tokenizer, TOOL_TEMPLATE.replace("arguments | tojson", "arguments + ''"))
     with pytest.raises(ConfigError, match=r"refuses user, assistant: .*dict"):
         chat.encode(TOOL_TALK[:2], "all")
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_prompts_counted_together_have_the_lengths_of_each(
+    tokenizer: PreTrainedTokenizerFast, template: str | None
+) -> None:
+    chat = chat_with(tokenizer, template)
+    first = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    chat.tokenizer.backend_tokenizer.post_processor = first  # which a template's text must not get once more
+    prompts = [MESSAGES, TALK[:2], [{"role": "user", "content": "größer" * 30}], [{"role": "user", "content": ""}]]
+    counted = chat.prompt_lengths([chat.prompt_text(prompt) for prompt in prompts])
+    assert counted == [len(chat.prompt_tokens(prompt)) for prompt in prompts]
