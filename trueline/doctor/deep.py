@@ -35,6 +35,7 @@ ALWAYS_CUT = 0.95  # share of answers
 LEVELS = {OK: "fine", WATCH: "watch", BAD: "bad"}
 KEEP_NOTHING: Tree = {
     "checkpoint": {"save": False, "keep_best": 0},
+    "health": {"action": "log"},
     "monitoring": {"tensorboard": False, "wandb": None, "mlflow": None, "trackio": None},
 }
 

@@ -27,7 +27,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
-from trueline.data.types import Sample
+from trueline.data.types import Sample, is_filled
 from trueline.models.divergence import load_teacher
 from trueline.runtime.actors import ActorFailure, LocalActor
 from trueline.runtime.fingerprints import bit_sum, wrapped
@@ -475,6 +475,21 @@ def test_gradients_pass_through_four_bit_weights(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         distance = np.linalg.norm(found[name] - tensor) / max(np.linalg.norm(tensor), 1e-9)
         assert distance < 1e-3, f"{name}: {distance:.2e}"
+
+
+def test_an_update_tells_the_entropy_of_each_token(model_folder: Path) -> None:
+    """In the samples' own order, whatever the passes: that of the distribution at the run's temperature."""
+    samples = make_samples(7, seed=31)
+    group = make_group(make_worker(model_folder), rows=2)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    group.update(samples, "policy", replace(SETTINGS, entropies=True))
+    for sample in samples:
+        logits = model(input_ids=sample.tokens[None]).logits[0, :-1].detach() / SETTINGS.temperature
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(sample.entropy[1:][sample.mask[1:]], expected[sample.mask[1:]], rtol=1e-4, atol=1e-5)
+    others = make_samples(7, seed=31)
+    group.update(others, "policy", SETTINGS)
+    assert not any(is_filled(sample, "entropy") for sample in others)
 
 
 def test_preferences_are_learnt(model_folder: Path) -> None:
