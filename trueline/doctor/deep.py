@@ -175,7 +175,9 @@ def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding
     if "loss" in metrics:
         yield from learnt(metrics)
     elif not metrics:
-        yield Finding("watch", "no step was trained: no answer has a weight in the loss", "", "algorithm.shaping")
+        yield Finding(
+            "watch", "no step was trained: no answer has a weight in the loss", "", "algorithm.shaping.overlong_filter"
+        )
 
 
 def step_time(trainer: RLTrainer, config: RLConfig, prompts: int) -> Finding:
