@@ -45,5 +45,5 @@ def unknown_metric(metric: str, runs: list[Run]) -> str:
     names = {name: None for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
     known = [name for name in names if name != "step"]
     near = difflib.get_close_matches(metric, known, n=1)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
     return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(sorted(known)) or 'none'}"

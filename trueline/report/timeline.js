@@ -1,12 +1,18 @@
 // Who was busy when: a row for each process, a colour for each thing done; and the memory of the processes.
 const LANE = 22, LABEL = 104, SHARE = 44, LANES = 24, TONES = 12;
 
-const tones = new Map();  // class of each thing done, the same in all runs and windows
+let tones = new Map();  // class of each thing done, the same in all runs and windows
 
-function toneOf(name) {
-  if (!tones.has(name)) tones.set(name, `tone${tones.size % TONES}`);
-  return tones.get(name);
+// Phases have the colours that they have above, then what takes longest; the rest is grey.
+function setTones(runs) {
+  const sums = new Map(phaseNames().slice(0, -1).map((name) => [name, Infinity]));
+  for (const { steps, names } of runs.map((run) => run.timeline)) for (const [, what, from, to] of steps.flatMap((step) => step.spans))
+    sums.set(names[what], (sums.get(names[what]) || 0) + to - from);
+  const order = [...sums].sort(([, one], [, other]) => (one === other ? 0 : other - one)).map(([name]) => name);
+  tones = new Map(order.map((name, place) => [name, place < TONES ? `tone${place}` : "rest"]));
 }
+
+function toneOf(name) { return tones.get(name); }
 
 // The steps that are asked for, of those that are here.
 function shownSteps({ steps, windows }) {
@@ -83,10 +89,12 @@ function memoryOf(run) {
 
 function showTimeline() {
   const runs = data.runs.filter((run) => run.timeline);
-  phaseNames().slice(0, -1).forEach(toneOf);  // the colours that phases have above
+  setTones(runs);
   byId("timeline").hidden = !fill("timeline", runs.map(timelineOf));
-  const names = new Set(runs.flatMap((run) => lanes(run.timeline, shownSteps(run.timeline)).rows.flatMap((row) => row.spans.map((span) => span.what))));
-  within("timeline", ".legend").replaceChildren(...[...names].map((name) => make("span", {}, make("i", { class: toneOf(name) }), name)));
+  const done = new Set(runs.flatMap((run) => lanes(run.timeline, shownSteps(run.timeline)).rows.flatMap((row) => row.spans.map((span) => span.what))));
+  const [named, others] = [true, false].map((wanted) => [...tones].filter(([name, tone]) => done.has(name) && (tone !== "rest") === wanted));
+  const legend = [...named, ...(others.length ? [[`${others.length} shorter ones`, "rest"]] : [])];
+  within("timeline", ".legend").replaceChildren(...legend.map(([name, tone]) => make("span", {}, make("i", { class: tone }), name)));
   byId("memory").hidden = !fill("memory", data.runs.filter((run) => run.memory).map(memoryOf));
 }
 
