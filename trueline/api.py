@@ -100,7 +100,7 @@ class Run:
 
 
 def read_rows(file: Path) -> Rows:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [json.loads(line) for line in file.read_text().split("\n") if line] if file.exists() else []
 
 
 def train(

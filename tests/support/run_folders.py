@@ -76,7 +76,7 @@ def rl_metrics(step: int, steps: int, chance: random.Random) -> dict[str, float]
         "response_length/truncated_share": max(0.0, 0.1 + 0.03 * noise()),
         "mismatch/logprob_gap_mean": abs(2e-3 + 3e-4 * noise()),
         "memory/device_gib": 61 + 0.5 * noise(),
-        **{f"rollout/other_{number}": noise() for number in range(40)},
+        **{f"reward/part/other_{number}": noise() for number in range(40)},
         **evaluated,
         **times,
         "time/step": sum(times.values()) + 0.2,
