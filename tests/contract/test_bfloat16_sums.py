@@ -14,6 +14,8 @@ from trueline.data.types import pack_samples
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 64
 HALF_STEP = 2**-8  # of bfloat16: no number is rounded by a larger share of itself
 FROZEN_RATE = 1e-12  # moves no weight, so that many gradients can be taken of one model

@@ -15,6 +15,8 @@ from trueline.data.types import pack_samples
 from trueline.training.report import LossSettings, Report
 from trueline.training.worker import Worker, WorkerSpec
 
+pytestmark = pytest.mark.slow
+
 COURSE = {"learning_rate": 1e-3, "schedule": "linear", "weight_decay": 0.1, "ema_decay": 0.8}
 RANKS, SAMPLES = 2, 8
 BAD = {"nan": math.nan, "infinite": math.inf}  # the value of one token; only the first spoils the gradient

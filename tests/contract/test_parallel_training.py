@@ -149,8 +149,8 @@ def divisions(tmp_path_factory: pytest.TempPathFactory) -> Divisions:
 
 
 EVERY = [
-    *(case for group in (ALONE, PAIR, PAIR_CUT) for case in group),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in (*FOUR, *FOUR_CUT)),
+    *(case for group in (ALONE, PAIR) for case in group),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (*PAIR_CUT, *FOUR, *FOUR_CUT)),
 ]
 
 

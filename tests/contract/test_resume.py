@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from trueline.training.report import LossSettings
 from trueline.training.saving import SavedState
 from trueline.training.worker import Worker, WorkerSpec
 
+pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
 FIRST, REST = range(3), range(3, 6)
 # Relative L2 distance of each weight after a change of ranks or engine; Muon's iterations are in bfloat16, and without
@@ -115,10 +115,6 @@ CHANGED_SLOW: list[Change] = [
     (Case(stage=2), Case(stage=3, offload="moments")),
     *((Case(stage=stage), Case(stage=3 - stage)) for stage in (2, 3)),
 ]
-
-
-def with_slow(quick: list[Any], slow: list[Any]) -> list[Any]:
-    return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +215,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("case", with_slow(SAME, SAME_SLOW), ids=Case.name)
+@pytest.mark.parametrize("case", [*SAME, *SAME_SLOW], ids=Case.name)
 def test_a_resumed_run_equals_the_uninterrupted_one(
     case: Case, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]
 ) -> None:
@@ -237,7 +233,7 @@ def differs(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    "change", with_slow(CHANGED, CHANGED_SLOW), ids=lambda change: f"{change[0].name()}-to-{change[1].name()}"
+    "change", [*CHANGED, *CHANGED_SLOW], ids=lambda change: f"{change[0].name()}-to-{change[1].name()}"
 )
 def test_a_run_resumes_on_other_ranks_and_engines(
     change: Change, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]

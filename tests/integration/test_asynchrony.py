@@ -57,7 +57,8 @@ def fates_of(home: Path, name: str) -> Counter[tuple[str, int]]:
     return Counter((fate, number) for row in rows for fate in row if fate != "step" for number in row[fate])
 
 
-@pytest.mark.parametrize(("staleness", "mode"), [(1, "interrupt"), pytest.param(3, "keep", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("staleness", "mode"), [(1, "interrupt"), pytest.param(3, "keep", marks=pytest.mark.soak)])
 def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: int, mode: str) -> None:
     name = f"stale-{staleness}"
     words = [f"rollout.max_staleness={staleness}", f"rollout.on_update={mode}", "steps=8"]
@@ -168,7 +169,7 @@ def kill_one(run: subprocess.Popen[str], victim: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["driver", "rank"])
+@pytest.mark.parametrize("victim", ["driver", pytest.param("rank", marks=pytest.mark.soak)])
 def test_after_a_kill_every_prompt_of_an_epoch_is_trained_once(home: Path, victim: str) -> None:
     kill_and_resume(home, victim, f"killed-{victim}", 0.4)
 

@@ -125,6 +125,7 @@ def check_run_folder(folder: Path, steps: int) -> None:
     assert AutoTokenizer.from_pretrained(newest).eos_token_id == 2
 
 
+@pytest.mark.slow
 def test_steps_are_saved_when_an_engine_dies_again_and_again(home: Path) -> None:
     """It is started anew, in vain; the trainer lives on in its own process, and nothing that it has trained is lost."""
     started = subprocess.Popen(
@@ -198,6 +199,7 @@ def test_a_run_is_the_model_or_the_reward_of_the_next(home: Path, here: Screen) 
         assert port in here.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     """Two ranks share each sequence at ZeRO 3; after --resume one rank at ZeRO 1 goes on."""
     pairs = [{"prompt": f"Say {number}", "chosen": "yes", "rejected": f"no {number}"} for number in range(20)]

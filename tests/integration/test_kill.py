@@ -209,6 +209,7 @@ def expected(model: str) -> dict[int, Digests]:
     return uninterrupted(model, KILLS[-1] * MOST_SAVES + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [KILLS[0], pytest.param(KILLS[1], marks=pytest.mark.soak)])
 def test_kills_within_saves_cost_nothing_but_the_save(
     kills: int, model: str, expected: dict[int, Digests], tmp_path: Path
@@ -332,10 +333,11 @@ def is_just_saved(names: set[str]) -> bool:
 
 
 MOMENTS = {"while a checkpoint is written": is_being_written, "as soon as a checkpoint is whole": is_just_saved}
+SOONEST = next(iter(MOMENTS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param(one, marks=[pytest.mark.soak] * (one != SOONEST)) for one in MOMENTS])
 def test_a_killed_run_resumes_to_the_same_end(home: Path, whole: Path, moment: str) -> None:
     name = f"killed-{list(MOMENTS).index(moment)}"
     run = home / "runs" / name

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # As a notebook does: one cell after the other, in one namespace, `await` allowed, in a loop that is running.
@@ -43,6 +45,7 @@ def run_cells(cells: list[str], folder: Path, checks: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_the_notebook_trains_plots_evaluates_and_samples(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "examples/quickstart.ipynb").read_text())
     assert notebook["nbformat"] == 4 and {cell["cell_type"] for cell in notebook["cells"]} == {"markdown", "code"}

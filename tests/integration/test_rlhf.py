@@ -86,6 +86,7 @@ def served(home: Path) -> Iterator[str]:
             assert not alive
 
 
+@pytest.mark.slow
 def test_four_models_train_side_by_side(home: Path) -> None:
     rows = trueline(
         home, "ppo", "reward_model", "local", "prompts_per_step=16", "steps=2", "algorithm.kl.coefficient=0.05"
@@ -100,6 +101,7 @@ def test_four_models_train_side_by_side(home: Path) -> None:
     assert not torch.equal(critic.score.weight, start.score.weight)  # it started there, and learnt
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
     monkeypatch.setenv("TRUELINE_REWARD_TOKEN", TOKEN)
@@ -118,7 +120,7 @@ def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyP
     ("preset", "words"),
     [
         ("ppo", ["prompts_per_step=64"]),
-        ("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
+        pytest.param("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"], marks=pytest.mark.soak),
     ],
 )
 def test_it_learns_through_ray_and_vllm(home: Path, preset: str, words: list[str]) -> None:

@@ -152,6 +152,7 @@ def test_killed_at_any_moment_and_resumed_it_is_the_run_that_nobody_stopped(home
         assert (run / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_resume_goes_on(home: Path, whole: Path) -> None:
     words = [*GENERATE, "--reward", "rewards.py:slow", "--name", "stopped", "rollout.max_sequences=4"]
     process = start(*words)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -238,6 +239,7 @@ def spot() -> Spot:
     return Spot(environment={"PYTHONPATH": root})
 
 
+@pytest.mark.slow
 def test_a_rank_that_skips_a_collective(ray_logs: Path, ranks: list[RayActor[Rank]]) -> None:
     with watched(ray_logs, 30.0) as first:
         calls = [actor.submit(Rank.update, "", skips=rank == 1) for rank, actor in enumerate(ranks)]
@@ -248,6 +250,7 @@ def test_a_rank_that_skips_a_collective(ray_logs: Path, ranks: list[RayActor[Ran
     assert "policy rank 1 has no call to work on, while policy rank 0 waits in a collective (all_reduce)" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow(ray_logs: Path, ranks: list[RayActor[Rank]], tmp_path: Path) -> None:
     with watched(ray_logs, 30.0) as first:
         calls = [actor.submit(Rank.update, str(tmp_path / "go on") * rank) for rank, actor in enumerate(ranks)]
@@ -258,6 +261,7 @@ def test_a_rank_that_is_slow(ray_logs: Path, ranks: list[RayActor[Rank]], tmp_pa
     assert "while policy rank 0 waits in a collective (all_reduce)" in line
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_stopped_and_then_one_that_is_dead(ray_logs: Path) -> None:
     engine = RayActor("engine-0", ENGINE, [], spot(), ray_logs / "engine-0.log")
     assert asyncio.run(engine.call(Engine.generate)) == 1
@@ -267,7 +271,9 @@ def test_an_engine_that_is_stopped_and_then_one_that_is_dead(ray_logs: Path) -> 
     with watched(ray_logs, 30.0) as first:
         call = engine._pending("generate")
         line, asked = first(), explain(ray_logs.parent)
-        os.kill(beat.pid, signal.SIGKILL)
+        victim = psutil.Process(beat.pid)
+        victim.kill()
+        victim.wait()  # a process that is dying is still there
         WORK.moved += 1e-3  # one report for each silence
         line_of_dead = first()
         del call

@@ -64,7 +64,7 @@ def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     group.stop()
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.soak)])
 def engines(
     request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, EnginePool]]:
@@ -150,7 +150,7 @@ def train_once(trainer: ModelGroup, samples: list[Sample], seed: int) -> dict[st
     return trainer.update(samples, "policy", LossSettings(1.0, algorithm))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_engines_follow_the_trainer(
     stage: int, trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
 ) -> None:

@@ -23,12 +23,16 @@ def train(folder: Path, preset: str, *words: str) -> list[dict[str, float]]:
 
 
 ANSWERS = 64  # per step, whatever the group size
-SEEDS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
 MARGIN = 0.25
 
 
+PRESET_MARKS = {name: [pytest.mark.slow] * (name not in ("grpo", "ppo")) for name in PRESETS}
+LEARNT = [pytest.param(name, marks=marks) for name, marks in PRESET_MARKS.items() if name != "on_policy_distill"]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "on_policy_distill"])
+@pytest.mark.parametrize("preset", LEARNT)
 def test_preset_learns(preset: str, seed: int, tmp_path: Path) -> None:
     """Of 259 bytes 26 are letters: a random policy earns about 0.1. The last three steps beat the first by MARGIN."""
     size = PRESETS[preset]["group_size"]

@@ -56,10 +56,13 @@ class RoundsConfig(SelectionConfig):
 
     def run_keys(self) -> Tree:
         """Return the keys that every stage takes over as they are."""
-        return self.model_dump(include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "model"})
+        return self.model_dump(
+            include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "health", "model"}
+        )
 
     def generate_keys(self) -> Tree:
-        return self.model_dump(include={*SelectionConfig.model_fields} - {"name", "folder", "checkpoint", "monitoring"})
+        elsewhere = {"name", "folder", "checkpoint", "monitoring", "health"}
+        return self.model_dump(include={*SelectionConfig.model_fields} - elsewhere)
 
     def training_keys(self) -> Tree:
         training = self.training.model_dump()

@@ -67,7 +67,7 @@ class Recipe:
 
     def evaluation(self, number: int) -> EvalConfig:
         tree = self.config.model_dump(
-            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring"},
+            include={*SamplingConfig.model_fields, "evaluation"} - {"checkpoint", "monitoring", "health"},
             exclude={"rollout": set(SamplingControls.model_fields)},  # those of `evaluation` take their place
         )
         tree["data"] |= {"path": "", "mixture": {}}

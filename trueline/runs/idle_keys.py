@@ -9,7 +9,7 @@ from trueline.algorithms.entries import Entry
 from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.rl import RLConfig, SamplingControls
-from trueline.config.run import RunConfig
+from trueline.config.run import MonitoringConfig, RunConfig
 from trueline.config.sampling import EvalConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.rewards.combined import kind_of
@@ -90,6 +90,11 @@ TRAINING: list[Rule] = [
         "checkpoint.save=false writes no checkpoint",
     ),
     ("training.decay_share", lambda run: run.training.schedule == "wsd", "it is for training.schedule=wsd"),
+    (
+        "health.rate_factor",
+        lambda run: run.health.action == "roll_back",
+        "health.action=log, pause and stop change no rate",
+    ),
 ]
 
 GREEDY: Rule = (
@@ -97,6 +102,7 @@ GREEDY: Rule = (
     lambda run: run.evaluation.temperature > 0,
     "evaluation.temperature=0 takes the likeliest token",
 )
+TRACKED = " ".join(f"monitoring.{key}" for key in MonitoringConfig.model_fields if key != "doctor")
 ASYNCHRONOUS = "rollout.max_staleness rollout.on_update rollout.too_old"
 KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
 NO_KL = "algorithm.kl.coefficient=0"
@@ -164,7 +170,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     ],
     SamplingConfig: [
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
-        (f"checkpoint. monitoring. {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
+        (f"checkpoint. health. {TRACKED} {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
     ],
     EvalConfig: [
         GREEDY,

@@ -57,6 +57,8 @@ IDLE = [
     ("sft", "evaluation.every=5", "held out"),
     ("sft", "monitoring.transcripts_per_step=1", "nothing is sampled"),
     ("sft", "monitoring.tokens=False", "nothing is sampled"),
+    ("sft", "health.rate_factor=0.5", "health.action=log"),
+    ("generate", "health.action=stop", "nothing is trained"),
     ("dpo", "preference.gamma=0.5", "preference.loss=simpo"),
     ("generate", "checkpoint.every=5", "nothing is trained"),
     ("generate", "reward_model.ranks=2", "no reward is a model"),
