@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ SAME = [
     Case(stage=3, offload="all"),
     Case(stage=0, optimizer="muon"),
 ]
-SAME_SLOW = [
+SAME_RARE = [
     *(replace(TORCH, **change) for change in ({"ema": 0.8}, {"offload": "moments"})),
     *(Case(stage=stage, tensor=2) for stage in (0, 2)),
     Case(stage=1, tensor=2, ema=0.8),
@@ -106,7 +107,7 @@ CHANGED: list[Change] = [
     (Case(stage=2, offload="moments"), Case(stage=2)),
     *((Case(stage=stage), Case(stage=3 - stage)) for stage in (0, 1)),
 ]
-CHANGED_SLOW: list[Change] = [
+CHANGED_RARE: list[Change] = [
     (Case(stage=3), Case(stage=1, ranks=1)),
     (Case(stage=0, tensor=2), Case(stage=2)),
     (Case(stage=1, tensor=2, ema=0.8), Case(stage=3, ema=0.8)),
@@ -115,6 +116,10 @@ CHANGED_SLOW: list[Change] = [
     (Case(stage=2), Case(stage=3, offload="moments")),
     *((Case(stage=stage), Case(stage=3 - stage)) for stage in (2, 3)),
 ]
+
+
+def in_soak(rare: list[Any]) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.soak) for one in rare]
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +220,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize("case", [*SAME, *SAME_SLOW], ids=Case.name)
+@pytest.mark.parametrize("case", [*SAME, *in_soak(SAME_RARE)], ids=Case.name)
 def test_a_resumed_run_equals_the_uninterrupted_one(
     case: Case, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]
 ) -> None:
@@ -233,7 +238,7 @@ def differs(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    "change", [*CHANGED, *CHANGED_SLOW], ids=lambda change: f"{change[0].name()}-to-{change[1].name()}"
+    "change", [*CHANGED, *in_soak(CHANGED_RARE)], ids=lambda change: f"{change[0].name()}-to-{change[1].name()}"
 )
 def test_a_run_resumes_on_other_ranks_and_engines(
     change: Change, whole: list[dict[Case, State]], resumed: list[dict[Change, State]]
@@ -306,7 +311,7 @@ def take_up(rank: int, world: int, model: str, folder: Path, cases: list[Case]) 
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_four_ranks_saved_goes_on_with_one_two_and_three(model: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     losses = run_ranks(save_and_go_on, 4, tmp_path / "four", model, saved)

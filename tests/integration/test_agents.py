@@ -101,7 +101,7 @@ def drawing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("example", ["tools", "agent"])
+@pytest.mark.parametrize("example", ["tools", pytest.param("agent", marks=pytest.mark.soak)])
 def test_a_tool_is_learnt(example: str, drawing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tool says cannot be known: from below 0.3 to above 0.8, by the run's own tools and by an agent's."""
     watched = Watched(drawing, monkeypatch)

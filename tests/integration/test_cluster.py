@@ -93,7 +93,7 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
     assert min(wire) > 0 and max(row["sync/wire_gb"] for row in steps_of(home, "grpo-alone")) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("verb", "words"),
     [

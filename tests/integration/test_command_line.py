@@ -125,7 +125,7 @@ def check_run_folder(folder: Path, steps: int) -> None:
     assert AutoTokenizer.from_pretrained(newest).eos_token_id == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_steps_are_saved_when_an_engine_dies_again_and_again(home: Path) -> None:
     """It is started anew, in vain; the trainer lives on in its own process, and nothing that it has trained is lost."""
     started = subprocess.Popen(

@@ -61,6 +61,7 @@ def test_the_notebook_trains_plots_evaluates_and_samples(tmp_path: Path) -> None
     run_cells(["".join(cell["source"]) for cell in code], tmp_path, checks)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs/python.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)

@@ -115,12 +115,12 @@ def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyP
     assert len({round(reward, 4) for _, reward in local}) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("preset", "words"),
     [
         ("ppo", ["prompts_per_step=64"]),
-        pytest.param("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"], marks=pytest.mark.soak),
+        ("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
     ],
 )
 def test_it_learns_through_ray_and_vllm(home: Path, preset: str, words: list[str]) -> None:

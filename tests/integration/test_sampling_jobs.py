@@ -311,7 +311,7 @@ def test_rounds_of_pairs_raise_the_held_out_reward(home: Path, capsys: pytest.Ca
     assert "held-out reward" in said and f"{results[2]['evaluation/reward']:.3f}" in said
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_rounds_go_on_to_the_same_end(home: Path, raft: Path) -> None:
     """Killed while the first round samples, and while the second one trains."""
     run, words = home / "runs" / "raft-killed", [*RAFT, "--reward", "rewards.py:slow", "--name", "raft-killed"]

@@ -259,7 +259,7 @@ def test_what_vllm_loads_wrongly_is_noticed(
         assert sync.verify()["sync/canary_gap"] < TOLERANCE, fault
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_alone_reach_an_engine_that_holds_them(
     trainer: ModelGroup, cluster: None, loop: EventLoop, tmp_path: Path
 ) -> None:

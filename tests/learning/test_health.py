@@ -84,7 +84,10 @@ def test_a_sound_offline_run_is_not_bad(tmp_path: Path) -> None:
     assert max(levels(tmp_path)) < 2
 
 
-@pytest.mark.parametrize("verb", ["grpo", "ppo", "dapo", "rloo"])
+SOUND = ["grpo", "ppo", *(pytest.param(verb, marks=pytest.mark.soak) for verb in ("dapo", "rloo"))]
+
+
+@pytest.mark.parametrize("verb", SOUND)
 def test_sound_runs_are_not_bad(verb: str, tmp_path: Path) -> None:
     words = ["critic.learning_rate=1e-3"] if verb == "ppo" else []
     words += ["algorithm.shaping.overlong_factor=0.2"] if verb == "dapo" else []

@@ -51,12 +51,14 @@ SETTINGS = {  # what answers of eight tokens, all of which reach the length limi
 }
 
 
+@pytest.mark.slow
 def test_ppos_critic_explains_the_returns(tmp_path: Path) -> None:
     rows = train(tmp_path, "ppo", f"prompts_per_step={ANSWERS}", "steps=24", *SETTINGS["ppo"])
     assert abs(rows[0]["critic/explained_variance"]) < 0.05  # a new critic says 0
     assert fmean(row["critic/explained_variance"] for row in rows[-5:]) > 0.3
 
 
+@pytest.mark.slow
 def test_on_policy_distillation_closes_half_of_the_gap_to_its_teacher(tmp_path: Path) -> None:
     """The teacher learnt letters by dr_grpo; the student starts where the teacher did, and sees no reward."""
     train(tmp_path / "teacher", "dr_grpo", "prompts_per_step=8")

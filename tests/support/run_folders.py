@@ -13,13 +13,14 @@ import torch
 
 from trueline.config.reward import RewardPartConfig
 from trueline.config.run import MonitoringConfig
-from trueline.monitoring.run_folder import HEAD, RunFolder
+from trueline.monitoring.run_folder import FOLDER, HEAD, RunFolder
 from trueline.monitoring.trackers import Tracker
 from trueline.rewards.replay import write_failure
 from trueline.rl.tokens import MOST_TOKENS, packed
 
 START = 1.8e9
 PHASES = {"rollout": 3.0, "score": 0.7, "train": 2.0, "save": 0.1, "sync": 0.3}
+PLAN = "machine    2 CPU cores\nloss       ppo_clip: ratio clipped, by https://me:secret@host/"
 CONFIG = "name: {name}\nseed: 0\nsteps: {steps}\ntraining:\n  learning_rate: {rate}\n  betas:\n  - 0.9\n  - 0.95\n"
 TURNS = [
     {
@@ -55,6 +56,7 @@ def make_run(path: Path, steps: int, *, rate: float = 1e-5, seed: int = 0, judge
 def made_folder(path: Path, verb: str, steps: int, rate: float = 1e-5) -> RunFolder:
     folder = RunFolder(path)
     folder.logs.mkdir(parents=True)
+    folder.log.write_text(f"{PLAN}\n{FOLDER}{path}\nstarting   models\n")
     folder.config.write_text(f"{HEAD}{verb}\n{CONFIG.format(name=path.name, steps=steps, rate=rate)}")
     return folder
 

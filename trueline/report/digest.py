@@ -92,6 +92,7 @@ def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
         "transcript_count": len(run.transcripts),
         "failures": cleaned(run.failures),
         "ledger": ledger(run.ledger),
+        "plan": run.plan,
         "config": cleaned(run.config),
     }
     return shown | {"tokens": shown_tokens(chosen, PAGE_BYTES // runs - len(as_json(shown)))}

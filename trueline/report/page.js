@@ -223,7 +223,8 @@ function card(run, number) {
   const times = health && health.counts.map((count, level) => (level && count ? `${count} x ${data.levels[level]}` : "")).filter(Boolean).join(", ");
   const said = health && make("p", { class: `health badge${health.level}` }, make("b", {}, data.levels[health.level]),
     ` ${health.rules.join(", ")}${times ? ` (${times} over all steps)` : ""}`);
-  return make("article", {}, name, make("p", { class: "verb" }, run.verb || "no config.yaml"), facts, said);
+  return make("article", {}, name, make("p", { class: "verb" }, run.verb || "no config.yaml"), facts, said,
+    run.plan ? make("details", { class: "plan" }, make("summary", {}, "plan and recipe"), make("pre", {}, run.plan)) : null);
 }
 
 function swatch(number) {

@@ -14,13 +14,14 @@ import yaml
 
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
-from trueline.monitoring.run_folder import UNFINISHED, RunFolder
+from trueline.monitoring.run_folder import FOLDER, UNFINISHED, RunFolder
 
 Row = dict[str, Any]
 
 RUNS = Path(RunConfig.model_fields["folder"].default)
 FAILURES = "failures"  # folder with a file for each call behind a failed reward
 MOST_FAILURES = 20  # that are read of one run
+LONGEST_PLAN = 20_000  # characters
 PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 
@@ -29,6 +30,7 @@ class Run:
     name: str
     verb: str
     config: dict[str, str]  # every key by its path, with its value in words
+    plan: str  # as its start has said it: machine, models, algorithm, batches
     rows: list[Row]  # of metrics.jsonl
     transcripts: list[Row]
     ledger: list[Row]
@@ -71,6 +73,7 @@ class RunReader:
             name=self.name,
             verb=self.folder.verb() if self.folder.config.is_file() else "",
             config=read_config(self.folder.config),
+            plan=read_plan(self.folder.log),
             rows=rows,
             transcripts=transcripts,
             ledger=ledger,
@@ -130,6 +133,15 @@ def read_config(file: Path) -> dict[str, str]:
     except yaml.YAMLError as error:
         return {file.name: f"cannot be read: {error}"}
     return {path: without_password(text) for path, text in flat(tree)}
+
+
+def read_plan(log: Path) -> str:
+    """Read what a run's log begins with, up to where its folder is named."""
+    if not log.is_file():
+        return ""
+    with log.open(errors="replace") as lines:
+        plan, named, _ = lines.read(LONGEST_PLAN).partition(f"\n{FOLDER}")
+    return without_password(plan) if named else ""
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from trueline.config.model import TrainingConfig
 from trueline.config.run import RunConfig
 from trueline.monitoring.beats import WORK
 from trueline.monitoring.progress import Progress
-from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.run_folder import FOLDER, RunFolder, default_name
 from trueline.monitoring.trackers import check_trackers
 from trueline.monitoring.watch import Watch
 from trueline.rollout.failures import RolloutFailure
@@ -82,7 +82,7 @@ def launch(
         folder.open(job.config, verb, resume=resume)
         progress = Progress(name, job.total, log=folder.log)
         watch.move(folder.logs, progress.note)
-        progress.note(f"{about}\nrun        {folder.path}")
+        progress.note(f"{about}\n{FOLDER}{folder.path}")
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")
         if job.config.monitoring.doctor and not goes_on(job, folder, resume):

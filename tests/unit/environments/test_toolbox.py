@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from trueline.environments.tools.calls import ToolMistake
-from trueline.environments.tools.schemas import check_arguments, schema_of
+from trueline.environments.tools.schemas import schema_of, wrong_arguments
 from trueline.environments.tools.toolbox import Toolbox
 from trueline.rewards.process import NoSuchFunction
 
@@ -176,7 +176,7 @@ RIGHT: dict[str, Any] = {
 
 @pytest.mark.parametrize("more", [{}, {"note": None, "rows": [[1], []], "lent": True}, {"price": 2.5, "size": 3}])
 def test_right_arguments(more: dict[str, Any]) -> None:
-    assert check_arguments(booked, {**RIGHT, **more}) == ""
+    assert wrong_arguments(schema_of(booked), {**RIGHT, **more}) == ""
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_right_arguments(more: dict[str, Any]) -> None:
     ],
 )
 def test_wrong_arguments_are_told_to_the_model(more: dict[str, Any], said: str) -> None:
-    assert said in check_arguments(booked, {**RIGHT, **more})
+    assert said in wrong_arguments(schema_of(booked), {**RIGHT, **more})
 
 
 def test_missing_arguments_are_all_told() -> None:
-    said = check_arguments(booked, {"title": "t", "extra": 1})
+    said = wrong_arguments(schema_of(booked), {"title": "t", "extra": 1})
     assert "the argument 'pages' is missing; the argument 'price' is missing" in said
     assert said.endswith("lent (boolean).")
 

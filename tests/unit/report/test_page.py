@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.run_folders import TURNS, made_folder, make_failure, make_run
+from tests.support.run_folders import PLAN, TURNS, made_folder, make_failure, make_run
 from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
@@ -70,6 +70,7 @@ def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
     make_failure(folder)
     run = only_run(tmp_path / "page.html", folder.path)
     assert (run["name"], run["verb"]) == ("first", "grpo")
+    assert run["plan"] == PLAN.replace("me:secret@", "")  # up to where the run begins
     assert (
         run["facts"]["steps"] == "40 of 40"
         and run["facts"]["reward"] == f"{read_run('', folder).rows[-1]['reward/mean']:.4g}"

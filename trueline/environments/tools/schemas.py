@@ -84,12 +84,8 @@ def documented(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(before.strip().partition("\n\n")[0].split()), texts
 
 
-def check_arguments(function: Function, arguments: dict[str, Any]) -> str:
-    """Return what is wrong with arguments, for the model, or nothing."""
-    return wrong_arguments(schema_of(function), arguments)
-
-
 def wrong_arguments(schema: "Tool", arguments: dict[str, Any]) -> str:
+    """Return what is wrong with arguments, for the model, or nothing."""
     name, parameters = schema["function"]["name"], schema["function"]["parameters"]
     properties = parameters["properties"]
     wrong = [f"the argument {one!r} is missing" for one in parameters["required"] if one not in arguments]
