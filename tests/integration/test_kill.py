@@ -333,11 +333,10 @@ def is_just_saved(names: set[str]) -> bool:
 
 
 MOMENTS = {"while a checkpoint is written": is_being_written, "as soon as a checkpoint is whole": is_just_saved}
-SOONEST = next(iter(MOMENTS))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [pytest.param(one, marks=[pytest.mark.soak] * (one != SOONEST)) for one in MOMENTS])
+@pytest.mark.soak
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_killed_run_resumes_to_the_same_end(home: Path, whole: Path, moment: str) -> None:
     name = f"killed-{list(MOMENTS).index(moment)}"
     run = home / "runs" / name
