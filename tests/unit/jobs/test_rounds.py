@@ -30,6 +30,7 @@ TREE: dict[str, Any] = {
     "evaluation": {"data": "held_out.jsonl", "samples": 4, "temperature": 0.5},
     "rollout": {"max_new_tokens": 9, "top_p": 0.9, "stop": ["."]},
     "checkpoint": {"every": 9},
+    "health": {"action": "stop"},
     "training": {"learning_rate": 0.5, "epochs": 3, "samples_per_step": 5, "warmup_steps": 2},
 }
 
@@ -96,6 +97,11 @@ def test_keys_reach_the_stages_that_they_are_for(raft: Recipe, tmp_path: Path) -
         CheckpointConfig(),
     )
     assert {stage.config.runtime for stage in raft.stages()} == {"local"}
+
+
+def test_a_bad_step_is_answered_where_something_is_trained(raft: Recipe) -> None:
+    assert raft.training(1).health.action == "stop"
+    assert raft.generation(1).health.action == raft.evaluation(1).health.action == "log"
 
 
 def test_pairs_are_trained_on_with_the_preference_keys(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.ledger import Ledger
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.interrupts import Interrupts
+from trueline.runs.launch import with_lower_rates
 from trueline.runs.rescue import GO_ON, PROVEN, Care, RolledBack, care_of
 from trueline.runs.state import RLState, SupervisedState
 from trueline.training.checkpoints import Checkpoints, Saved
@@ -87,6 +88,17 @@ def test_a_healthy_checkpoint_outlives_newer_ones_and_is_gone_back_to(tmp_path: 
     healthy = patient.steps()
     assert len(healthy) == 1 and 0 < healthy[0] <= patient.state.step - PROVEN
     assert (patient.checkpoints.finished()[0] / "weights").read_text() == str(healthy[0])
+    ledger = Ledger.of(patient.checkpoints.read_state(patient.checkpoints.finished()[0])["ledger"])
+    assert ledger.fates == {"trained": healthy[0], "rolled_back": patient.state.step - healthy[0]}
+    ledger.balance()
+
+
+def test_all_rates_are_lower_after_it() -> None:
+    ppo = RLConfig.parse({"training": {"learning_rate": 1e-3}, "critic": {"learning_rate": 1e-2}})
+    lower = with_lower_rates(ppo)
+    assert (lower.training.learning_rate, lower.critic.learning_rate) == pytest.approx((1e-4, 1e-3))
+    kept = ppo.replaced({"health": {"rate_factor": 1.0}})
+    assert with_lower_rates(kept) == kept
 
 
 def test_a_run_goes_back_twice_at_most(tmp_path: Path) -> None:
