@@ -18,7 +18,14 @@ class EnvironmentFailure(RuntimeError):
 
 
 class EnvironmentLost(EnvironmentFailure):
-    """Its process was ended by the fault of another episode; this one may begin anew."""
+    """Its process was ended by the fault of another episode; this one may begin anew.
+
+    A suspect is one of several that were at work there, any of which may be at fault: it has to begin by itself.
+    """
+
+    def __init__(self, reason: str, *, suspect: bool = False) -> None:
+        super().__init__(reason)
+        self.suspect = suspect
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ class Mistake(Exception):
 class Waiting:
     what: str
     answer: asyncio.Future[Any]
+    begun: bool = False  # so that it may be what holds up or ends the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Program:
 
 @dataclass(slots=True, eq=False)
 class Host:
-    """One process with many episodes; where one of them holds all up, it is found, and the others may begin anew."""
+    """One process with many episodes; where one of them ends it, the others may begin anew."""
 
     program: Program
     log: Path
@@ -61,7 +62,6 @@ class Host:
     life: int = 0  # how often it was started
     ended: str = ""  # why it was last ended
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    begun: int = 0  # the call that began last
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     reader: "asyncio.Task[None] | None" = None
@@ -119,16 +119,15 @@ class Host:
         except ValueError as error:  # no JSON, or a line above the limit
             why = f"its answer cannot be read: {error}"
         if self.child.process is process:
-            self._end(self.begun, why)
+            self._end(self._at_work(), why)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if "begun" in message:
-            self.begun = message["begun"]
-            return
         waiting = self.waiting.get(message["id"])
         if waiting is None or waiting.answer.done():
             return
-        if "result" in message:
+        if "begun" in message:
+            waiting.begun = True
+        elif "result" in message:
             waiting.answer.set_result(message["result"])
         elif "mistake" in message:
             waiting.answer.set_exception(Mistake(message["mistake"]))
@@ -136,28 +135,30 @@ class Host:
             waiting.answer.set_exception(self.failure(message["error"]))
 
     async def _blame(self, number: int, why: str) -> None:
-        """End the process for a call that is overdue, or for the one that keeps it from answering anything."""
+        """End the process for a call that is overdue, or for those at work when it does not answer anything."""
         life, ping = self.life, next(self.numbers)
         answer = asyncio.get_running_loop().create_future()
         self.waiting[ping] = Waiting("a sign of life", answer)
-        before = self.begun
         with contextlib.suppress(TimeoutError, EnvironmentFailure):
             await self._send({"id": ping, "episode": "", "method": "ping"})
             await asyncio.wait_for(asyncio.shield(answer), PING_SECONDS)
         self.waiting.pop(ping, None)
         if self.life != life or number not in self.waiting or self.waiting[number].answer.done():
             return
-        culprit = number if answer.done() or before not in self.waiting else before
-        self._end(culprit, f"{self.waiting[culprit].what} {why}")
+        suspects = [number] if answer.done() else self._at_work() or [number]
+        self._end(suspects, f"{self.waiting[suspects[0]].what} {why}")
 
-    def _end(self, culprit: int, why: str) -> None:
-        """Kill the process; the culprit fails, and the episodes beside it are lost."""
+    def _at_work(self) -> list[int]:
+        return [number for number, call in self.waiting.items() if call.begun and not call.answer.done()]
+
+    def _end(self, suspects: list[int], why: str) -> None:
+        """Kill the process; a single suspect fails, and the episodes beside it are lost."""
         self.child.kill()
         self.ended = f"{self.program.words()}: its process was ended for another episode: {why}"
         for number, waiting in self.waiting.items():
             if not waiting.answer.done():
-                lost = EnvironmentLost(self.ended)
-                waiting.answer.set_exception(self.failure(why) if number == culprit else lost)
+                lost = EnvironmentLost(self.ended, suspect=number in suspects)
+                waiting.answer.set_exception(self.failure(why) if suspects == [number] else lost)
                 waiting.answer.exception()  # whoever asked may be gone
 
     def failure(self, reason: str) -> EnvironmentFailure:
@@ -182,36 +183,56 @@ async def settled(answer: "asyncio.Future[Any]", seconds: float, since: Since) -
 
 
 class Hosts:
-    """Several hosts of one program; an episode stays in the one with the fewest."""
+    """Several hosts of one program; an episode stays in the one with the fewest, or in one for itself alone."""
 
     def __init__(self, program: Program, log: Path) -> None:
+        self.program, self.log = program, log
         self.hosts = [Host(program, log) for _ in range(program.config.processes)]
+        self.alone: list[Host] = []  # each with the one episode that it was made for
+        self.rooms = asyncio.Semaphore(program.config.processes)  # for those
 
-    async def place(self) -> "Place":
-        host = min(self.hosts, key=lambda one: one.episodes)
+    async def place(self, *, alone: bool) -> "Place":
+        if alone:
+            await self.rooms.acquire()
+            self.alone.append(Host(self.program, self.log))
+        host = self.alone[-1] if alone else min(self.hosts, key=lambda one: one.episodes)
         host.episodes += 1
-        return Place(host)
+        return Place(host, self)
+
+    async def left(self, host: Host) -> None:
+        host.episodes -= 1
+        if host in self.alone:
+            self.alone.remove(host)
+            self.rooms.release()
+            await host.stop()
 
     async def stop(self) -> None:
-        await asyncio.gather(*(host.stop() for host in self.hosts))
+        await asyncio.gather(*(host.stop() for host in [*self.hosts, *self.alone]))
 
 
 class Place:
     """An episode's place in a host."""
 
-    def __init__(self, host: Host) -> None:
-        self.host, self.episode, self.life = host, uuid.uuid4().hex, 0
+    def __init__(self, host: Host, hosts: Hosts) -> None:
+        self.host, self.hosts, self.episode, self.life = host, hosts, uuid.uuid4().hex, 0
+        self.suspect = False  # whether it may have been what ended the process
 
     async def ask(self, method: str, since: Since | None = None, **given: Any) -> Any:
         await self.host.start()
         if self.life not in (0, self.host.life):  # its state went with the process
             raise EnvironmentLost(self.host.ended)
         self.life = self.host.life
-        return await self.host.ask(self.episode, method, given, since)
+        try:
+            return await self.host.ask(self.episode, method, given, since)
+        except EnvironmentLost as lost:
+            self.suspect |= lost.suspect
+            raise
 
     async def close(self) -> None:
         """Let the episode give back what it holds; what fails in that is in the log, and harms nobody."""
-        self.host.episodes -= 1
-        if self.life and self.life == self.host.life and self.host.child.runs():
-            with contextlib.suppress(EnvironmentFailure, Mistake):
-                await self.host.ask(self.episode, "close", {})
+        try:
+            if self.life and self.life == self.host.life and self.host.child.runs():
+                with contextlib.suppress(EnvironmentFailure, Mistake):
+                    await self.host.ask(self.episode, "close", {})
+        finally:
+            await self.hosts.left(self.host)

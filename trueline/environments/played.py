@@ -29,8 +29,9 @@ class Hosted(Environment):
         self.here: Place | None = None
 
     async def place(self) -> Place:
+        alone = self.here is not None and self.here.suspect
         await self.close()  # what an episode that begins anew held
-        self.here = await self.hosts.place()
+        self.here = await self.hosts.place(alone=alone)
         return self.here
 
     async def close(self) -> None:

@@ -207,7 +207,7 @@ def as_step(said: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Answers requests as they come; each says first that it has begun, so that one that stops all is known."""
+    """Answers requests as they come; each says first that it has begun, so that those are known that may stop all."""
 
     def __init__(self, kind: str, memory_gib: float) -> None:
         self.kind, self.memory_gib = kind, memory_gib
@@ -230,7 +230,7 @@ class Server:
 
     async def answer(self, request: dict[str, Any]) -> None:
         number = request["id"]
-        self.reply({"begun": number})
+        self.reply({"id": number, "begun": True})
         try:
             self.reply({"id": number, "result": await self.work(request)})
         except (ToolMistake, PolicyError) as mistake:

@@ -43,6 +43,8 @@ class Game:
             sys.exit("enough")
         if reply == "loops in C":
             ctypes.PyDLL(None).sleep(1000)
+        if reply == "naps":
+            time.sleep(1)
         if reply == "loops":
             while True:
                 pass
@@ -167,6 +169,7 @@ class Stage:
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         self.folder, self.tokenizer, self.delay = folder, tokenizer, 0.0
+        self.script: dict[str, str] = {}
         (folder / "code.py").write_text(CODE)
 
     def config(self, key: str, names: Any, **keys: Any) -> EnvironmentConfig:
@@ -180,7 +183,7 @@ class Stage:
         self, config: EnvironmentConfig, *texts: str, episodes: int = 1, reward: Any = None, context: int = 2000
     ) -> list[Trajectory]:
         table = self.table = Table(self.tokenizer, CHATML, *texts, turns=config.max_turns, context=context)
-        table.engine.delay = self.delay
+        table.engine.delay, table.engine.script = self.delay, self.script
         rewards = CombinedReward({"reward": (reward, RewardPartConfig())} if reward else {}, 0.0)
         params = SamplingParams(1.0, context // 2, tuple(table.chat.stop_ids))
 
@@ -248,12 +251,18 @@ def test_what_a_step_started_ends_with_it(stage: Stage) -> None:
 
 @pytest.mark.parametrize("fault", ["loops in C", "dies"])
 def test_a_culprit_does_not_take_other_episodes_with_it(fault: str, stage: Stage) -> None:
-    texts = [fault, *["a"] * 40]
-    played = stage.play(stage.config("function", "Game", timeout_seconds=3), *texts, episodes=5)
-    failed = [one for one in played if one.outcome.failed]
-    assert [one.reply for one in failed] == [fault]
-    assert FAULTS[fault].replace("2 s", "3 s") in failed[0].error
-    assert all(one.reward == 2.0 for one in played if not one.outcome.failed)
+    stage.script = {f"train-{group}-0-0": fault if group == 1 else "naps" for group in range(5)}
+    played = stage.play(stage.config("function", "Game", timeout_seconds=4), *["a"] * 40, episodes=5)
+    assert FAULTS[fault].replace("2 s", "4 s") in played[1].error
+    assert [(one.outcome.failed, one.reward) for one in played] == [
+        (True, None) if group == 1 else (False, 2.0) for group in range(5)
+    ]
+
+
+def test_an_episode_by_itself_ends_its_process(stage: Stage) -> None:
+    stage.script = {f"train-{group}-0-0": "dies" for group in range(3)}
+    played = stage.play(stage.config("function", "Game"), episodes=3)
+    assert all("died of SIGSEGV" in one.error and "another episode" not in one.error for one in played)
 
 
 @pytest.mark.parametrize(("name", "texts", "reward"), [("run", ("2", "yes"), 1.0), ("plain", ("four",), 4.0)])

@@ -33,11 +33,13 @@ class Scripted:
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self.said: list[list[int]] = []
         self.delay = 0.0  # seconds before an answer
+        self.script: dict[str, str] = {}  # what it says to a request, however often it is asked
 
     async def call(self, method: Any, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         await asyncio.sleep(self.delay)
         self.asked.append((tokens, params, request))
-        words = [*self.tokenizer(self.texts.pop(0))["input_ids"], self.tokenizer.eos_token_id]
+        text = self.script.get(request) or self.texts.pop(0)
+        words = [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
         chosen = words[: params.max_new_tokens]
         self.said.append(chosen)
         logprobs = [-float(len(self.said)) - 0.01 * at for at in range(len(chosen))]
