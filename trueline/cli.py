@@ -59,6 +59,12 @@ def unknown_option(word: str, options: argparse.Namespace) -> str:
     return said + suggestion(command.kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def one_of(verbs: Collection[str]) -> Callable[[str], str]:
     """Make a type for argparse, whose own error for `choices` would list all of them."""
 
@@ -94,6 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
     demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=positive, default=80, help="of GRPO; 30 show the most of it (default 80)")
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)
     parser.set_defaults(verbs=list(verbs.choices))
@@ -301,7 +308,7 @@ def run_demo(options: argparse.Namespace) -> int:
     from trueline.demo.run import run  # noqa: PLC0415
     from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
 
-    return run(options.folder or Path("runs") / default_name("demo"), options.seed)
+    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:

@@ -132,6 +132,7 @@ def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_is_shared_out_while_it_is_read_is_the_model(
     tmp_path: Path, trained: bool, monkeypatch: pytest.MonkeyPatch

@@ -168,8 +168,8 @@ def kill_one(run: subprocess.Popen[str], victim: str) -> None:
             one.kill()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["driver", pytest.param("rank", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["driver", "rank"])
 def test_after_a_kill_every_prompt_of_an_epoch_is_trained_once(home: Path, victim: str) -> None:
     kill_and_resume(home, victim, f"killed-{victim}", 0.4)
 

@@ -155,7 +155,7 @@ def test_a_node_that_cannot_write_the_runs_folder_is_named(home: Path, cluster: 
     assert run.returncode == 2 and f"node 10.77.0.3 cannot read {aside}/model" in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_node_that_is_lost_is_named_and_the_run_goes_on_with_what_is_left(home: Path, tmp_path: Path) -> None:
     """The engine's node dies: what is trained is saved, and another run on the rest goes on from there."""
     words = ["--reward", "reward.py:letters", *SMALL, "steps=400", "training.ranks=1", "checkpoint.every=0"]

@@ -27,8 +27,9 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))]
 MARGIN = 0.25
 
 
-PRESET_MARKS = {name: [pytest.mark.slow] * (name not in ("grpo", "ppo")) for name in PRESETS}
-LEARNT = [pytest.param(name, marks=marks) for name, marks in PRESET_MARKS.items() if name != "on_policy_distill"]
+RARE, SLOW = pytest.mark.soak, pytest.mark.slow
+PRESET_MARKS = {"grpo": [], "ppo": SLOW, "dapo": SLOW, "reinforce++": SLOW}
+LEARNT = [pytest.param(name, marks=PRESET_MARKS.get(name, RARE)) for name in PRESETS if name != "on_policy_distill"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -90,7 +91,7 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
         assert [row[key] for row in first] == [row[key] for row in again]
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+@pytest.mark.parametrize("preset", ["grpo", pytest.param("ppo", marks=SLOW)])
 def test_a_resumed_run_equals_an_uninterrupted_one(preset: str, tmp_path: Path) -> None:
     """Two steps and two more after --resume are four steps, to the last digit; a critic goes on too."""
     words = ["algorithm.kl.target=0.1", "algorithm.kl.horizon=100"]
@@ -104,6 +105,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(preset: str, tmp_path: Path) 
     assert len({row["policy/kl_coefficient"] for row in whole}) == 4  # it adapts
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("loss", ["sapo", "gmpo"])
 def test_other_losses_learn(loss: str, tmp_path: Path) -> None:
     rows = train(tmp_path, "grpo", f"algorithm.loss={loss}")

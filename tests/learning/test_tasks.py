@@ -101,6 +101,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(verb: str, tmp_path: Path) ->
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
+@pytest.mark.slow
 def test_muon_learns_and_resumes_from_the_command_line(tmp_path: Path) -> None:
     rows = train(tmp_path / "whole", "sft", "training.optimizer=muon")
     assert rows[-1]["evaluation/loss"] < 0.9 * rows[0]["evaluation/loss"]

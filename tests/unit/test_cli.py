@@ -87,6 +87,10 @@ def test_options_of_verbs_without_keys_get_none(capsys: pytest.CaptureFixture[st
     assert said_to(capsys, "serve-reward", "--lr").endswith("unknown option --lr; keys are written as key=value")
 
 
+def test_a_demo_takes_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --steps: '0' is not a whole number above 0" in said_to(capsys, "demo", "--steps", "0")
+
+
 def test_an_unknown_key_is_told_before_anything_heavy_is_loaded() -> None:
     program = (
         "import sys; from trueline.cli import main\n"

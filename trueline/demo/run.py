@@ -1,6 +1,8 @@
 """The demo: a model that does not exist yet learns to add, by supervised training and then by reinforcement."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ WINDOW = 5  # steps whose rewards are averaged in the curve
 SCORED: Tree = {"reward": {"function": "exact"}, "rollout": {"max_new_tokens": 5}}
 
 
-def run(folder: Path, seed: int) -> int:
+def run(folder: Path, seed: int, steps: int) -> int:
+    """Make a model in a new folder and train it, at last by so many steps of GRPO."""
     console = Console(highlight=False)
     folder = folder.resolve()
     folder.mkdir(parents=True)
@@ -36,7 +39,12 @@ def run(folder: Path, seed: int) -> int:
     make_data(folder, seed)
     console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")
     console.print(folder, markup=False, soft_wrap=True)
-    for title, start in STAGES.items():
+    stages: dict[str, Callable[[Tree, Path], int]] = {
+        "2. Warm start[/] by supervised training (trueline sft)": warm_start,
+        "3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)": partial(reinforce, steps=steps),
+        "4. Sampled answers[/] before and after reinforcement (trueline eval)": sample,
+    }
+    for title, start in stages.items():
         console.print(f"[bold]{title}")
         if failed := start({"folder": str(folder), "seed": seed}, folder):
             return failed
@@ -59,11 +67,11 @@ def warm_start(common: Tree, folder: Path) -> int:
     return launch(SftConfig.parse(common | settings), "sft", prepare_supervised)
 
 
-def reinforce(common: Tree, folder: Path) -> int:
+def reinforce(common: Tree, folder: Path, steps: int) -> int:
     """Train through Ray: a DeepSpeed policy, its reference and a vLLM engine; held-out completions are greedy."""
     settings = {
         "name": "grpo",
-        "steps": 80,
+        "steps": steps,
         "prompts_per_step": 32,
         "minibatches": 2,
         "model": {"path": newest_model(folder / "warm_start")},
@@ -85,13 +93,6 @@ def sample(common: Tree, folder: Path) -> int:
         if failed := launch(EvalConfig.parse(common | SCORED | settings | model), "eval", prepare_eval):
             return failed
     return 0
-
-
-STAGES = {
-    "2. Warm start[/] by supervised training (trueline sft)": warm_start,
-    "3. Reinforcement[/] with Ray, vLLM and DeepSpeed (trueline grpo)": reinforce,
-    "4. Sampled answers[/] before and after reinforcement (trueline eval)": sample,
-}
 
 
 def newest_model(run_folder: Path) -> str:
