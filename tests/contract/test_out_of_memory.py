@@ -66,6 +66,7 @@ def stumble(rank: int, world: int, model: str) -> dict[Any, tuple[str, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_step_is_made_again_as_if_memory_had_not_run_out(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ asyncio.run(main())
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_head_sizes_are_those_of_vllm() -> None:
     """The plan refuses other head sizes before vLLM is imported, by a list of its own."""
     code = (

@@ -154,6 +154,7 @@ def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path) -> Non
     assert (rows[-1]["loss"], rows[-1]["evaluation/reward"]) == (0.5, whole)
 
 
+@pytest.mark.slow
 def test_a_rate_that_moves_nothing_is_told_and_one_that_does_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -206,6 +207,15 @@ def as_step(said: Any) -> dict[str, Any]:
     return {"messages": messages, "reward": checked(said.get("reward", 0.0)), "done": done, "metrics": metrics}
 
 
+def started_threads(count: int) -> ThreadPoolExecutor:
+    """Return threads that run already, so that their stacks are no part of the memory that is limited later."""
+    threads, together = ThreadPoolExecutor(count), threading.Barrier(count + 1)
+    for _ in range(count):
+        threads.submit(together.wait)
+    together.wait()
+    return threads
+
+
 class Server:
     """Answers requests as they come; each says first that it has begun, so that those are known that may stop all."""
 
@@ -221,7 +231,7 @@ class Server:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(THREADS))
+        loop.set_default_executor(started_threads(THREADS))
         reader = ThreadPoolExecutor(1)
         while line := await loop.run_in_executor(reader, self.requests.readline):
             task = asyncio.create_task(self.answer(json.loads(line)))

@@ -11,6 +11,8 @@ import psutil
 
 END_SECONDS = 5
 LONGEST_LINE = 64 * 2**20
+# Each arena takes 64 MiB of the addresses that a child may have, and else there are up to 8 for every core.
+FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 MARK = "TRUELINE_REWARD_PROCESS"  # environment variable by which what user code started is found again
 
 
@@ -35,7 +37,7 @@ class ChildProcess:
                 stderr=output,
                 limit=LONGEST_LINE,
                 start_new_session=True,
-                env={**os.environ, MARK: self.mark},
+                env={**FEW_ARENAS, **os.environ, MARK: self.mark},
             )
 
     def kill(self) -> None:

@@ -259,6 +259,13 @@ def test_a_culprit_does_not_take_other_episodes_with_it(fault: str, stage: Stage
     ]
 
 
+def test_many_episodes_at_once_leave_user_code_its_memory(stage: Stage) -> None:
+    """A hundred stacks and what threads allocate from would be more than half a GiB of addresses."""
+    config = stage.config("function", "Game", memory_gib=0.5, options={"turns": 1})
+    played = stage.play(config, *["naps"] * 100, episodes=100)
+    assert [one.error for one in played] == [""] * 100
+
+
 def test_an_episode_by_itself_ends_its_process(stage: Stage) -> None:
     stage.script = {f"train-{group}-0-0": "dies" for group in range(3)}
     played = stage.play(stage.config("function", "Game"), episodes=3)
