@@ -28,6 +28,7 @@ class Mistake(Exception):
 
 @dataclass(slots=True, eq=False)
 class Waiting:
+    episode: str
     what: str
     answer: asyncio.Future[Any]
     begun: bool = False  # so that it may be what holds up or ends the process
@@ -90,7 +91,7 @@ class Host:
     async def _ask(self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None) -> Any:
         number = next(self.numbers)
         answer = asyncio.get_running_loop().create_future()
-        self.waiting[number] = Waiting(f"`{method}`", answer)
+        self.waiting[number] = Waiting(episode, f"`{method}`", answer)
         begun = time.monotonic()
         try:
             await self._send({"id": number, "episode": episode, "method": method, "arguments": given})
@@ -138,7 +139,7 @@ class Host:
         """End the process for a call that is overdue, or for those at work when it does not answer anything."""
         life, ping = self.life, next(self.numbers)
         answer = asyncio.get_running_loop().create_future()
-        self.waiting[ping] = Waiting("a sign of life", answer)
+        self.waiting[ping] = Waiting("", "a sign of life", answer)
         with contextlib.suppress(TimeoutError, EnvironmentFailure):
             await self._send({"id": ping, "episode": "", "method": "ping"})
             await asyncio.wait_for(asyncio.shield(answer), PING_SECONDS)
@@ -152,13 +153,15 @@ class Host:
         return [number for number, call in self.waiting.items() if call.begun and not call.answer.done()]
 
     def _end(self, suspects: list[int], why: str) -> None:
-        """Kill the process; a single suspect fails, and the episodes beside it are lost."""
+        """Kill the process; an episode that alone is suspect fails, and those beside it are lost."""
         self.child.kill()
         self.ended = f"{self.program.words()}: its process was ended for another episode: {why}"
+        known = len({self.waiting[number].episode for number in suspects}) == 1
         for number, waiting in self.waiting.items():
             if not waiting.answer.done():
-                lost = EnvironmentLost(self.ended, suspect=number in suspects)
-                waiting.answer.set_exception(self.failure(why) if suspects == [number] else lost)
+                suspect = number in suspects
+                lost = EnvironmentLost(self.ended, suspect=suspect)
+                waiting.answer.set_exception(self.failure(why) if suspect and known else lost)
                 waiting.answer.exception()  # whoever asked may be gone
 
     def failure(self, reason: str) -> EnvironmentFailure:

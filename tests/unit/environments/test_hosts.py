@@ -136,6 +136,12 @@ def spin(seconds: int) -> str:
         pass
 
 
+def crash() -> str:
+    """Die with the process, as soon as the other call is there."""
+    time.sleep(0.5)
+    os.kill(os.getpid(), 11)
+
+
 def broken() -> str:
     """Break."""
     raise RuntimeError("the tool is broken")
@@ -372,6 +378,13 @@ def test_tools_that_fail_are_no_fault_of_the_policy(name: str, words: str, stage
         stage.config("tools", [name], timeout_seconds=2), calling(name, arguments), "done", reward=Told()
     )
     assert (played.outcome, played.reward) == (Outcome.ENVIRONMENT_ERROR, None) and words in played.error
+
+
+def test_two_calls_of_one_episode_that_end_their_process_are_its_own_fault(stage: Stage) -> None:
+    both = calling("crash", "{}") * 2
+    (played,) = stage.play(stage.config("tools", ["crash"]), both, "done", reward=Told())
+    assert played.outcome is Outcome.ENVIRONMENT_ERROR
+    assert "died of SIGSEGV" in played.error and "another episode" not in played.error
 
 
 def test_an_episode_of_tools_that_runs_out_of_turns_is_judged_as_it_is(stage: Stage) -> None:
