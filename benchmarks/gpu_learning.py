@@ -1,16 +1,22 @@
 """A real model learns two-digit sums on one GPU, with the three flags and the few keys below.
 
-    python benchmarks/gpu_learning.py MODEL FOLDER [--verb ppo] [--steps 100] [key=value ...]
+    python benchmarks/gpu_learning.py MODEL FOLDER [--verb ppo] [--steps 100] [--kill-after 20] [key=value ...]
 
 MODEL is a folder with an instruction-tuned model, for instance SmolLM2-135M-Instruct. Prints held-out greedy accuracy
-over the steps and the gaps between engine and trainer; exits 1 below --least.
+over the steps and the gaps between engine and trainer; exits 1 below --least. --kill-after kills the engine twice
+once that step is done: the process that samples, and the one that is started in its place.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import sys
+import threading
+import time
 from pathlib import Path
+
+import psutil
 
 from trueline.cli import main as trueline
 
@@ -36,6 +42,29 @@ def make_data(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
+def engines() -> list[psutil.Process]:
+    """Return the processes that Ray has started for engines."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if " ".join(one.cmdline()).startswith("ray::AsyncHost"):
+                found.append(one)
+    return found
+
+
+def kill_engine_twice(metrics: Path, step: int) -> None:
+    """Wait for a step; kill the engine, and the one in its place as soon as it is there."""
+    while not metrics.exists() or sum('"loss"' in line for line in metrics.read_text().splitlines()) < step:
+        time.sleep(0.1)
+    (first,) = engines()
+    first.kill()
+    began = time.monotonic()
+    while not (again := [one for one in engines() if one.pid != first.pid]):
+        time.sleep(0.02)
+    again[0].kill()
+    print(f"killed the engine {first.pid}, and {time.monotonic() - began:.2f} s later {again[0].pid}", flush=True)
+
+
 def report(folder: Path, least: float) -> int:
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(row["step"], row["evaluation/reward"]) for row in rows if "evaluation/reward" in row]
@@ -54,10 +83,16 @@ def main() -> int:
     parser.add_argument("--verb", default="grpo")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--least", type=float, default=0.7)
+    parser.add_argument("--kill-after", type=int)
     options, overrides = parser.parse_known_args()
     folder = options.folder.resolve()
     folder.mkdir(parents=True)
     make_data(folder)
+    if options.kill_after is not None:
+        wait = threading.Thread(
+            target=kill_engine_twice, args=(folder / "run" / "metrics.jsonl", options.kill_after), daemon=True
+        )
+        wait.start()
     command = [options.verb, "--model", options.model, "--data", f"{folder}/train.jsonl"]
     command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]
     command += ["prompts_per_step=32", "rollout.max_new_tokens=24", "training.learning_rate=5e-6"]
