@@ -40,6 +40,9 @@ class Hosted(Environment):
             await here.close()
 
 
+OWN_METRICS = "environment/"  # in front of what user code reports, so that no name of it is one of the run's own
+
+
 class Game(Hosted):
     """A user's class with `reset` and `step`."""
 
@@ -50,7 +53,7 @@ class Game(Hosted):
         while True:
             reply = await policy.reply(messages, prompt.tools)
             step = await place.ask("step", reply=reply.text)
-            metrics |= step["metrics"]
+            metrics |= {f"{OWN_METRICS}{name}": value for name, value in step["metrics"].items()}
             messages = [*messages, {"role": "assistant", "content": reply.text}, *step["messages"]]
             if step["done"]:
                 break

@@ -1,5 +1,6 @@
 """Metrics, transcripts and warnings of a step of reinforcement learning."""
 
+import re
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -102,7 +103,7 @@ def describe_parts(trajectories: list[Trajectory]) -> Metrics:
     if {name for name in names if name.startswith("reward/")} == {"reward/reward"}:
         names.remove("reward/reward")  # which is reward/mean
     found = {name: [one.metrics[name] for one in trajectories if name in one.metrics] for name in sorted(names)}
-    return {name.replace("reward/", "reward/part/", 1): fmean(values) for name, values in found.items()}
+    return {re.sub("^reward/", "reward/part/", name): fmean(values) for name, values in found.items()}
 
 
 def describe_sources(trajectories: list[Trajectory]) -> Metrics:

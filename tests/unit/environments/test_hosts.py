@@ -64,7 +64,7 @@ class Game:
         if reply == "prints":
             print("to its output")
         if self.left == 0:
-            return {"reward": 1.0, "done": True, "metrics": {"game/left": self.left}}
+            return {"reward": 1.0, "done": True, "metrics": {"left": self.left, "reward/mean": 9}}
         return {"messages": "go on", "reward": 0.5}
 
     def close(self):
@@ -228,7 +228,8 @@ def test_a_class_plays_turns_with_rewards(name: str, stage: Stage) -> None:
     assert (played.outcome, played.reward, played.error) == (Outcome.FINISHED, 2.0, "")
     assert [turn["content"] for turn in played.turns if turn["role"] == "assistant"] == ["a", "prints", "c"]
     assert played.rewards[played.rewards > 0].tolist() == [0.5, 0.5, 1.0]
-    assert played.metrics == {"game/left": 0.0, "episode/turns": 3.0, "episode/sequences": 1.0}
+    own = {"environment/left": 0.0, "environment/reward/mean": 9.0}
+    assert played.metrics == {**own, "episode/turns": 3.0, "episode/sequences": 1.0}
     opened = stage.table.text(stage.table.engine.asked[0][0])
     assert opened == ("<s>user\n1+1= yes</s>\n" if name == "Game" else "<s>system\nplay</s>\n<s>user\n1+1=</s>\n") + (
         "<s>assistant\n"

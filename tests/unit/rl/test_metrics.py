@@ -53,6 +53,15 @@ def test_rewards_lengths_and_outcomes_of_a_step() -> None:
     assert found["rollout/uniform_lowest_share"] == pytest.approx(1 / 7)
 
 
+def test_what_an_environment_reports_keeps_its_name_beside_the_parts_of_the_reward() -> None:
+    first, second = trajectory(1.0, 7), trajectory(0.0, 7)
+    first.metrics |= {"reward/style": 0.5, "environment/reward/mean": 4.0, "environment/step": 2.0}
+    second.metrics |= {"environment/step": 4.0}
+    found = described([[first, second]])
+    assert (found["environment/reward/mean"], found["environment/step"]) == (4.0, 3.0)
+    assert (found["reward/part/style"], found["reward/mean"]) == (0.5, 0.5) and "step" not in found
+
+
 def test_the_updates_of_a_step_are_reported_together() -> None:
     """Means, but for maxima and what says where the run stands; what only some updates have counts where it is."""
     updates = [

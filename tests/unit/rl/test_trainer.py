@@ -1,6 +1,7 @@
 """The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process."""
 
 import hashlib
+import json
 import time
 from collections import Counter
 from itertools import chain
@@ -244,6 +245,26 @@ def test_a_run_resumes_behind_the_groups_that_dynamic_sampling_dropped(tmp_path:
     assert sum(row["rollout/dropped_groups"] for row in whole[:2]) > 0
     for name in ("loss", "grad_norm", "reward/mean", "rollout/dropped_groups"):
         assert [row[name] for row in whole] == [row[name] for row in parts]
+
+
+def test_an_environment_whose_metrics_bear_names_of_the_run_changes_none_of_its_numbers(tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, prompt):\n"
+        "        return None\n"
+        "    def step(self, reply):\n"
+        "        own = {'step': 99, 'reward': 7, 'reward/mean': 5, 'policy/entropy': -1, 'time/step': 0}\n"
+        "        return {'reward': 0.25, 'done': True, 'metrics': own}\n"
+    )
+    game = [f"environment.function={tmp_path}/game.py:Game", "reward.function=", "prompts_per_step=2", "steps=1"]
+    assert run_letters(tmp_path, "reinforce++", *game) == 0
+    assert run_letters(tmp_path, "reinforce++", *game, "--resume", "steps=2") == 0
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    row = rows_of(tmp_path)[2]
+    assert (row["environment/step"], row["environment/reward/mean"], row["reward/mean"]) == (99, 5, 0.25)
+    assert row["policy/entropy"] > 0 and row["time/step"] > 0
+    shown = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    assert {one["step"] for one in shown} == {1, 2} and {one["reward"] for one in shown} == {0.25}
 
 
 def test_a_run_resumes_with_its_count_of_skipped_steps(tmp_path: Path) -> None:
