@@ -84,7 +84,7 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
             children = psutil.Process(started.pid).children(recursive=True)
             started.send_signal(signal.SIGINT)
     assert started.wait() == 130, "".join(lines)
-    assert "stopping after this step" in "".join(lines)
+    assert "stopping after the update under way" in "".join(lines)
     assert children and wait_until_gone(children)
     folder = home / "runs" / "mine"
     stopped_at = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))

@@ -81,6 +81,9 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         guard = Guard(models.policy, config.training, progress.note)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
+        critic_guard = Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None
+        if critic_guard is not None:
+            critic_guard.skipped = state.critic_skipped_steps
         timer = Timer()
         yield RLTrainer(
             config=config,
@@ -96,7 +99,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             state=state,
             timer=timer,
             guard=guard,
-            critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
+            critic_guard=critic_guard,
             watch=MemoryWatch(plan.forecast, timer),
             care=care_of(config.health, folder, checkpoints),
             pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,

@@ -1,6 +1,7 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -38,6 +39,7 @@ from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import Care, MemoryWatch, Rescue
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
+from trueline.runtime.event_loop import Interrupted
 from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.report import LossSettings
@@ -72,46 +74,54 @@ class RLTrainer:
         for guard in self.guards():
             guard.watch()
         rescue = Rescue(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch)
-        with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
+        interrupts = Interrupts(self.progress.note, config.checkpoint.save, self.rollouts.loop.interrupt)
+        with self.progress, interrupts, rescue:
             self.care.begin(lambda: self.save({}))
             self.publish()
             self.catch_up()
             if state.step < config.steps:
                 self.rollouts.start(state.version)
-            while state.step < config.steps and not interrupts.requested:
-                groups = self.sample()
-                self.settle()
-                trajectories = [trajectory for group in groups for trajectory in group]
-                samples = [one for number, episode in enumerate(trajectories) for one in to_samples(episode, number)]
-                learns = self.policy_learns()
-                with self.sharing.training():
-                    with self.timer.phase("score"):
-                        self.models.score(samples, fresh=self.fresh())
-                    self.assess(samples)
-                    metrics = self.learn(samples)
-                    metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
-                    metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
-                    self.example = trajectories[0].tokens[:EXAMPLE].tolist() if self.rollout.max_staleness else []
-                    state.advance([group[0].group for group in groups], learns)
-                    self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
-                    self.judge_critic(metrics)
-                    state.skipped_steps = self.guard.skipped
-                    for guard in self.guards():
-                        guard.whole = True
-                    self.save_if_due(metrics)
-                if learns or self.sharing.shared:  # engines that sleep forget their weights
-                    metrics |= self.publish()
-                if self.evaluation_due():
-                    metrics |= self.evaluate()
-                    self.checkpoints.tell(state.step, metrics)
-                if state.step < config.steps:
-                    self.rollouts.release(state.version)
-                self.report(metrics, trajectories, samples)
-                self.care.act(state, lambda: self.save({}), interrupts)
+            with suppress(Interrupted):  # while it sampled: the ledger has the prompts, for those who go on
+                while state.step < config.steps and not interrupts.requested:
+                    self.step(interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
             self.progress.note(f"ledger     {state.ledger.balance()}")
         return state
+
+    def step(self, interrupts: Interrupts) -> None:
+        """Sample, update, save if that is due, and make the new weights live."""
+        state, config = self.state, self.config
+        groups = self.sample()
+        self.settle()
+        trajectories = [trajectory for group in groups for trajectory in group]
+        samples = [one for number, episode in enumerate(trajectories) for one in to_samples(episode, number)]
+        learns = self.policy_learns()
+        with self.sharing.training():
+            with self.timer.phase("score"):
+                self.models.score(samples, fresh=self.fresh())
+            self.assess(samples)
+            metrics = self.learn(samples)
+            metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
+            metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
+            self.example = trajectories[0].tokens[:EXAMPLE].tolist() if self.rollout.max_staleness else []
+            state.advance([group[0].group for group in groups], learns)
+            self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
+            self.judge_critic(metrics)
+            state.skipped_steps = self.guard.skipped
+            state.critic_skipped_steps = self.critic_guard.skipped if self.critic_guard is not None else 0
+            for guard in self.guards():
+                guard.whole = True
+            self.save_if_due(metrics, at_once=interrupts.requested)
+        if learns or self.sharing.shared:  # engines that sleep forget their weights
+            metrics |= self.publish()
+        if self.evaluation_due():
+            metrics |= self.evaluate()
+            self.checkpoints.tell(state.step, metrics)
+        if state.step < config.steps:
+            self.rollouts.release(state.version)
+        self.report(metrics, trajectories, samples)
+        self.care.act(state, lambda: self.save({}), interrupts)
 
     def catch_up(self) -> None:
         """Write the row of the step that a run starts from, where it is not written yet."""
@@ -284,11 +294,16 @@ class RLTrainer:
         every, step = self.config.evaluation.every, self.state.step
         return step == self.config.steps or (every > 0 and step % every == 0)
 
-    def save_if_due(self, metrics: dict[str, float]) -> None:
-        """Save if due; the last step is saved before its evaluation, so that nothing trained can be lost to it."""
-        if self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
+    def save_if_due(self, metrics: dict[str, float], *, at_once: bool) -> None:
+        """Save if due; the last step is saved before its evaluation, so that nothing trained can be lost to it.
+
+        So is one after which the run is to end, and then all of it is on the disk: a scheduler may not wait for more.
+        """
+        if at_once or self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
             with self.timer.phase("save"):
                 self.save(metrics)
+                if at_once:
+                    self.checkpoints.settle(wait=True)
 
     def settle(self) -> None:
         """Give the last checkpoint its name, if it was written while this step was sampled."""

@@ -88,8 +88,11 @@ class Rollouts:
         self.loop.run(self._renew(), "admitting prompts")
 
     def take(self, count: int) -> list[Group]:
-        """Wait for `count` groups that can be trained on; fewer if dynamic sampling finds no more."""
-        return self.loop.run(self._take(count), "taking groups", bounded=False)
+        """Wait for `count` groups that can be trained on; fewer if dynamic sampling finds no more.
+
+        An interrupt breaks it off. Groups that were not trained on stay under way in the ledger.
+        """
+        return self.loop.run_until_interrupted(self._take(count), "taking groups")
 
     async def _renew(self) -> None:
         """Drop groups that are too old by now, and fill the line."""

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run after the step under way, with a checkpoint; a second one ends it at once.
+"""Ctrl-C ends a run after the update under way, with a checkpoint; a second one ends it at once.
 
 So do SIGTERM, which schedulers send, and SIGHUP, which a dropped connection leaves behind.
 """
@@ -11,10 +11,12 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Inside this context a first signal only sets `requested`."""
+    """Inside this context a first signal only sets `requested` and calls `break_off`."""
 
-    def __init__(self, note: Callable[[str], None], saves: bool = True) -> None:
-        self.note, self.saves = note, saves
+    def __init__(
+        self, note: Callable[[str], None], saves: bool = True, break_off: Callable[[], None] = lambda: None
+    ) -> None:
+        self.note, self.saves, self.break_off = note, saves, break_off
         self.requested = False
         self.previous: dict[int, Any] = {}
 
@@ -32,7 +34,8 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        self.break_off()
         how = "with" if self.saves else "without"
-        said = f"stopping after this step, {how} a checkpoint; interrupt again to stop at once"
+        said = f"stopping after the update under way, {how} a checkpoint; interrupt again to stop at once"
         # In a thread: the signal may have come in the middle of a line, which would be written twice.
         threading.Thread(target=self.note, args=[said]).start()

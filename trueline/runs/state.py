@@ -20,6 +20,7 @@ class RLState:
     version: int = 0  # of the policy's weights
     ledger: Ledger = field(default_factory=Ledger)  # of the prompts
     skipped_steps: int = 0
+    critic_skipped_steps: int = 0
     kl_coefficient: float | None = None  # where it adapts
     critic_ready: bool = False  # it has reached algorithm.critic_warmup_variance
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys

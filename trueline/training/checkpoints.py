@@ -22,7 +22,7 @@ from trueline.monitoring.run_folder import UNFINISHED, RunFolder
 from trueline.monitoring.timing import duration
 
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
-NONE_YET = "There is no checkpoint yet: make room on the disk"
+NONE_YET = "There is no checkpoint yet: make room on the disk, if that is the cause"
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

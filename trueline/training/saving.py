@@ -245,7 +245,7 @@ class Saver:
             describe()
             if self.rank == 0 and self.world > 1 and owners:
                 write_index(folder / INDEX, owners, self.world)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # a ValueError is of files of other kinds
             problem = f"rank {self.rank}: {error}"
         finally:
             for _ in copied:  # what a full disk does not take

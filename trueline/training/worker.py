@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +259,11 @@ class Worker(WeightSender):
             setattr(self.model.config, name, value)
 
     def prepare_saving(self, sharers: int) -> None:
-        """Begin to allocate host memory for what will be saved, on a machine that as many ranks share."""
+        """Begin to allocate host memory for what will be saved, on a machine that as many ranks share.
+
+        Rank 0 reads the tokenizer, which is saved along.
+        """
+        _ = self.tokenizer if self.rank == 0 else None
         trained, ranks = self._trained_shapes(), self.spec.ranks
         weights = (
             0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[self.spec.model.dtype].itemsize
@@ -270,6 +274,13 @@ class Worker(WeightSender):
         moments = 8 * elements / (self.spec.world if stage else 1)  # that the first step makes
         coming = moments if self.device.type == "cpu" else 0.0
         self.saver.allocate(snapshot_bytes(weights, elements, self.spec.world, averaged), sharers, coming)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer that is saved with the model; it is read once, as its folder may be gone later."""
+        tokenizer = load_tokenizer(self.spec.model)
+        tokenizer.chat_template = self.spec.chat_template or tokenizer.chat_template
+        return tokenizer
 
     def save(self, folder: str, model: bool = True) -> None:
         """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
@@ -282,9 +293,7 @@ class Worker(WeightSender):
         def describe() -> None:
             save_tensors(target / f"random-{spec.rank}.safetensors", random, {})
             if spec.rank == 0:
-                tokenizer = load_tokenizer(spec.model)
-                tokenizer.chat_template = spec.chat_template or tokenizer.chat_template
-                describe_model(target / "model", self.model, config, self.adapter, tokenizer)
+                describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
 
         self.saver.save(target, self.engine.steps, describe, model)
 

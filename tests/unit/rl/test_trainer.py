@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import torch
 
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
+from trueline.algorithms.losses import LOSSES, Loss
 from trueline.algorithms.needs import fresh_logprobs
+from trueline.algorithms.value_loss import value
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
-from trueline.data.types import Sample
+from trueline.data.types import LossOutput, Sample
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.trainer import RLTrainer
 from trueline.runs.guard import Guard
@@ -275,6 +279,19 @@ def test_a_run_resumes_with_its_count_of_skipped_steps(tmp_path: Path) -> None:
     for name in ("skipped_steps", "learning_rate", "reward/mean"):
         assert [row[name] for row in whole] == [row[name] for row in parts]
     assert whole[2]["learning_rate"] == whole[1]["learning_rate"]
+
+
+def test_a_run_resumes_with_its_critics_count_of_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad_once(*args: Any) -> LossOutput:
+        losses.CALLS.append(1)
+        found = value(*args)
+        return replace(found, values=found.values * math.nan) if len(losses.CALLS) == losses.BAD_CALL else found
+
+    monkeypatch.setitem(LOSSES, "value", Loss(bad_once))
+    found = split_run(tmp_path, "ppo", "critic.learning_rate=1e-3")
+    for rows in found:
+        assert [row["critic/skipped_steps"] for row in rows] == [0, 1, 1, 1]
+        assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 0]
 
 
 def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:

@@ -29,7 +29,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.rollout.session import Budget, Ticket
 from trueline.runtime.actors import ActorDeath, ActorFailure
-from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.event_loop import EventLoop, Interrupted
 
 PROMPTS = [Prompt(number, [{"role": "user", "content": f"{number:02d}"}], label=number) for number in range(40)]
 STOP = 2
@@ -436,6 +436,24 @@ def test_waiting_has_an_end_that_says_what_was_waited_for() -> None:
         loop.run(asyncio.sleep(30), "sampling three groups")
     assert loop.run(asyncio.sleep(0, "fine"), "again") == "fine"
     loop.stop()
+
+
+def test_an_interrupt_breaks_off_what_waits_and_what_begins_to_wait_later(loop: EventLoop) -> None:
+    """The coroutine has ended by then, so that nothing changes the ledger while it is saved."""
+    ended: list[str] = []
+
+    async def waiting() -> None:
+        try:
+            loop.interrupt()
+            await asyncio.Event().wait()
+        finally:
+            ended.append("waiting")
+
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            loop.run_until_interrupted(waiting(), "sampling")
+    assert ended == ["waiting"]
+    assert loop.run(asyncio.sleep(0, "fine"), "what ends the run") == "fine"
 
 
 def test_stopping_ends_what_is_still_under_way() -> None:

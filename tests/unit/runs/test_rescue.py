@@ -1,5 +1,7 @@
 """What a run has trained is saved before a failure ends it, unless it stopped inside a step."""
 
+import asyncio
+import json
 import os
 import pty
 import re
@@ -14,13 +16,16 @@ import torch
 
 from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
+from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
 from trueline.monitoring.timing import Timer
+from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.hf_engine import HFEngine
 from trueline.runs.memory import GIB, Choice, EngineRoom, Forecast, Room
 from trueline.runs.rescue import MemoryWatch, Rescue
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
+from trueline.training import worker as worker_module
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.torch_engine import TorchEngine
 from trueline.training.worker import Worker
@@ -188,6 +193,77 @@ def test_a_dropped_connection_ends_the_run_with_a_checkpoint(tmp_path: Path) -> 
     steps = [row["step"] for row in rows_of(tmp_path)]
     assert newest(tmp_path) == f"step_{steps[-1]:06d}"
     assert steps[-1] < 100000
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_signal_ends_sampling_at_once_and_its_prompts_are_trained_on_once(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer of the third step never comes; the run does not wait for it, and another one samples it anew."""
+    words = ["grpo", "steps=4", f"rollout.max_staleness={staleness}", "timeout_seconds=60"]
+    generate, calls = HFEngine.generate, []
+
+    @wraps(generate)
+    async def hanging(self: HFEngine, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2 * 64 + 10 + staleness * 64:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        return await generate(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "generate", hanging)
+        assert run_letters(tmp_path, *words) == 130
+    assert newest(tmp_path) == "step_000002"
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
+    said = capsys.readouterr().out
+    assert re.search(r"ledger +\d+ prompts drawn = 16 trained \+ \d+ under way", said)
+    assert "stopped: step 2 of 4" in said
+    assert main(["grpo", "--resume", "--name", "run", f"folder={tmp_path}"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert sorted(number for row in rows for number in row["trained"]) == list(range(32))
+
+
+def test_a_signal_during_an_update_saves_the_step_before_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sent it may not wait for the evaluation; the checkpoint is on the disk when that begins."""
+    update, evaluate = Worker.update, Evaluator.run
+    seen: list[str | None] = []
+
+    @wraps(update)
+    def signalled(self: Worker, *args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, *args)
+
+    def looking(self: Evaluator, *args: Any) -> Any:
+        seen.append(newest(tmp_path))
+        return evaluate(self, *args)
+
+    monkeypatch.setattr(Worker, "update", signalled)
+    monkeypatch.setattr(Evaluator, "run", looking)
+    words = [f"evaluation.data={tmp_path}/prompts.jsonl", "evaluation.every=1", "evaluation.limit=4"]
+    assert run_letters(tmp_path, "grpo", "steps=3", *words) == 130
+    assert seen == [None, "step_000001"]
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1]
+
+
+def test_a_checkpoint_that_cannot_be_described_costs_that_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    describe, calls = worker_module.describe_model, []
+
+    def failing(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConfigError("its tokenizer cannot be loaded")
+        describe(*args)
+
+    monkeypatch.setattr(worker_module, "describe_model", failing)
+    assert run_letters(tmp_path, "grpo", "steps=2", "checkpoint.every=1") == 0
+    said = capsys.readouterr().out
+    assert "warning: step_000001 could not be saved (rank 0: its tokenizer cannot be loaded); the run goes on" in said
+    assert newest(tmp_path) == "step_000002"
 
 
 def out_of_memory(monkeypatch: pytest.MonkeyPatch, *passes: int) -> None:

@@ -136,6 +136,18 @@ def test_a_full_disk_is_told_and_the_next_save_has_all_buffers(tmp_path: Path, m
     assert saver.ring.free.qsize() == 3
 
 
+@pytest.mark.parametrize("kind", [ConfigError, ValueError])
+def test_a_file_of_another_kind_that_cannot_be_made_is_told_and_not_raised(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
+    def describe() -> None:
+        raise kind("its tokenizer cannot be loaded")
+
+    saver = Saver(0, 1, contents)
+    assert written(saver, tmp_path, describe).problem == "rank 0: its tokenizer cannot be loaded"
+    assert written(saver, tmp_path).problem is None
+
+
 def test_copying_that_breaks_off_leaves_no_writer_waiting(tmp_path: Path) -> None:
     broken = [False]
 

@@ -291,6 +291,16 @@ def test_a_folder_that_cannot_be_written_is_told_and_not_raised(model_folder: Pa
     assert found.digests == {name: digest(tmp_path / name) for name in found.digests}
 
 
+def test_a_model_whose_folder_is_gone_is_saved_with_its_tokenizer(tmp_path: Path) -> None:
+    """A cache may be emptied and a network disk unmounted while a run trains."""
+    folder = make_tiny_model(tmp_path / "model", tied=True)
+    worker = make_worker(folder)
+    worker.prepare_saving(1)
+    shutil.rmtree(folder)
+    checkpoint = Path(save(worker, tmp_path / "checkpoint"))
+    assert AutoTokenizer.from_pretrained(checkpoint / "model").eos_token_id == worker.tokenizer.eos_token_id
+
+
 def test_a_sample_of_the_weights_is_spread_over_every_tensor(model_folder: Path) -> None:
     worker = make_worker(model_folder, learning_rate=1e-2)
     before = worker.weight_sample(16)
