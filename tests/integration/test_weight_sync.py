@@ -26,7 +26,8 @@ from trueline.runtime.actors import RayActor, Spot
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
-from trueline.sync.proof import SyncFailure
+from trueline.runtime.transport import TensorSpec, plan_buckets
+from trueline.sync.proof import SyncFailure, held_alike
 from trueline.sync.weights import Canary, Way, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
@@ -225,6 +226,26 @@ def rescored(plain: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
     with torch.no_grad():
         logprobs = plain(tokens).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, tokens[0, 1:, None])[len(prompt) - 1 :, 0]
+
+
+@pytest.mark.slow
+def test_what_two_processes_divide_shows_in_noise(cluster: None, loop: EventLoop, tmp_path: Path) -> None:
+    """Biases of zeros are alike in both processes at the start, though vLLM cuts those of queries, keys and values."""
+    model = make_tiny_model(tmp_path / "model", tied=True, biases=True)
+    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
+    engine = RayActor("engine-biases", ENGINE, [engine_spec(str(model), 2)], spot, tmp_path / "engine.log")
+    named = AutoModelForCausalLM.from_pretrained(model).named_parameters()
+    buckets = plan_buckets((TensorSpec(name, tuple(one.shape), "float32") for name, one in named), 2**20)
+    before = loop.run(engine.call(RolloutEngine.holdings), "holdings")
+    loop.run(engine.call(RolloutEngine.load_noise, buckets), "noise")
+    noise = loop.run(engine.call(RolloutEngine.holdings), "holdings")
+    engine.stop()
+    plain = {name for name, (_, size) in before[0].items() if size}
+    cut = {name for name in plain if name.endswith("qkv_proj.bias")}
+    whole = {name for name in plain if name.endswith(("norm.weight", "o_proj.bias"))}
+    assert len(cut) == 2 and len(whole) == 7
+    assert cut | whole <= held_alike(before) and held_alike(noise) & (cut | whole) == whole
+    assert all(before[0][name] != noise[0][name] for name in cut | whole)
 
 
 def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop) -> None:

@@ -12,7 +12,7 @@ from trueline.data.types import Batch, LossOutput, Sample
 from trueline.demo.material import make_tokenizer
 
 
-def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0, biases: bool = False) -> Path:
     """A random Llama whose heads have size 32, the smallest that vLLM runs on a CPU."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -31,7 +31,12 @@ def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Path:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    if biases:  # of zeros, beside the same weights
+        weights, config.attention_bias = model.state_dict(), True
+        model = LlamaForCausalLM(config)
+        model.load_state_dict(weights, strict=False)
+    model.save_pretrained(folder)
     return folder
 
 

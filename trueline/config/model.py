@@ -27,8 +27,8 @@ class LoraConfig(Config):
     quantize: bool = False
     """QLoRA: hold the frozen weights in 4 bits (bitsandbytes)."""
 
-    sync: Literal["merged", "adapter"] = "merged"
-    """What RL sends to engines: plain weights, adapters merged into them; or adapters alone, which vLLM holds apart."""
+    sync: Literal["auto", "merged", "adapter"] = "auto"
+    """What RL sends to engines: adapters alone, or weights they are merged into; auto: alone if engines hold them."""
 
     def apart(self) -> bool:
         return self.rank > 0 and self.sync == "adapter"

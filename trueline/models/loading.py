@@ -57,6 +57,7 @@ class ModelFacts:
     intermediate_size: int  # of the MLP; of all experts that see one token
     experts: int = 0  # in a layer; 0: a dense model
     balanced: bool = False  # transformers has the auxiliary loss of its routers
+    kind: str = ""  # model_type of its configuration
 
 
 def check_model(config: ModelConfig) -> ModelFacts:
@@ -108,6 +109,7 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         intermediate_size=intermediate_size(settings),
         experts=experts,
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
+        kind=settings.get("model_type") or "",
     )
 
 

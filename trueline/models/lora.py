@@ -1,5 +1,6 @@
 """Add, merge, switch off and export low-rank adapters beside frozen weights."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from trueline.models.loading import CLASSES, scoring_head
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
 SETTINGS = "settings"  # folder with the adapted model's config.json, which peft would take for a whole model's
+FRACTION_BITS = {"float32": 23, "bfloat16": 7}
+DEVIATION = 0.02  # of weights that are not at hand
 TASKS = {"language": "CAUSAL_LM", "reward": "SEQ_CLS", "steps": "TOKEN_CLS"}
 
 
@@ -62,7 +65,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
     """Turn tensors with adapters among them into those of a plain model: W + scale * B A, under the plain names.
 
-    A layer's frozen tensors come first, then A, then B.
+    A layer's frozen tensors come first, then A, then B. Sums are float32, and the receiver rounds them.
     """
     waiting: list[tuple[str, Tensor]] = []
     low: Tensor | None = None
@@ -72,13 +75,43 @@ def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tupl
         elif name.endswith(B):
             assert low is not None
             for plain, kept in waiting:
-                whole = kept + (scale * (tensor.float() @ low.float())).to(kept) if plain.endswith(".weight") else kept
-                yield plain, whole
+                product = scale * (tensor.float() @ low.float()) if plain.endswith(".weight") else 0
+                yield plain, kept.float() + product
             waiting = []
         elif BASE in name:
             waiting.append((name.replace(BASE, "."), tensor.clone()))
         else:
             yield name, tensor
+
+
+def first_change(lora: LoraConfig, learning_rate: float, width: int) -> float:
+    """Return the deviation of what AdamW's first step makes of a layer's product: B moves by the rate, from zero, and
+    peft draws A evenly within 1 / sqrt(width).
+    """
+    return lora.scale() * learning_rate * math.sqrt(lora.rank / (3 * width))
+
+
+def arriving_share(change: float, dtype: str, deviation: float = DEVIATION) -> float:
+    """Return one minus the relative error of a change that is added to weights and rounded with them to `dtype`.
+
+    Change and weights are normal. Between two powers of two weights lie `step` changes apart, and a change of less than
+    half of that is lost.
+    """
+    error = 0.0
+    for power in range(-60, 8):
+        low, high = (math.erf(2.0**edge / deviation / math.sqrt(2)) for edge in (power, power + 1))
+        error += (high - low) * rounding_error(2.0 ** (power - FRACTION_BITS[dtype]) / change)
+    return 1 - math.sqrt(error)
+
+
+def rounding_error(step: float) -> float:
+    """Return the mean square error of a standard normal number that is rounded to multiples of `step`."""
+    if step < 0.5:
+        return step**2 / 12
+    edges = [(2 * k + 1, (k + 0.5) * step) for k in range(math.ceil(8 / step) + 1)]
+    square = step**2 * sum(odd * math.erfc(edge / math.sqrt(2)) for odd, edge in edges)
+    product = 2 * step * sum(math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi) for _, edge in edges)
+    return square - 2 * product + 1
 
 
 def frozen(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

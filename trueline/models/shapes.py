@@ -39,8 +39,11 @@ SHAPES = {
 }
 
 
+KINDS = {"smollm2": "llama", "llama": "llama", "qwen2.5": "qwen2", "qwen3": "qwen3"}  # model_type by family
+
+
 def shape_settings(name: str) -> dict[str, Any]:
     """Return a shape of the table in the words of a config.json."""
     if name not in SHAPES:
         raise ConfigError(f"--model-shape {name}: not known; choose from {', '.join(SHAPES)}, or give --model FOLDER")
-    return dict(zip(KEYS, SHAPES[name], strict=True))
+    return dict(zip(KEYS, SHAPES[name], strict=True)) | {"model_type": KINDS[name.partition("-")[0]]}

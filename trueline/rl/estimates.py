@@ -2,6 +2,7 @@
 
 from trueline.environments.opening import describe_environment
 from trueline.monitoring.timing import duration
+from trueline.rl.adapters import adapter_lines
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import describe_recipe
 from trueline.runs.learning_rate import rate_warnings
@@ -55,6 +56,7 @@ def describe_plan(plan: RLPlan) -> str:
             model_line(model.path, plan.facts, model.dtype, model.lora.rank),
             ranks_line("policy", layout.policy_ranks, config.training, model) + each["policy"],
             *describe_roles(plan, each),
+            *adapter_lines(config, plan.facts, plan.machine.gpus),
             engines_line(plan.rollout) + each["engine"],
             *node_lines(layout, plan.machine),
             *plan.forecast.lines(),

@@ -13,8 +13,8 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
+from trueline.rl.adapters import adapter_sync
 from trueline.rl.surroundings import Surroundings, look_around
-from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import check_engines
 from trueline.runs.memory import (
     FEWEST_SEQUENCES,
@@ -122,7 +122,6 @@ def decide(asked: RLConfig, around: Surroundings, *, propose: bool = True) -> RL
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
     check_transport(config, layout, machine)
-    check_adapters(config)
     check_routers("training", config.training, config.model, facts)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
@@ -213,23 +212,6 @@ def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:
         raise ConfigError("sync.transport=nccl needs a GPU of its own for every process: set sync.transport=auto")
 
 
-def check_adapters(config: RLConfig) -> None:
-    """Refuse adapters sent apart where engines cannot hold them, or would hold other weights beside them."""
-    lora, row = config.model.lora, ROLLOUT_ENGINES[config.rollout.engine]
-    if not lora.apart():
-        return
-    largest, dtypes = max(row.adapter_ranks, default=0), (config.model.dtype, config.rollout.dtype)
-    reason = ""
-    if lora.rank > largest:
-        reason = f"rollout.engine={config.rollout.engine} has no room for rank {lora.rank} (up to {largest})"
-    elif lora.quantize:
-        reason = "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold"
-    elif dtypes == ("bfloat16", "float32"):
-        reason = "model.dtype=bfloat16 rounds the weights beside adapters, and rollout.dtype=float32 does not"
-    if reason:
-        raise ConfigError(f"model.lora.sync=adapter: {reason}; set model.lora.sync=merged")
-
-
 def resolve(
     config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
 ) -> tuple[RLConfig, ResolvedRollout, Layout, list[RoleModel]]:
@@ -251,6 +233,7 @@ def resolve(
     width = config.model.width()
     layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, beside, in_turns, width)
     config = config.replaced(values)
+    config = config.replaced({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
 

@@ -93,6 +93,9 @@ class RolloutEngine(Protocol):
     async def scramble(self) -> None:
         """Overwrite the weights with noise."""
 
+    async def load_noise(self, buckets: list[Bucket]) -> None:
+        """Load noise as weights are loaded, under their names: every process gets the same, and keeps its part."""
+
     async def cached(self, tokens: list[int]) -> int:
         """Return how many tokens of a prompt are answered from what was computed before."""
         return 0

@@ -29,6 +29,8 @@ class RolloutRow:
     local: bool = False  # it can live in the process of the run
     tensor_parallel: bool = True
     adapter_ranks: tuple[int, ...] = ()  # sizes of the room that it has for adapters beside its weights
+    adapter_models: tuple[str, ...] = ()  # by model_type: all their `adapter_layers` are known to have that room
+    adapter_layers: tuple[str, ...] = ()
     slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
     cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
@@ -59,6 +61,8 @@ ROLLOUT_ENGINES = {
         package="vllm",
         brought_by="trueline[gpu], or trueline[cpu] where there is no GPU",
         adapter_ranks=ADAPTER_RANKS,
+        adapter_models=("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text"),
+        adapter_layers=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         environment=vllm_environment,

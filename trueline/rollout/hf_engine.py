@@ -12,7 +12,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
-from trueline.runtime.transport import Bucket, Channel, Link, bucket_print, bucket_views
+from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views
 
 
 @dataclass(slots=True)
@@ -140,6 +140,11 @@ class HFEngine(RolloutEngine):
 
     async def scramble(self) -> None:
         scramble(self.model)
+
+    async def load_noise(self, buckets: list[Bucket]) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        for bucket in buckets:
+            self._copy(list(bucket_views(bucket, bucket_noise(bucket, generator))))
 
     def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
         named = dict(self.model.named_parameters())

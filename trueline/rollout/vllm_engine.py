@@ -25,7 +25,7 @@ from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
-from trueline.sync.vllm import ADAPTER
+from trueline.sync.vllm import ADAPTER, PlainBucket
 
 CPU_TOKENS_PER_STEP = 4096
 RECEIVER = "trueline.sync.vllm.WeightReceiver"
@@ -179,7 +179,7 @@ class VllmEngine:
         await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
-        plain = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
+        plain = plain_buckets(buckets)
         sums: list[list[int]] = await self._ask(self.llm.collective_rpc, "receive_weights", args=(plain,))
         if not await self._ask(self.llm.reset_prefix_cache):
             raise RuntimeError("vLLM could not empty its prefix cache: it would answer with what old weights cached")
@@ -201,9 +201,17 @@ class VllmEngine:
     async def scramble(self) -> None:
         await self._ask(self.llm.collective_rpc, "scramble_weights")
 
+    async def load_noise(self, buckets: list[Bucket]) -> None:
+        await self._ask(self.llm.collective_rpc, "load_noise", args=(plain_buckets(buckets),))
+
     async def cached(self, tokens: list[int]) -> int:
         settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         return int((await self._run(tokens, settings, f"cached-{self.version}")).num_cached_tokens or 0)
+
+
+def plain_buckets(buckets: list[Bucket]) -> list[PlainBucket]:
+    """Return what vLLM's processes can be sent: nothing of ours to unpickle."""
+    return [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
 
 
 def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:

@@ -65,6 +65,14 @@ def bucket_views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]
         start += padded(spec.nbytes())
 
 
+def bucket_noise(bucket: Bucket, generator: torch.Generator) -> Tensor:
+    """Return a bucket of noise, the same wherever a generator of the same seed draws it."""
+    buffer = bucket_buffer(bucket, generator.device)
+    for _, view in bucket_views(bucket, buffer):
+        view.normal_(generator=generator)
+    return buffer
+
+
 def padded(nbytes: int) -> int:
     return (nbytes + 7) // 8 * 8
 

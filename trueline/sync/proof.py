@@ -20,10 +20,13 @@ class EngineProof:
         weights = [(name, size) for name, (_, size) in own[0][0].items()]
         self.names = [name for name, _ in weights]
         self.packed = [name for name, size in weights if not size]  # nothing of them is left to read
-        # What all processes of an engine hold alike counts once in their sum.
-        self.alike = [{name for name in own[0] if len({one[name][0] for one in own}) == 1} for own in self.own]
+        self.alike = [held_alike(processes) for processes in own]  # what all processes hold whole counts once in a sum
         self.summed = False  # the sum of what an engine holds can be compared with the trainer's
         self.first: tuple[int, int] = (0, 0)  # the trainer's sums at the start
+
+    def tell_cut(self, noise: Held) -> None:
+        """Learn from noise in place of the weights what is cut: parts of zeros are alike in every process as well."""
+        self.alike = [held_alike(processes) for processes in noise]
 
     def check_same(self, held: Held) -> None:
         """Refuse an engine whose weights are not those that it had loaded itself."""
@@ -99,3 +102,8 @@ class EngineProof:
         if not self.summed and not self.packed:
             said += ["their sum cannot be compared in this layout: later updates are proven by what was received"]
         return ", ".join(said)
+
+
+def held_alike(processes: list[dict[str, Holding]]) -> set[str]:
+    """Return the weights of which all processes of an engine hold the same bits."""
+    return {name for name in processes[0] if len({one[name][0] for one in processes}) == 1}

@@ -1,6 +1,7 @@
 """The receiving end inside vLLM's worker processes (an extension of vLLM's own worker class)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sum, bit_sums, holdings, scramble, wrapped
-from trueline.runtime.transport import WIRE_DTYPES, Bucket, Channel, Link, TensorSpec, bucket_print, bucket_views
+from trueline.runtime.transport import (
+    WIRE_DTYPES,
+    Bucket,
+    Channel,
+    Link,
+    TensorSpec,
+    bucket_noise,
+    bucket_print,
+    bucket_views,
+)
 from trueline.sync.proof import ADAPTERS
 
 PlainBucket = list[tuple[str, list[int], str]]
@@ -39,23 +49,32 @@ class WeightReceiver:
         vLLM keeps weights fused and, on CPUs, packed: assigning to its parameters is not enough, and a fused
         tensor whose parts arrive in two sessions stays stale without an error.
         """
-        buckets = [[TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket] for bucket in plain]
+        buckets = specs_of(plain)
         if self.vllm_config.lora_config is not None:
             return self._receive_adapter(buckets)
+        return self._reload(buckets, self._received)
+
+    def load_noise(self, plain: list[PlainBucket]) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+        self._reload(specs_of(plain), partial(bucket_noise, generator=generator))
+
+    def _received(self, bucket: Bucket) -> Tensor:
+        buffer = self.channel.take(bucket).to(self.device)
+        # On a GPU a copy: vLLM holds on to the parts of a fused tensor until the last of them comes.
+        return buffer.clone() if self.device.type == "cuda" else buffer
+
+    def _reload(self, buckets: list[Bucket], take: Callable[[Bucket], Tensor]) -> list[int]:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            prints = [self._load_bucket(model, bucket) for bucket in buckets]
+            prints = [self._load_bucket(model, bucket, take(bucket)) for bucket in buckets]
             finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
                 repack_tied_head(model)
         return as_numbers(prints)
 
-    def _load_bucket(self, model: Any, bucket: Bucket) -> Tensor:
-        buffer = self.channel.take(bucket).to(self.device)
-        # On a GPU copies: vLLM holds on to the parts of a fused tensor until the last of them comes.
-        views = bucket_views(bucket, buffer.clone() if self.device.type == "cuda" else buffer)
-        self.load_tensors(model, list(views))
+    def _load_bucket(self, model: Any, bucket: Bucket, buffer: Tensor) -> Tensor:
+        self.load_tensors(model, list(bucket_views(bucket, buffer)))
         return bucket_print(bucket, buffer)
 
     def _receive_adapter(self, buckets: list[Bucket]) -> list[int]:
@@ -93,6 +112,10 @@ class WeightReceiver:
 
     def scramble_weights(self) -> None:
         scramble(self.model_runner.get_model())
+
+
+def specs_of(plain: list[PlainBucket]) -> list[Bucket]:
+    return [[TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in bucket] for bucket in plain]
 
 
 def adapter_tensors(manager: Any) -> Iterator[Tensor]:

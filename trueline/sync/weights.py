@@ -125,6 +125,9 @@ class WeightSync:
         same = not self.way.differs and not self.way.apart
         if same:
             self._engines(RolloutEngine.scramble)
+        if not self.way.apart and any(len(processes) > 1 for processes in proof.own):
+            self._engines(RolloutEngine.load_noise, self.buckets)
+            proof.tell_cut(self._engines(RolloutEngine.holdings))
         self.publish(0)
         if same:
             proof.check_same(self._engines(RolloutEngine.holdings))

@@ -18,7 +18,9 @@ from trueline.models.lora import (
     SETTINGS,
     adapters_off,
     add_lora,
+    arriving_share,
     dequantized,
+    first_change,
     load_adapter,
     merged,
     merged_model,
@@ -103,6 +105,37 @@ def test_merged_weights_are_those_of_peft(model_folder: Path) -> None:
     assert list(found) == [name for name, _ in base_model(model_folder).named_parameters()]  # plain names and order
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("change", "arrives"), [(1.5e-6, 0.01), (1.5e-5, 0.15), (1.4e-4, 0.76)])
+def test_what_arrives_of_merged_adapters_is_what_the_plan_says(change: float, arrives: float) -> None:
+    """Weights of deviation 0.02 in bfloat16, and products of two matrices of rank 16 merged into them."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(1024, 1024, generator=generator)).bfloat16()
+    low, high = torch.rand(16, 1024, generator=generator) - 0.5, torch.randn(1024, 16, generator=generator)
+    product = high @ low
+    scale = change / float(product.std())
+    tensors = {"q.base_layer.weight": weight, "q.lora_A.default.weight": low, "q.lora_B.default.weight": high}
+    ((name, sent),) = merged(iter(tensors.items()), scale)
+    got = sent.bfloat16().float() - weight.float()  # on the wire
+    measured = 1 - float((got - scale * product).norm() / (scale * product).norm())
+    assert name == "q.weight" and sent.dtype == torch.float32
+    assert measured == pytest.approx(arriving_share(change, "bfloat16"), abs=0.01)
+    assert measured == pytest.approx(arrives, abs=0.01)
+    exact = float((sent - weight.float() - scale * product).norm() / (scale * product).norm())
+    assert 1 - exact == pytest.approx(arriving_share(change, "float32"), abs=1e-3)
+
+
+def test_the_size_of_a_first_update_is_that_of_adamw(tmp_path: Path) -> None:
+    model = base_model(make_tiny_model(tmp_path, tied=True))
+    lora, rate = LoraConfig(rank=16, alpha=48.0), 1e-4
+    add_lora(model, lora, "language", str(tmp_path))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate, weight_decay=0)
+    model(input_ids=TOKENS[None], labels=TOKENS[None]).loss.backward()
+    optimizer.step()
+    layer = model.model.layers[0].self_attn.q_proj
+    product = lora.scale() * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    assert product.std().item() == pytest.approx(first_change(lora, rate, layer.in_features), rel=0.1)
 
 
 def test_a_plain_model_with_the_merged_weights_says_the_same(model_folder: Path) -> None:

@@ -492,11 +492,6 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
     assert wider == Way("float32", "ipc", "the trainer holds them in bfloat16, the engines in float32", nodes=(0, 0))
     four_bits = way_of(elsewhere(24, "model.lora.rank=4", "model.lora.quantize=true", gpus=1))
     assert four_bits.differs == "the trainer holds them in 4 bits"
-    apart = elsewhere(24, "model.lora.rank=9", "model.lora.sync=adapter", gpus=1)
-    assert way_of(apart) == Way("bfloat16", "ipc", apart=True, nodes=(0, 0))
-    assert [one.adapter_rank for one in engine_specs(apart.config.model, apart.rollout, apart.layout, 0)] == [9]
-    merged = elsewhere(24, "model.lora.rank=9", gpus=1)
-    assert [one.adapter_rank for one in engine_specs(merged.config.model, merged.rollout, merged.layout, 0)] == [0]
     for asked, gpus, said in (("ipc", 2, "the same GPUs"), ("ipc", 0, "the same GPUs"), ("nccl", 1, "of its own")):
         words = [f"sync.transport={asked}", f"placement={'separate' if gpus == 2 else 'auto'}"]
         with pytest.raises(ConfigError, match=rf"sync\.transport={asked} needs .*{said}.*: set sync\.transport=auto"):
@@ -511,20 +506,6 @@ def test_answers_have_seeds_where_those_cost_nothing(elsewhere: Any, gpus: int, 
     plan = elsewhere(24, *words, gpus=gpus)
     assert plan.rollout.seeded is plan.config.rollout.seeded is seeded
     assert ("answers without seeds of their own (rollout.seeded)" in describe_plan(plan)) is not seeded
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["model.lora.rank=8", "rollout.engine=hf"], r"rollout\.engine=hf has no room for rank 8 \(up to 0\)"),
-        (["model.lora.rank=513"], r"rollout\.engine=vllm has no room for rank 513 \(up to 512\)"),
-        (["model.lora.rank=8", "model.lora.quantize=true"], "model.lora.quantize=true has the trainer compute"),
-        (["model.lora.rank=8", "rollout.dtype=float32"], "rollout.dtype=float32 does not"),
-    ],
-)
-def test_adapters_are_sent_apart_where_engines_hold_the_rest(elsewhere: Any, words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.lora\.sync=adapter: .*{said}.*; set model\.lora\.sync=merged"):
-        elsewhere(24, *words, "model.lora.sync=adapter", gpus=1)
 
 
 def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.faulty_worker import FaultyWorker
-from tests.support.tiny import make_samples
+from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
@@ -24,7 +24,7 @@ from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Pending, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.fingerprints import Holding
+from trueline.runtime.fingerprints import Holding, bit_sum, fingerprint, plain_parameters
 from trueline.runtime.transport import Bucket, Link
 from trueline.sync.proof import SyncFailure
 from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
@@ -115,6 +115,21 @@ def loop() -> Iterator[EventLoop]:
     event_loop.stop()
 
 
+class Cut(HFEngine):
+    """Told of as the halves of two processes, of which both hold the norms whole."""
+
+    def halves(self) -> list[dict[str, torch.Tensor]]:
+        named = dict(plain_parameters(self.model))
+        parts = {name: [weight, weight] if "norm" in name else weight.chunk(2) for name, weight in named.items()}
+        return [{name: both[process] for name, both in parts.items()} for process in (0, 1)]
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        return [{name: (int(fingerprint(part)), part.numel()) for name, part in half.items()} for half in self.halves()]
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        return [{name: int(bit_sum(part)) for name, part in half.items()} for half in self.halves()]
+
+
 def make_policy(model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS, rank: int = 0) -> ModelGroup:
     ranks = TrainingConfig(engine="torch", learning_rate=1e-2)
     config = ModelConfig(path=str(model), dtype="float32", lora=LoraConfig(rank=rank))
@@ -152,6 +167,22 @@ def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop
     found = sync.verify()
     assert found["sync/canary_gap"] < 1e-5
     assert found["sync/canary_floor"] == sync.floor < 1e-5
+
+
+def test_weights_of_zeros_that_processes_divide_are_counted_in_each(tmp_path: Path, loop: EventLoop) -> None:
+    """Halves of zeros are alike in both processes until the first update moves them."""
+    model = make_tiny_model(tmp_path, tied=True, biases=True)
+    policy, pool = make_policy(model), make_pool(model, Cut)
+    sync = make_sync(policy, pool, loop)
+    sync.attest()
+    assert sync.proof is not None and sync.proof.summed
+    for version in (1, 2):
+        update(policy)
+        sync.publish(version)
+        sync.verify()
+    pool.actors[0].target.model.get_input_embeddings().weight.data[0, 0] += 1  # type: ignore[attr-defined]
+    with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
+        sync.proof.check_sum(*sync._bits())
 
 
 def test_other_bytes_stop_the_run(model_folder: Path, loop: EventLoop) -> None:
