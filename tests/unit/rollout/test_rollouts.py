@@ -418,6 +418,28 @@ def test_failures_within_the_budget_are_tolerated_step_by_step(build: Any) -> No
         rollouts.take(2)
 
 
+def test_dynamic_sampling_draws_no_more_than_it_may_look_at(build: Any) -> None:
+    """Prompts 2 and 5 alone are useful: the last of six groups completes the step, and none is drawn in vain."""
+    dynamic = DynamicSamplingConfig(enabled=True, max_batches=3)
+    rollouts, engine = build(reward=MixedReward({2, 5}), dynamic=dynamic)
+    rollouts.start(0)
+    assert [group[0].prompt.label for group in rollouts.take(2)] == [2, 5]
+    assert (rollouts.ledger.drawn, len(engine.requests)) == (6, 18)
+
+
+def test_groups_that_are_not_done_in_time_are_broken_off(build: Any, loop: EventLoop) -> None:
+    rollouts, engine = build(staleness=1)
+    engine.delay = lambda tokens: 3600
+    rollouts.start(0)
+    flights = list(rollouts.running)
+    loop.timeout_seconds = 0.05
+    with pytest.raises(RolloutFailure, match=r"sampling 3 answers to a prompt: not done within timeout_seconds=0"):
+        rollouts.take(2)
+    loop.timeout_seconds = 60
+    loop.run(asyncio.wait([flight.task for flight in flights]), "the end of the groups")
+    assert len(flights) == 4 and all(flight.task.cancelled() for flight in flights) and not rollouts.running
+
+
 def test_an_engine_that_fails_is_heard(build: Any) -> None:
     rollouts, engine = build()
 

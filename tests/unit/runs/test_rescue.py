@@ -328,3 +328,7 @@ def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_s
     with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, checkpoints, watch), timer.phase("sync"):
         raise ActorFailure("engine-0.wake: RuntimeError: CUDA Error: out of memory")
     assert re.search(r"in step 1 \(sync\).* lower rollout\.gpu_memory_utilization or", said[-1])
+    for other in ("CUDA error: an illegal memory access", "reward.py: MemoryError: out of memory"):
+        with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, checkpoints, watch):
+            raise ActorFailure(other)
+    assert len(said) == 2  # the plan of the GPU's memory is not to blame for these
