@@ -72,7 +72,15 @@ def test_going_back_rescues_a_rate_a_hundred_times_too_high(tmp_path: Path) -> N
     assert rows[-1]["learning_rate"] < 0.1 and rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.2
     assert f"learning_rate: {rows[-1]['learning_rate']}" in (tmp_path / "run" / "config.yaml").read_text()
     said = (tmp_path / "run" / "logs" / "run.log").read_text()
-    assert "health     back from step" in said and " rolled_back" in said.partition("ledger     ")[2]
+    balance = said.partition("ledger     ")[2].splitlines()[0]
+    assert "health     back from step" in said and " rolled_back" in balance
+    told: dict[str, list[int]] = {}
+    for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines():
+        for fate, numbers in json.loads(line).items():
+            told.setdefault(fate, []).extend(numbers if fate != "step" else [])
+    assert all(f"{len(told[fate])} {fate}" in balance for fate in ("trained", "rolled_back"))
+    everything = [number for numbers in told.values() for number in numbers]
+    assert len(set(everything)) == len(everything)
 
 
 def test_a_sound_offline_run_is_not_bad(tmp_path: Path) -> None:

@@ -189,6 +189,13 @@ def keep_until(file: Path, step: int, note: Note = no_note) -> int:
     return kept[-1][0] if kept else -1
 
 
+def fates_after(ledger: Path, step: int) -> list[dict[str, list[int]]]:
+    """Read which prompts met which fate in each step after this one."""
+    lines = ledger.read_bytes().split(b"\n") if ledger.exists() else []
+    rows = [json.loads(line) for line in lines if (at := step_of(line)) is not None and at > step]
+    return [{fate: numbers for fate, numbers in row.items() if fate != "step"} for row in rows]
+
+
 def first_again(step: int) -> int:
     """Return the first step that is written again; a run that starts over writes step 0 again too."""
     return step + 1 if step else 0

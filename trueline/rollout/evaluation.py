@@ -44,7 +44,7 @@ class Evaluator:
         everything = [one for group in groups for one in group]
         return {
             **set_metrics([scored(group) for group in groups], self.config.samples, self.config.pass_reward),
-            "response_length": fmean(sum(one.mask) for one in everything),
+            "response_length": fmean(one.sampled_tokens() for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
             **part_means(groups),
         }

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+Row = dict[str, list[int]]  # numbers by fate
+
 
 class LedgerFailure(RuntimeError):
     """A prompt has two fates, or none."""
@@ -16,7 +18,7 @@ class Ledger:
     drawn: int = 0
     under_way: dict[int, int] = field(default_factory=dict)  # row of each number that has no fate yet
     fates: dict[str, int] = field(default_factory=dict)  # how many numbers have met each: `trained`, or why not
-    recent: dict[str, list[int]] = field(default_factory=dict)  # numbers by fate, since the last row was written
+    recent: Row = field(default_factory=dict)  # numbers by fate, since the last row was written
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Self:
@@ -37,11 +39,17 @@ class Ledger:
             self.fates[fate] = self.fates.get(fate, 0) + 1
             self.recent.setdefault(fate, []).append(number)
 
-    def rolled_back(self, before: "Ledger") -> "Ledger":
-        """Return this ledger as of a run that has lost what it trained on since an earlier one."""
+    def rolled_back(self, before: "Ledger", rows: list[Row]) -> "Ledger":
+        """Return this ledger as of a run that has lost what it trained on since an earlier one.
+
+        The rows written since are given up with their steps, so the next row tells their numbers again.
+        """
         lost = self.fates.get("trained", 0) - (kept := before.fates.get("trained", 0))
         fates = self.fates | {"trained": kept, "rolled_back": self.fates.get("rolled_back", 0) + lost}
-        return Ledger(self.drawn, self.under_way, fates, self.recent)
+        told: Row = {}
+        for fate, numbers in (met for row in (*rows, self.recent) for met in row.items()):
+            told.setdefault("rolled_back" if fate == "trained" else fate, []).extend(numbers)
+        return Ledger(self.drawn, self.under_way, fates, told)
 
     def balance(self) -> str:
         """Return the sum of all that was drawn, in words; refuse one that does not come out even."""
@@ -53,7 +61,7 @@ class Ledger:
         parts = [*self.fates.items(), ("under way", len(self.under_way))]
         return f"{self.drawn} prompts drawn = " + " + ".join(f"{count} {fate}" for fate, count in parts)
 
-    def row(self) -> dict[str, list[int]]:
+    def row(self) -> Row:
         """Return the numbers that met their fate since the last row."""
         found, self.recent = self.recent, {}
         return found

@@ -49,6 +49,7 @@ class EnginePool:
         self.loads = [Load() for _ in actors]
         self.homes: dict[int, int] = {}  # engine of each group that has requests under way
         self.groups = Counter[int]()
+        self.drawn: dict[int, Counter[str]] = {}  # tokens so far of groups that are under way, by episode
         self.lost: dict[int, str] = {}  # engines that are gone, and why
         self.trouble = asyncio.Event()  # an engine was lost
         self.there = asyncio.Event()  # an engine can be asked
@@ -72,6 +73,7 @@ class EnginePool:
             if not self.groups[group]:
                 del self.groups[group]
                 self.homes.pop(group, None)
+                self.drawn.pop(group, None)
 
     async def _ask(self, group: int, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         """Ask an engine; what one that dies had to do, another does."""
@@ -88,6 +90,7 @@ class EnginePool:
                 self.lose(place, str(death))
                 continue
             load.prompts, load.cached = load.prompts + len(tokens), load.cached + completion.cached
+            self.drawn.setdefault(group, Counter())[request.rpartition("-")[0]] += len(completion.tokens)
             return completion
         raise AssertionError("unreachable")
 

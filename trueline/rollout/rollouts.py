@@ -97,10 +97,18 @@ class Rollouts:
     async def _renew(self) -> None:
         """Drop groups that are too old by now, and fill the line."""
         late = [flight for flight in self.running if self._last_version(flight) < self.version]
+        self.dropped.lengths += [length for flight in late for length in self._drawn(flight)]
         self._end(late)
         self.ledger.close([flight.number for flight in late], "too_old")
         self.dropped.too_old = len(late)
         await self._admit(self.plan.capacity() - len(self.running))
+
+    def _drawn(self, flight: Flight) -> list[int]:
+        """Return the lengths of a group's completions; of one that is not done, of what updates have cut off of it."""
+        if flight.task.done() and flight.task.exception() is None:
+            return sampled_lengths(flight.task.result())
+        under_way = self.sampler.episodes.pool.drawn.get(flight.number, {})
+        return [tokens for name, tokens in under_way.items() if name.startswith(f"{self.sampler.purpose}-")]
 
     def _end(self, flights: list[Flight]) -> None:
         self.running = [flight for flight in self.running if flight not in flights]
@@ -193,7 +201,7 @@ class Rollouts:
         failed = self.budget.add(group)
         self.judged += 1
         self.dropped.completions += failed
-        self.dropped.lengths += [one.sampled_tokens() for one in group if not one.outcome.failed]
+        self.dropped.lengths += sampled_lengths(group)
         fate = self._fate(group, failed)
         if fate:
             self.ledger.close([flight.number], fate)
@@ -212,6 +220,10 @@ class Rollouts:
             return ""
         self.dropped.uniform.append(rewards[0])
         return "uniform"
+
+
+def sampled_lengths(group: Group) -> list[int]:
+    return [one.sampled_tokens() for one in group if not one.outcome.failed]
 
 
 def part_reward(trajectory: Trajectory, part: str | None) -> float:

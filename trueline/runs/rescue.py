@@ -11,6 +11,7 @@ from trueline.monitoring.beats import WORK
 from trueline.monitoring.health import Health
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
+from trueline.monitoring.trackers import fates_after
 from trueline.runs.guard import Guard, TrainingFailure
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.memory import GIB, Forecast
@@ -95,7 +96,8 @@ class Care:
         elif state.rolled_back >= MOST_ROLL_BACKS or self.checkpoints.held is None:
             raise TrainingFailure(f"{rules}, and the run has gone back {state.rolled_back} times before")
         else:
-            step = self.checkpoints.go_back(state.behind)
+            ledger = RunFolder(self.folder).ledger
+            step = self.checkpoints.go_back(lambda saved: state.behind(saved, fates_after(ledger, saved["step"])))
             self.checkpoints.note(
                 f"health     back from step {state.step} to {step}, behind the prompts in between; learning rates x "
                 f"{self.config.rate_factor:g} (roll back {state.rolled_back + 1} of {MOST_ROLL_BACKS})"

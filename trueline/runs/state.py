@@ -8,7 +8,7 @@ from typing import TypeVar
 from trueline.config.base import ConfigError, Tree
 from trueline.data.loader import changes
 from trueline.monitoring.progress import Progress
-from trueline.rollout.ledger import Ledger
+from trueline.rollout.ledger import Ledger, Row
 from trueline.training.checkpoints import Checkpoints
 
 
@@ -27,9 +27,12 @@ class RLState:
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
     rolled_back: int = 0  # times that the run went back to a healthy checkpoint
 
-    def behind(self, saved: Tree) -> Tree:
-        """Return counters that were saved, behind the prompts of the steps since, which are not trained on again."""
-        ledger = asdict(self.ledger.rolled_back(Ledger.of(saved["ledger"])))
+    def behind(self, saved: Tree, fates: list[Row]) -> Tree:
+        """Return counters that were saved, behind the prompts of the steps since, which are not trained on again.
+
+        The fates are those that the ledger's rows tell of these steps.
+        """
+        ledger = asdict(self.ledger.rolled_back(Ledger.of(saved["ledger"]), fates))
         return saved | {"ledger": ledger, "rolled_back": self.rolled_back + 1}
 
     def advance(self, trained: Iterable[int], learnt: bool) -> None:
@@ -50,7 +53,7 @@ class SupervisedState:
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
     rolled_back: int = 0  # times that the run went back to a healthy checkpoint
 
-    def behind(self, saved: Tree) -> Tree:
+    def behind(self, saved: Tree, fates: list[Row]) -> Tree:
         """Return counters that were saved, behind the rows of the steps since, which are not trained on again."""
         return saved | {"rows": self.rows, "rolled_back": self.rolled_back + 1}
 

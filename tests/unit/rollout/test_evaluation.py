@@ -7,7 +7,7 @@ import pytest
 from tests.support.index_engine import FAILS, PARAMS, IndexEngine, TableReward, prompts
 from trueline.config.reward import RewardPartConfig
 from trueline.config.rl import EvaluationConfig
-from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
@@ -76,6 +76,18 @@ def test_replies_and_rewards_stay_together_where_some_failed() -> None:
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:
     metrics, _ = evaluated(episodes, loop, {"": prompts("a")}, {"a": [FAILS]})
     assert metrics == {"evaluation/response_length": 2.0, "evaluation/failed_share": 1.0}
+
+
+def test_the_length_of_an_episode_is_that_of_all_its_sequences(episodes: Episodes, loop: EventLoop) -> None:
+    (prompt,) = prompts("a")
+    (first, second), sampled = (Trajectory(prompt, 0, reward=1.0) for _ in range(2)), (3, 5)
+    for one, tokens in zip((first, second), sampled, strict=True):
+        one.add_observation([7, 8])
+        one.add_action(Completion.of([5] * tokens, [-1.0] * tokens, 0, "stop"))
+    first.branches = [second]
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 1, 5, "evaluate")
+    found = Evaluator(sampler, {}, EvaluationConfig(), loop).describe([[first]])
+    assert found["response_length"] == sum(sampled)
 
 
 def test_sets_have_names_and_weigh_the_same(episodes: Episodes, loop: EventLoop) -> None:

@@ -16,7 +16,7 @@ from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
-from trueline.data.types import Completion, Outcome, Prompt
+from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
@@ -46,6 +46,8 @@ class FakeEngine:
         self.running = 0
         self.most_running = 0
         self.delay: Callable[[list[int]], float] = lambda tokens: 0.0
+        self.parts: dict[str, list[int]] = {}  # of requests: tokens of each part; a negative number waits for `go_on`
+        self.go_on = asyncio.Event()
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         return await getattr(self, method.__name__)(*args)
@@ -54,9 +56,12 @@ class FakeEngine:
         self.requests.append((request, params.seed))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        version = self.version
-        await asyncio.sleep(self.delay(tokens))
+        version, parts = self.version, self.parts.get(request.partition(".")[0], [])
+        part = parts.pop(0) if parts else 0
+        await (self.go_on.wait() if part < 0 else asyncio.sleep(self.delay(tokens)))
         self.running -= 1
+        if part:
+            return Completion.of([70] * abs(part), [-0.1] * abs(part), version, INTERRUPTED if parts else "stop")
         return Completion.of([70, 71, STOP], [-0.1, -0.2, -0.3], version, "stop", cached=len(tokens) // 2)
 
     def submit(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -219,6 +224,34 @@ def test_what_would_be_too_old_can_be_dropped(build: Any, tokenizer: PreTrainedT
     assert rollouts.dropped.too_old == rollouts.dropped.group_count() == 1
     assert rollouts.ledger.row() == {"trained": [1, 2, 3, 4], "too_old": [0]}
     assert rollouts.ledger.balance() == "9 prompts drawn = 4 trained + 1 too_old + 4 under way"
+
+
+def test_what_was_drawn_of_groups_that_are_too_old_is_counted(build: Any) -> None:
+    """One answer is done, one was handed back in part by an update, and nothing is known of the third."""
+    rollouts, engine = build(staleness=1, drop_old=True)
+    engine.parts = {"train-0-0-0": [9], "train-0-1-0": [5, -1], "train-0-2-0": [-1]}
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [1, 2]
+    rollouts.release(1)
+    assert trained(rollouts, rollouts.take(2)) == [3, 4] and rollouts.dropped.lengths == [3] * 6
+    rollouts.release(2)
+    assert rollouts.dropped.lengths == [9, 5]
+    rollouts.take(2)
+    assert rollouts.dropped.lengths == [9, 5, *[3] * 6]
+    assert not rollouts.sampler.episodes.pool.drawn.get(1)  # of groups that are done nothing is kept
+
+
+def test_a_group_that_is_done_too_late_is_counted_whole(build: Any) -> None:
+    rollouts, engine = build(staleness=1, drop_old=True)
+    engine.parts = {f"train-0-{index}-0": [-7 - index] for index in range(3)}
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [1, 2]
+    rollouts.release(1)
+    assert trained(rollouts, rollouts.take(2)) == [3, 4]
+    engine.go_on.set()
+    rollouts.loop.run(asyncio.wait([rollouts.running[0].task]), "the late group")
+    rollouts.release(2)
+    assert rollouts.dropped.lengths == [7, 8, 9]
 
 
 def test_prompts_that_were_under_way_come_again_first(build: Any) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
-from trueline.config.run import CheckpointConfig, HealthConfig
+from trueline.config.run import CheckpointConfig, HealthConfig, MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.trackers import Tracker
 from trueline.rollout.ledger import Ledger
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.interrupts import Interrupts
@@ -31,6 +32,8 @@ class Patient:
         config = HealthConfig.parse({"action": action})
         self.care: Care = care_of(config, RunFolder(folder), self.checkpoints)
         self.state, self.interrupts = RLState(), Interrupts(self.said.append)
+        folder.mkdir(exist_ok=True)
+        self.tracker = Tracker(RunFolder(folder), MonitoringConfig(tensorboard=False))
 
     def save(self) -> None:
         def write(folder: Path) -> Any:
@@ -45,6 +48,7 @@ class Patient:
         for row in rows:
             number = self.state.ledger.draw(self.state.step)
             self.state.advance([number], True)
+            self.tracker.account(self.state.step, self.state.ledger.row())
             if self.checkpoints.due(self.state.step):
                 self.save()
             self.care.health.judge(self.state.step, row)
@@ -91,6 +95,16 @@ def test_a_healthy_checkpoint_outlives_newer_ones_and_is_gone_back_to(tmp_path: 
     ledger = Ledger.of(patient.checkpoints.read_state(patient.checkpoints.finished()[0])["ledger"])
     assert ledger.fates == {"trained": healthy[0], "rolled_back": patient.state.step - healthy[0]}
     ledger.balance()
+    assert ledger.row() == {"rolled_back": list(range(healthy[0], patient.state.step))}
+
+
+def test_the_next_row_of_the_ledger_lists_all_that_was_told_of_given_up_steps() -> None:
+    before = Ledger(drawn=4, under_way={3: 3}, fates={"trained": 3})
+    now = Ledger(12, {11: 0}, {"trained": 7, "uniform": 2, "rolled_back": 1, "too_old": 1}, {"too_old": [9]})
+    rows = [{"trained": [4, 3], "rolled_back": [5]}, {"trained": [6, 10], "uniform": [7, 8]}]
+    back = now.rolled_back(before, rows)
+    assert back.row() == {"rolled_back": [4, 3, 5, 6, 10], "uniform": [7, 8], "too_old": [9]}
+    assert back.balance() == "12 prompts drawn = 3 trained + 2 uniform + 5 rolled_back + 1 too_old + 1 under way"
 
 
 def test_all_rates_are_lower_after_it() -> None:
@@ -110,7 +124,7 @@ def test_a_run_goes_back_twice_at_most(tmp_path: Path) -> None:
 
 def test_rows_of_given_up_steps_are_not_trained_on_again() -> None:
     saved = asdict(SupervisedState(step=4, rows=40))
-    assert SupervisedState(step=9, rows=90).behind(saved) == saved | {"rows": 90, "rolled_back": 1}
+    assert SupervisedState(step=9, rows=90).behind(saved, []) == saved | {"rows": 90, "rolled_back": 1}
 
 
 def test_a_pause_lasts_until_a_person_goes_on(tmp_path: Path) -> None:
