@@ -177,16 +177,21 @@ def keep_until(file: Path, step: int, note: Note = no_note) -> int:
     """Set aside what was written behind the step resumed from, for it comes again; return the last step kept."""
     if not file.exists():
         return -1
-    lines = file.read_bytes().split(b"\n")
-    rows = [(at, line) for line in lines if (at := step_of(line)) is not None]
-    first = first_again(step)
-    kept, behind = ([row for row in rows if (row[0] < first) is wanted] for wanted in (True, False))
+    first, last, behind = first_again(step), -1, 0
+    aside = unused_name(file, step)
+    with file.open("rb") as lines, unfinished(file).open("wb") as kept, unfinished(aside).open("wb") as rest:
+        for line in lines:
+            if (at := step_of(line)) is None:
+                continue
+            (kept if at < first else rest).write(line.removesuffix(b"\n") + b"\n")
+            last, behind = (at, behind) if at < first else (last, behind + 1)
     if behind:
-        aside = unused_name(file, step)
-        write_lines(aside, [line for _, line in behind])
-        note(f"{file.name}: {len(behind)} rows behind step {step} are set aside in {aside.name}")
-    write_lines(file, [line for _, line in kept])
-    return kept[-1][0] if kept else -1
+        unfinished(aside).rename(aside)
+        note(f"{file.name}: {behind} rows behind step {step} are set aside in {aside.name}")
+    else:
+        unfinished(aside).unlink()
+    unfinished(file).rename(file)
+    return last
 
 
 def fates_after(ledger: Path, step: int) -> list[dict[str, list[int]]]:
@@ -216,10 +221,8 @@ def unused_name(file: Path, step: int) -> Path:
     return next(path for name in names if not (path := file.with_name(name)).exists())
 
 
-def write_lines(file: Path, lines: list[bytes]) -> None:
-    aside = file.with_suffix(UNFINISHED)
-    aside.write_bytes(b"".join(line + b"\n" for line in lines))
-    aside.rename(file)
+def unfinished(file: Path) -> Path:
+    return file.with_suffix(UNFINISHED)
 
 
 def open_board(package: Any, place: Place) -> Opened:

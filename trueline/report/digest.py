@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.timing import duration
 from trueline.report.numbers import evenly, is_number, rounded
-from trueline.report.runs import Row, Run
+from trueline.report.runs import Row, Run, Transcript
 from trueline.report.timeline import MOST_STEPS, listed, memory, timeline
 
 CHARTS = {  # metrics with a chart of their own, where a run has them; any other can be chosen on the page
@@ -54,7 +54,7 @@ BINS = 20
 
 def describe(runs: list[Run]) -> Row:
     """Return all that the page shows, as JSON can say it."""
-    rewards = [row["reward"] for run in runs for row in run.transcripts if is_number(row.get("reward"))]
+    rewards = [one.reward for run in runs for one in run.transcripts.entries if one.reward is not None]
     low, high = bounds(rewards or [0.0])
     return {
         "charts": CHARTS,
@@ -72,12 +72,12 @@ def usual_mean(runs: list[Run]) -> int:
 
 
 def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
-    rows = with_axes(run.rows)
+    rows, told = with_axes(run.rows), run.transcripts
     chosen = within(
-        lambda count: chosen_transcripts(run.transcripts, count),
+        lambda count: chosen_transcripts(told.entries, count),
         MOST_TRANSCRIPTS,
         TRANSCRIPT_BYTES // runs,
-        without_tokens,
+        lambda chosen: without_tokens(told.rows(chosen)),
     )
     shown = {
         "name": run.name,
@@ -87,15 +87,15 @@ def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
         "series": within(lambda count: columns(thinned(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
         "timeline": within(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
-        "histograms": histograms(run.transcripts, *span),
-        "transcripts": without_tokens(chosen),
-        "transcript_count": len(run.transcripts),
+        "histograms": histograms(told.entries, *span),
+        "transcripts": without_tokens(told.rows(chosen)),
+        "transcript_count": len(told.entries),
         "failures": cleaned(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
         "config": cleaned(run.config),
     }
-    return shown | {"tokens": shown_tokens(chosen, PAGE_BYTES // runs - len(as_json(shown)))}
+    return shown | {"tokens": shown_tokens(told.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
@@ -168,28 +168,29 @@ def thinned(rows: list[Row], count: int) -> list[Row]:
     return sorted(kept, key=lambda row: row["step"])
 
 
-def chosen_transcripts(rows: list[Row], count: int) -> list[Row]:
+def chosen_transcripts(entries: list[Transcript], count: int) -> list[Transcript]:
     """Choose transcripts evenly over the steps, as many of each purpose as long as there are."""
-    purposes: dict[str, list[Row]] = {}
-    for row in rows:
-        purposes.setdefault(str(row.get("purpose", "")), []).append(row)
-    kept: list[Row] = []
+    purposes: dict[str, list[Transcript]] = {}
+    for one in entries:
+        purposes.setdefault(one.purpose, []).append(one)
+    kept: list[Transcript] = []
     for others, same in zip(range(len(purposes), 0, -1), sorted(purposes.values(), key=len), strict=True):
         kept += evenly(same, max((count - len(kept)) // others, 1))
-    return sorted(kept, key=lambda row: row["step"])
+    return sorted(kept, key=lambda one: one.step)
 
 
-def without_tokens(rows: list[Row]) -> list[Row]:
+def without_tokens(rows: Iterable[Row]) -> list[Row]:
     return [cleaned({key: value for key, value in row.items() if key != "tokens"}) for row in rows]
 
 
-def shown_tokens(rows: list[Row], most_bytes: int) -> dict[int, list[Row]]:
+def shown_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
     """Return the tokens of as many transcripts as there is room for, evenly, by the places of these."""
-    found = {place: tokens for place, row in enumerate(rows) if (tokens := sequences(row))}
-    kept: dict[int, list[Row]] = within(
-        lambda count: {place: found[place] for place in evenly(list(found), count)}, len(found), most_bytes
-    )
-    return kept
+    # As they are written: lists of short texts take many times as much memory.
+    found = {place: as_json(tokens) for place, row in enumerate(rows) if (tokens := sequences(row))}
+    count = len(found)
+    while sum(len(f'"{place}":,') + len(found[place]) for place in evenly(list(found), count)) > most_bytes and count:
+        count //= 2
+    return {place: json.loads(found[place]) for place in evenly(list(found), count)}
 
 
 def sequences(row: Row) -> list[Row]:
@@ -217,14 +218,13 @@ def cleaned(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def histograms(rows: list[Row], low: float, high: float) -> dict[str, list[int]]:
+def histograms(entries: list[Transcript], low: float, high: float) -> dict[str, list[int]]:
     """Count the rewards of all transcripts, by purpose and source."""
     counts: dict[str, list[int]] = {}
-    for row in rows:
-        if is_number(row.get("reward")):
-            source = Path(str(row.get("source") or "")).stem
-            bins = counts.setdefault(f"{row.get('purpose', '')} {source}".strip(), [0] * BINS)
-            bins[min(int((row["reward"] - low) / (high - low) * BINS), BINS - 1)] += 1
+    for one in entries:
+        if one.reward is not None:
+            bins = counts.setdefault(f"{one.purpose} {Path(one.source).stem}".strip(), [0] * BINS)
+            bins[min(int((one.reward - low) / (high - low) * BINS), BINS - 1)] += 1
     return counts
 
 

@@ -5,18 +5,21 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import yaml
 
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
 from trueline.monitoring.run_folder import FOLDER, UNFINISHED, RunFolder
+from trueline.report.numbers import is_number
 
 Row = dict[str, Any]
+Kept = TypeVar("Kept")
 
 RUNS = Path(RunConfig.model_fields["folder"].default)
 FAILURES = "failures"  # folder with a file for each call behind a failed reward
@@ -26,13 +29,48 @@ PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 
 @dataclass(frozen=True, slots=True)
+class Transcript:
+    """What is counted of a transcript, and where it stands in its file."""
+
+    step: int
+    purpose: str
+    source: str
+    reward: float | None
+    start: int
+    size: int
+
+    @classmethod
+    def of(cls, row: Row, start: int, size: int) -> "Transcript":
+        purpose, source = (sys.intern(str(row.get(key) or "")) for key in ("purpose", "source"))
+        reward = row["reward"] if is_number(row.get("reward")) else None
+        return cls(row["step"], purpose, source, reward, start, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Transcripts:
+    """All transcripts of a run, of which a file holds the texts: they may be larger than memory."""
+
+    path: Path
+    entries: list[Transcript]
+
+    def rows(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
+        """Read those that are chosen, one after the other; of a file that was replaced since, any that are there."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as stream:
+            for one in chosen:
+                stream.seek(one.start)
+                yield from rows_of(stream.read(one.size))
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     name: str
     verb: str
     config: dict[str, str]  # every key by its path, with its value in words
     plan: str  # as its start has said it: machine, models, algorithm, batches
     rows: list[Row]  # of metrics.jsonl
-    transcripts: list[Row]
+    transcripts: Transcripts
     ledger: list[Row]
     events: list[Row]
     failures: list[dict[str, str]]
@@ -64,18 +102,18 @@ class RunReader:
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder = name, folder
-        files = (folder.metrics, folder.transcripts, folder.ledger, folder.events)
-        self.files = [GrowingRows(file) for file in files]
+        self.files = [GrowingRows(file, whole_row) for file in (folder.metrics, folder.ledger, folder.events)]
+        self.transcripts = GrowingRows(folder.transcripts, Transcript.of)
 
     def read(self) -> Run:
-        rows, transcripts, ledger, events = (file.read() for file in self.files)
+        rows, ledger, events = (file.read() for file in self.files)
         return Run(
             name=self.name,
             verb=self.folder.verb() if self.folder.config.is_file() else "",
             config=read_config(self.folder.config),
             plan=read_plan(self.folder.log),
             rows=rows,
-            transcripts=transcripts,
+            transcripts=Transcripts(self.transcripts.path, self.transcripts.read()),
             ledger=ledger,
             events=events,
             failures=read_failures(self.folder.path / FAILURES),
@@ -83,7 +121,8 @@ class RunReader:
 
     def stamp(self) -> str:
         """Return a text that changes with the files of the run."""
-        paths = [*(file.path for file in self.files), self.folder.path / FAILURES]
+        growing = [*(file.path for file in self.files), self.transcripts.path]
+        paths = [*growing, self.folder.path / FAILURES]
         states = [path.stat() for path in paths if path.exists()]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
 
@@ -92,15 +131,21 @@ def read_run(name: str, folder: RunFolder) -> Run:
     return RunReader(name, folder).read()
 
 
-class GrowingRows:
-    """The rows of a file that may still be written to; it is read whole again where it was cut or replaced."""
+def whole_row(row: Row, start: int, size: int) -> Row:
+    return row
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[Row] = []
+
+class GrowingRows(Generic[Kept]):
+    """What is kept of each row of a file that may still be written to; it is read line by line, and from its first
+    one again where it was cut or replaced.
+    """
+
+    def __init__(self, path: Path, keep: Callable[[Row, int, int], Kept]) -> None:
+        self.path, self.keep = path, keep  # which is given a row, and where it begins and how long it is in bytes
+        self.rows: list[Kept] = []
         self.place, self.file = 0, 0  # how far it is read, and which file that was
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[Kept]:
         if not self.path.is_file():
             return []
         with self.path.open("rb") as stream:
@@ -108,10 +153,13 @@ class GrowingRows:
             if state.st_size < self.place or state.st_ino != self.file:
                 self.rows, self.place, self.file = [], 0, state.st_ino
             stream.seek(self.place)
-            whole, end, rest = stream.read().rpartition(b"\n")
-        self.place += len(whole) + len(end)
-        self.rows += rows_of(whole)
-        return [*self.rows, *rows_of(rest)]
+            for line in stream:
+                found = [self.keep(row, self.place, len(line)) for row in rows_of(line)]
+                if not line.endswith(b"\n"):  # it is looked at again when it is whole
+                    return [*self.rows, *found]
+                self.rows += found
+                self.place += len(line)
+        return list(self.rows)
 
 
 def rows_of(text: bytes) -> list[Row]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.disk import files_up_to
+from tests.support.memory import memory_counted
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
@@ -86,6 +87,19 @@ def test_half_a_line_among_whole_ones_is_left_out_on_resuming(folder: RunFolder)
     folder.metrics.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
     assert keep_until(folder.metrics, 3) == 3
     assert lines(folder.metrics) == [{"step": 1}, {"step": 3}]
+
+
+def test_resuming_reads_a_large_file_line_by_line(folder: RunFolder) -> None:
+    row = json.dumps({"reply": "y" * 10_000})[1:]
+    folder.transcripts.write_text("".join(f'{{"step": {step}, {row}\n' for step in range(1, 1001)))
+    size = folder.transcripts.stat().st_size
+    with memory_counted() as peak:
+        assert keep_until(folder.transcripts, 600) == 600
+    assert peak() < 0.1 * size
+    assert [line["step"] for line in lines(folder.transcripts)] == list(range(1, 601))
+    behind = folder.path / "transcripts.after_step_000600.jsonl"
+    assert [line["step"] for line in lines(behind)] == list(range(601, 1001))
+    assert {path.name for path in folder.path.iterdir()} == {folder.transcripts.name, behind.name}
 
 
 def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """The page of a run that goes on: behind a token, to be read only, and made anew when its files change."""
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -11,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.memory import memory_counted
 from tests.support.run_folders import make_run
 from trueline.cli import main
 from trueline.monitoring.run_folder import RunFolder
-from trueline.report.live import HOST, LiveServer
+from trueline.report.live import HOST, Latest, LiveServer
 from trueline.rewards.server import open_port
 
 TOKEN = "a-token"
@@ -33,6 +35,26 @@ def served(folder: RunFolder, ask: Callable[[httpx.AsyncClient], Awaitable[None]
             await serving
 
     asyncio.run(scenario())
+
+
+def test_memory_does_not_grow_with_the_texts_of_transcripts(tmp_path: Path) -> None:
+    """As many are shown of 500 as of 2,500: what the others hold is read past, and only counted."""
+    row = {"purpose": "train", "reward": 0.5, "reply": "y" * 7000, "tokens": [{"text": ["word"] * 60}]}
+    peaks, sizes, shown = [], [], []
+    for steps in (500, 2500):
+        folder = RunFolder(tmp_path / str(steps))
+        folder.path.mkdir()
+        folder.metrics.write_text('{"step": 1}\n')
+        folder.transcripts.write_text("".join(json.dumps({"step": step} | row) + "\n" for step in range(steps)))
+        with memory_counted() as peak:
+            shown.append(json.loads(Latest({"run": folder}).get()[1])["runs"][0])
+        peaks.append(peak())
+        sizes.append(folder.transcripts.stat().st_size)
+    assert [run["transcript_count"] for run in shown] == [500, 2500]
+    assert [sum(run["histograms"]["train"]) for run in shown] == [500, 2500]
+    assert [len(run["transcripts"]) for run in shown] == [300, 300] and all(run["tokens"] for run in shown)
+    assert sizes[1] - sizes[0] > 10 * 2**20
+    assert peaks[1] - peaks[0] < 0.15 * (sizes[1] - sizes[0])
 
 
 @pytest.fixture
