@@ -1,6 +1,6 @@
 """What the policy talks to besides prompts: an environment, tools or an agent, and how long an episode may become."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,11 +31,17 @@ class EnvironmentConfig(Config):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Longest reply of one turn; null: as rollout.max_new_tokens leaves, which is for all that follows the prompt."""
 
+    truncated: Literal["judge", "drop"] = "judge"
+    """An episode that runs out of turns or tokens: the reward judges what was said so far, or it is left out."""
+
     timeout_seconds: float = Field(60.0, gt=0)
     """For one step, one tool's answer, or an agent's silence; then its process is ended."""
 
     processes: int = Field(4, ge=1)
     """Processes that environments, tools and agents run in, each with many episodes at a time."""
+
+    episodes_per_process: int = Field(128, ge=1)
+    """Episodes, and calls of theirs, at a time in one process; others wait for a place, and no deadline runs."""
 
     memory_gib: float = Field(4.0, gt=0)
     """Memory that one of these processes may take beyond its imports."""

@@ -1,5 +1,6 @@
 """What chats are made of; imported without torch, by processes of user code too."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
@@ -13,3 +14,19 @@ def content_of(message: Message) -> str:
 
 def called_functions(message: Message) -> list[str]:
     return [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """The conversation that a policy's last reply belongs to."""
+
+    opening: list[Message] = field(default_factory=list)  # what the policy was first asked
+    turns: list[Message] = field(default_factory=list)  # from its first reply to its last
+    closing: list[Message] = field(default_factory=list)  # what was said after that
+    reply: str = ""  # the text of the last one
+
+    def after_opening(self) -> list[Message]:
+        return [*self.turns, *self.closing]
+
+    def before_reply(self) -> list[Message]:
+        return [*self.opening, *self.turns[:-1]]

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.messages import Message, Tool
+from trueline.data.messages import Message, Talk, Tool
 
 
 class Outcome(StrEnum):
-    """How an episode ended. The four failures carry no reward: a failure is never a fake zero."""
+    """How an episode ended. Failures and what is left out carry no reward: neither is ever a fake zero."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -21,10 +21,15 @@ class Outcome(StrEnum):
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     INFRA_ERROR = "infra_error"
+    LEFT_OUT = "left_out"
 
     @property
     def failed(self) -> bool:
         return self in FAILURES
+
+    @property
+    def scored(self) -> bool:
+        return not self.failed and self is not Outcome.LEFT_OUT
 
 
 FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR})
@@ -101,11 +106,13 @@ class Trajectory:
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
     truncated: bool = False  # a turn was cut off by the length limit
+    cut_off: str = ""  # why it had no further turn, where a limit ended it
     reply: str = ""  # the last one
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode: see `sequences`
-    turns: list[Message] = field(default_factory=list)  # what was said after the prompt, where it is more than a reply
+    turns: list[Message] = field(default_factory=list)  # what was said after the opening, where it is more than a reply
+    talk: Talk | None = None  # the same with its opening, as rewards are given it
 
     def sequences(self) -> "list[Trajectory]":
         """Return all that the policy sampled, in order: several sequences where a history was rewritten or forked."""
@@ -125,9 +132,10 @@ class Trajectory:
         self.mask = self.versions >= 0
         self.rewards = np.concatenate([self.rewards, np.zeros(len(tokens), np.float32)])
 
-    def add_reward(self, reward: float) -> None:
-        """Add the reward of the turn that the last token ends."""
-        self.rewards[-1] += reward
+    def add_reward(self, reward: float, sequence: "Trajectory | None" = None) -> None:
+        """Add the reward of the last turn, of a branch or of its own; only a sampled token can carry it."""
+        earned = self if sequence is None else sequence
+        earned.rewards[np.flatnonzero(earned.mask)[-1]] += reward
         self.reward = (self.reward or 0.0) + reward
 
     def sampled_versions(self) -> np.ndarray:

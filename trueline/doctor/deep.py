@@ -109,7 +109,7 @@ def sample(trainer: RLTrainer, size: int) -> Sampled:
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
     with trainer.timer.phase("rollout"):
         made = dict(rollouts.sampler.each(prompts, rollouts.loop, under_way=COMPLETIONS))
-    groups = [[one for one in made[place] if not one.outcome.failed] for place in sorted(made)]
+    groups = [[one for one in made[place] if one.outcome.scored] for place in sorted(made)]
     failed = [one for group in made.values() for one in group if one.outcome.failed]
     return Sampled([group for group in groups if len(group) >= min(2, size)], failed, count)
 

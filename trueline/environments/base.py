@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trueline.data.messages import Message, Tool
+from trueline.data.messages import Message, Talk, Tool
 from trueline.data.types import Completion, Prompt
 
 
@@ -61,6 +61,12 @@ class Policy(Protocol):
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the last turn."""
 
+    def hear(self, messages: list[Message]) -> None:
+        """Note what was said after the last reply, where no other follows."""
+
+    def talk(self) -> Talk:
+        """Return the conversation of the last reply; before the first one, nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -69,6 +75,7 @@ class Ending:
     reward: float = 0.0  # beside those of single turns
     policy_error: str = ""  # what the policy did wrong; the episode keeps its reward
     metrics: dict[str, float] = field(default_factory=dict)
+    left_out: bool = False  # nobody has judged it, and nothing is to be learnt from it
 
 
 class Environment(ABC):

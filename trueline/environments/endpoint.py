@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from trueline.config.base import ConfigError
-from trueline.data.messages import Message
 from trueline.environments.base import OutOfBudget, Policy, Reply
 from trueline.environments.chat_completions import (
     Asked,
@@ -65,8 +64,6 @@ class Seat:
         self.overridden: Counter[str] = Counter()  # requests that asked for what they did not get, by parameter
         self.failure: BaseException | None = None  # of the engine; for whoever waits for the episode
         self.exhausted = ""  # why a request was refused for want of turns or tokens
-        self.last_text = ""  # of the policy
-        self.talk: list[Message] = []  # the conversation that it ends
         self.answers: list[Answer] = []  # under way and recent
         seats[fingerprint(f"Bearer {self.key}")] = self
 
@@ -172,7 +169,7 @@ class Endpoint:
         try:
             asked = read_asked(content, self.model)
             seat.overridden.update(asked.overridden)
-            return self._told(seat, asked, await sample(seat.policy, asked, seat.parse))
+            return self._told(asked, await sample(seat.policy, asked, seat.parse))
         except Refused as error:
             return error_response(str(error), param=error.param)
         except OutOfBudget as error:
@@ -181,8 +178,7 @@ class Endpoint:
         except ConfigError as error:  # the chat template refuses the conversation
             return error_response(str(error), param="messages")
 
-    def _told(self, seat: Seat, asked: Asked, replies: list[Reply]) -> Response:
-        seat.last_text, seat.talk = replies[-1].text, [*asked.messages, replies[-1].message]
+    def _told(self, asked: Asked, replies: list[Reply]) -> Response:
         completion = completion_content(asked, replies, self.decode)
         if not asked.stream:
             return as_json(200, completion)

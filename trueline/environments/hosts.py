@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import sys
 import time
 import uuid
@@ -26,6 +27,10 @@ class Mistake(Exception):
     """What the policy asked of a tool cannot be done; it is told so."""
 
 
+class Raised(Exception):
+    """A user's tool raised an exception; the policy is told which."""
+
+
 @dataclass(slots=True, eq=False)
 class Waiting:
     episode: str
@@ -44,8 +49,8 @@ class Program:
     config: EnvironmentConfig
 
     def command(self) -> list[str]:
-        memory = str(self.config.memory_gib)
-        return [sys.executable, "-m", "trueline.environments.process", self.kind, memory]
+        limits = str(self.config.memory_gib), str(self.config.episodes_per_process)
+        return [sys.executable, "-m", "trueline.environments.process", self.kind, *limits]
 
     def words(self) -> str:
         return f"environment.{self.key}={' '.join(self.specification)}"
@@ -62,18 +67,23 @@ class Host:
     episodes: int = 0
     life: int = 0  # how often it was started
     ended: str = ""  # why it was last ended
+    stopped: bool = False  # for good
     waiting: dict[int, Waiting] = field(default_factory=dict)
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     opening: asyncio.Lock = field(default_factory=asyncio.Lock)
     reader: "asyncio.Task[None] | None" = None
+    threads: asyncio.Semaphore = field(init=False)  # of the process that no call has
 
     def __post_init__(self) -> None:
         self.child = ChildProcess(self.program.command(), self.log)
+        self.threads = asyncio.Semaphore(self.program.config.episodes_per_process)
 
     async def start(self) -> None:
         async with self.opening:
             if self.child.runs():
                 return
+            if self.stopped:
+                raise EnvironmentFailure(self.ended)
             try:
                 await self.child.open()
             except OSError as error:
@@ -84,19 +94,33 @@ class Host:
             given = {"specification": self.program.specification, "options": config.options}
             self.about = await self._ask("", "open", given, START_SECONDS, None)
 
-    async def ask(self, episode: str, method: str, given: dict[str, Any], since: Since | None = None) -> Any:
-        await self.start()
-        return await self._ask(episode, method, given, self.program.config.timeout_seconds, since)
+    async def ask(self, place: "Place", method: str, given: dict[str, Any], since: Since | None = None) -> Any:
+        """Ask once a thread is free; whoever is cancelled meanwhile leaves the call its thread and its deadline."""
+        await self.threads.acquire()
+        return await asyncio.shield(self._ask_in_thread(place, method, given, since))
+
+    async def _ask_in_thread(self, place: "Place", method: str, given: dict[str, Any], since: Since | None) -> Any:
+        try:
+            await self.start()
+            place.settle()
+            return await self._ask(place.episode, method, given, self.program.config.timeout_seconds, since)
+        finally:
+            self.threads.release()
 
     async def _ask(self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None) -> Any:
         number = next(self.numbers)
         answer = asyncio.get_running_loop().create_future()
         self.waiting[number] = Waiting(episode, f"`{method}`", answer)
         begun = time.monotonic()
+
+        def silent() -> float | None:
+            quiet = since() if since else begun
+            return None if quiet is None else max(begun, quiet)
+
         try:
             await self._send({"id": number, "episode": episode, "method": method, "arguments": given})
-            while not await settled(answer, seconds, since or (lambda: begun)):
-                if since is None or (since() or time.monotonic()) + seconds <= time.monotonic():
+            while not await settled(answer, seconds, silent):
+                if (silent() or math.inf) + seconds <= time.monotonic():
                     await self._blame(number, f"took more than {seconds:g} s and was killed")
             return answer.result()
         finally:
@@ -132,6 +156,8 @@ class Host:
             waiting.answer.set_result(message["result"])
         elif "mistake" in message:
             waiting.answer.set_exception(Mistake(message["mistake"]))
+        elif "raised" in message:
+            waiting.answer.set_exception(Raised(message["raised"]))
         else:
             waiting.answer.set_exception(self.failure(message["error"]))
 
@@ -168,7 +194,7 @@ class Host:
         return EnvironmentFailure(f"{self.program.words()}: {reason}")
 
     async def stop(self) -> None:
-        self.ended = f"{self.program.words()}: its process was stopped"
+        self.ended, self.stopped = f"{self.program.words()}: its process was stopped", True
         self.child.kill()
         for waiting in self.waiting.values():
             if not waiting.answer.done():
@@ -193,11 +219,15 @@ class Hosts:
         self.hosts = [Host(program, log) for _ in range(program.config.processes)]
         self.alone: list[Host] = []  # each with the one episode that it was made for
         self.rooms = asyncio.Semaphore(program.config.processes)  # for those
+        self.places = asyncio.Semaphore(program.config.processes * program.config.episodes_per_process)
 
     async def place(self, *, alone: bool) -> "Place":
+        """Return a place as soon as one is free; until then nothing of the episode has begun, and no deadline runs."""
         if alone:
             await self.rooms.acquire()
             self.alone.append(Host(self.program, self.log))
+        else:
+            await self.places.acquire()
         host = self.alone[-1] if alone else min(self.hosts, key=lambda one: one.episodes)
         host.episodes += 1
         return Place(host, self)
@@ -208,6 +238,8 @@ class Hosts:
             self.alone.remove(host)
             self.rooms.release()
             await host.stop()
+        else:
+            self.places.release()
 
     async def stop(self) -> None:
         await asyncio.gather(*(host.stop() for host in [*self.hosts, *self.alone]))
@@ -221,21 +253,23 @@ class Place:
         self.suspect = False  # whether it may have been what ended the process
 
     async def ask(self, method: str, since: Since | None = None, **given: Any) -> Any:
-        await self.host.start()
-        if self.life not in (0, self.host.life):  # its state went with the process
-            raise EnvironmentLost(self.host.ended)
-        self.life = self.host.life
         try:
-            return await self.host.ask(self.episode, method, given, since)
+            return await self.host.ask(self, method, given, since)
         except EnvironmentLost as lost:
             self.suspect |= lost.suspect
             raise
+
+    def settle(self) -> None:
+        """Stay with the process that runs now; what the episode had in another one went with that."""
+        if self.life not in (0, self.host.life):
+            raise EnvironmentLost(self.host.ended)
+        self.life = self.host.life
 
     async def close(self) -> None:
         """Let the episode give back what it holds; what fails in that is in the log, and harms nobody."""
         try:
             if self.life and self.life == self.host.life and self.host.child.runs():
                 with contextlib.suppress(EnvironmentFailure, Mistake):
-                    await self.host.ask(self.episode, "close", {})
+                    await self.host.ask(self, "close", {})
         finally:
             await self.hosts.left(self.host)

@@ -1,6 +1,7 @@
 """Environments that a user wrote, tools, and agents: what a policy can play besides single turns."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from trueline.data.types import Prompt
 from trueline.environments.base import Ending, Environment, EnvironmentFailure, OutOfBudget, Policy, Reply
 from trueline.environments.chat_completions import Parse
 from trueline.environments.endpoint import Endpoint
-from trueline.environments.hosts import Hosts, Mistake, Place
+from trueline.environments.hosts import Hosts, Mistake, Place, Raised
 from trueline.environments.single_turn import judged, reward_call
 from trueline.environments.tools.calls import Parsed, ToolCall, as_message
 from trueline.rewards.combined import CombinedReward
@@ -27,6 +28,27 @@ class Hosted(Environment):
     def __init__(self, hosts: Hosts, rewards: CombinedReward) -> None:
         self.hosts, self.rewards = hosts, rewards
         self.here: Place | None = None
+        self.metrics: dict[str, float] = {}
+
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        self.metrics = {}
+        try:
+            earned = await self.take_turns(await self.place(), policy, prompt)
+        except OutOfBudget:
+            if not policy.talk().turns:
+                raise
+            if self.hosts.program.config.truncated == "drop":
+                return Ending(metrics=self.metrics, left_out=True)
+            earned = 0.0
+        if not self.rewards.parts:
+            return Ending(earned, metrics=self.metrics)
+        talk = policy.talk()
+        ending = await judged(self.rewards, prompt, talk.reply, talk, earned)
+        return Ending(ending.reward, ending.policy_error, self.metrics | ending.metrics)
+
+    @abstractmethod
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+        """Play to the end, and return what is earned by it besides what turns have earned."""
 
     async def place(self) -> Place:
         alone = self.here is not None and self.here.suspect
@@ -46,27 +68,17 @@ OWN_METRICS = "environment/"  # in front of what user code reports, so that no n
 class Game(Hosted):
     """A user's class with `reset` and `step`."""
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
-        place = await self.place()
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
         messages = await place.ask("reset", values=row_of(prompt))
-        metrics: dict[str, float] = {}
         while True:
             reply = await policy.reply(messages, prompt.tools)
             step = await place.ask("step", reply=reply.text)
-            metrics |= {f"{OWN_METRICS}{name}": value for name, value in step["metrics"].items()}
-            messages = [*messages, {"role": "assistant", "content": reply.text}, *step["messages"]]
+            self.metrics |= {f"{OWN_METRICS}{name}": value for name, value in step["metrics"].items()}
             if step["done"]:
-                break
+                policy.hear(step["messages"])
+                return float(step["reward"])
+            messages = [*messages, reply.message, *step["messages"]]
             policy.add_reward(step["reward"])
-        ending = await ended(self.rewards, prompt, reply.text, messages, step["reward"])
-        return Ending(ending.reward, ending.policy_error, metrics | ending.metrics)
-
-
-async def ended(rewards: CombinedReward, prompt: Prompt, reply: str, messages: list[Message], earned: float) -> Ending:
-    """Return the ending of an episode that has earned so much; the run's rewards, if there are any, are added."""
-    if not rewards.parts:
-        return Ending(earned)
-    return await judged(rewards, prompt, reply, messages[len(prompt.messages) :], earned)
 
 
 class ToolUse(Hosted):
@@ -75,30 +87,20 @@ class ToolUse(Hosted):
     def __init__(self, hosts: Hosts, rewards: CombinedReward, parse: Parse) -> None:
         super().__init__(hosts, rewards)
         self.parse = parse
-        self.calls = self.mistakes = 0
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
-        place = await self.place()
-        self.calls = self.mistakes = 0
-        messages, reply, ids = prompt.messages, None, numbered("call")
-        try:
-            while True:
-                reply = await policy.reply(messages, prompt.tools, lambda text: as_message(self.parse(text), ids))
-                parsed = self.parse(reply.text)
-                if not parsed.calls and not parsed.error:
-                    break
-                messages = [*messages, reply.message, *await self._answers(place, parsed, reply)]
-        except OutOfBudget:
-            if reply is None:
-                raise
-        used = {"tools/calls": float(self.calls), "tools/mistakes": float(self.mistakes)}
-        said = [*messages, reply.message][len(prompt.messages) :]
-        ending = await judged(self.rewards, prompt, reply.text, said)
-        return Ending(ending.reward, ending.policy_error, used | ending.metrics)
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+        self.metrics |= dict.fromkeys(("tools/calls", "tools/mistakes", "tools/errors"), 0.0)
+        messages, ids = prompt.messages, numbered("call")
+        while True:
+            reply = await policy.reply(messages, prompt.tools, lambda text: as_message(self.parse(text), ids))
+            parsed = self.parse(reply.text)
+            if not parsed.calls and not parsed.error:
+                return 0.0
+            messages = [*messages, reply.message, *await self._answers(place, parsed, reply)]
 
     async def _answers(self, place: Place, parsed: Parsed, reply: Reply) -> list[Message]:
         if parsed.error:
-            self.mistakes += 1
+            self.metrics["tools/mistakes"] += 1
             return [{"role": "tool", "name": "error", "content": f"error: {parsed.error}"}]
         named = reply.message["tool_calls"]
         texts = await asyncio.gather(*(self._answer(place, call) for call in parsed.calls))
@@ -108,12 +110,15 @@ class ToolUse(Hosted):
         ]
 
     async def _answer(self, place: Place, call: ToolCall) -> str:
-        self.calls += 1
+        self.metrics["tools/calls"] += 1
         try:
             return str(await place.ask("call", name=call.name, arguments=call.arguments))
         except Mistake as mistake:
-            self.mistakes += 1
+            self.metrics["tools/mistakes"] += 1
             return f"error: {mistake}"
+        except Raised as raised:
+            self.metrics["tools/errors"] += 1
+            return f"error: {raised}"
 
 
 def numbered(name: str) -> Callable[[], str]:
@@ -135,8 +140,8 @@ class Agent(Hosted):
         super().__init__(hosts, rewards)
         self.endpoint, self.parse = endpoint, parse
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
-        place, seat = await self.place(), self.endpoint.open(policy, self.parse)
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+        seat = self.endpoint.open(policy, self.parse)
         try:
             values, url = row_of(prompt), self.endpoint.url
             reward = await place.ask("play", seat.quiet, values=values, url=url, key=seat.key)
@@ -148,10 +153,9 @@ class Agent(Hosted):
             raise
         finally:
             seat.close()
+            self.metrics |= {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
         if seat.failure is not None:
             raise seat.failure
-        metrics = {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
         if reward is None and not self.rewards.parts:
             raise EnvironmentFailure(f"{place.host.program.words()} returned no reward, and there is no --reward")
-        ending = await ended(self.rewards, prompt, seat.last_text, seat.talk, reward or 0.0)
-        return Ending(ending.reward, ending.policy_error, metrics | ending.metrics)
+        return float(reward or 0.0)

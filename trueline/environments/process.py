@@ -1,7 +1,7 @@
 """The child process that environments, tools and agents run in: one JSON object a line in, one a line out.
 
 Many episodes at a time: what is asynchronous shares its loop, all else has a thread. It starts without torch;
-`python -m trueline.environments.process KIND MEMORY_GIB`, and what to load is its first line.
+`python -m trueline.environments.process KIND MEMORY_GIB THREADS`, and what to load is its first line.
 """
 
 import asyncio
@@ -28,7 +28,6 @@ from trueline.rewards.base import PolicyError
 from trueline.rewards.linux import die_with_parent
 from trueline.rewards.process import NoSuchFunction, checked, explain, filled, limit_memory, load_function
 
-THREADS = 128
 Values = dict[str, Any]  # what a row gives: prompt, messages, label and columns
 
 
@@ -219,8 +218,8 @@ def started_threads(count: int) -> ThreadPoolExecutor:
 class Server:
     """Answers requests as they come; each says first that it has begun, so that those are known that may stop all."""
 
-    def __init__(self, kind: str, memory_gib: float) -> None:
-        self.kind, self.memory_gib = kind, memory_gib
+    def __init__(self, kind: str, memory_gib: float, threads: int) -> None:
+        self.kind, self.memory_gib, self.threads = kind, memory_gib, threads
         self.stage: Stage
         self.tasks: set[asyncio.Task[None]] = set()
         self.requests, self.answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
@@ -231,7 +230,7 @@ class Server:
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(started_threads(THREADS))
+        loop.set_default_executor(started_threads(self.threads))
         reader = ThreadPoolExecutor(1)
         while line := await loop.run_in_executor(reader, self.requests.readline):
             task = asyncio.create_task(self.answer(json.loads(line)))
@@ -248,7 +247,15 @@ class Server:
         except NoSuchFunction as error:
             self.reply({"id": number, "error": str(error)})
         except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit too)
-            self.reply({"id": number, "error": explain(error)})
+            self.reply({"id": number, **self.blamed(request, error)})
+
+    def blamed(self, request: dict[str, Any], error: BaseException) -> dict[str, str]:
+        """Return what a user's tool raised for the model, with its traceback in the log; all else for the run."""
+        users = self.stage.box.users if request["method"] == "call" and isinstance(self.stage, Tools) else ()
+        if request.get("arguments", {}).get("name") not in users:
+            return {"error": explain(error)}
+        traceback.print_exception(error)
+        return {"raised": "".join(traceback.format_exception_only(error)).strip()}
 
     async def work(self, request: dict[str, Any]) -> Any:
         given = request.get("arguments", {})
@@ -260,8 +267,8 @@ class Server:
         return await method(self.stage, request["episode"], **given)
 
 
-def main(kind: str, memory_gib: float) -> None:
-    server = Server(kind, memory_gib)
+def main(kind: str, memory_gib: float, threads: int) -> None:
+    server = Server(kind, memory_gib, threads)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     for stream in (server.requests, server.answers):
@@ -276,4 +283,4 @@ def main(kind: str, memory_gib: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

@@ -1,6 +1,6 @@
 """The environment of one prompt, one completion and one reward."""
 
-from trueline.data.messages import Message, content_of
+from trueline.data.messages import Talk, content_of
 from trueline.data.types import Prompt
 from trueline.environments.base import Ending, Environment, Policy, as_said
 from trueline.rewards.base import Call
@@ -17,23 +17,23 @@ class SingleTurn(Environment):
 
 
 async def judged(
-    rewards: CombinedReward, prompt: Prompt, reply: str, turns: list[Message] | None = None, earned: float = 0.0
+    rewards: CombinedReward, prompt: Prompt, reply: str, talk: Talk | None = None, earned: float = 0.0
 ) -> Ending:
     """Return the ending that the rewards of a run give a reply, beside what the episode has earned already."""
-    verdict = await rewards.verdict(reward_call(prompt, reply, turns))
+    verdict = await rewards.verdict(reward_call(prompt, reply, talk))
     parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
     return Ending(verdict.reward + earned, verdict.policy_error, parts)
 
 
-def reward_call(prompt: Prompt, reply: str, turns: list[Message] | None = None) -> Call:
-    """Return what a reward function may ask of a completion, by name; `turns` is all that follows the prompt."""
-    said = turns or [as_said(reply)]
+def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:
+    """Return what a reward function may ask of a completion, by name; without a talk it answers the prompt itself."""
+    talk = talk or Talk(prompt.messages, [as_said(reply)])
     return {
         **prompt.columns,
         **({"tools": prompt.tools} if "tools" in prompt.columns else {}),
         "reply": reply,
         "prompt": content_of(prompt.messages[-1]),
-        "messages": [*prompt.messages, *said[:-1]],
-        "turns": said,
+        "messages": talk.before_reply(),
+        "turns": talk.after_opening(),
         "label": prompt.label,
     }

@@ -132,8 +132,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def usable(completion: Sampled) -> bool:
-    """Tell whether a completion could be trained on: it did not fail, and says something."""
-    return not Outcome(completion["outcome"]).failed and bool(completion["reply"].strip())
+    """Tell whether a completion could be trained on: it has its reward, and says something."""
+    return Outcome(completion["outcome"]).scored and bool(completion["reply"].strip())
 
 
 def eligible(completion: Sampled, config: GenerateConfig) -> bool:

@@ -52,6 +52,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "reward/shaped_mean": fmean(sample.reward for sample in samples),
         "reward/uniform_groups_share": fmean(uniform),
         "reward/failed": dropped.completions,
+        "reward/left_out": dropped.left_out,
         "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
@@ -142,6 +143,7 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
         "source": trajectory.prompt.source,
         "reward": trajectory.reward,
         "outcome": str(trajectory.outcome),
+        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
         **({"turns": trajectory.turns} if trajectory.turns else {}),
         **trajectory.metrics,
     }
@@ -161,9 +163,16 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
     """Return signs of the first step that a run will not learn, each with the key to change."""
     warnings = []
     if metrics["response_length/truncated_share"] > CUT_OFF:
+        played = config.environment.kind()
+        limits = f"environment.max_turns={config.environment.max_turns} or " if played else ""
         warnings.append(
-            f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}"
+            f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise {limits}"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}" + "; transcripts say by which" * bool(played)
+        )
+    if metrics.get("tools/errors"):
+        warnings.append(
+            f"{metrics['tools/errors']:.2g} calls an episode ended in an exception of a tool: the model is told, and "
+            "logs/environment.log has the tracebacks"
         )
     grouped = config.algorithm.group_size > 1 and config.judged()
     if grouped and metrics["reward/uniform_groups_share"] > UNIFORM:

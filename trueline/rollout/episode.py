@@ -40,6 +40,9 @@ class Episodes:
         except EnvironmentLost as lost:
             fail(trajectory, lost)
             return last
+        finally:
+            if self.budget.turns > 1:
+                session.tell()
         if ending is not None:
             self._end(session, ending, type(environment).__name__)
         return True
@@ -47,12 +50,12 @@ class Episodes:
     def _end(self, session: Session, ending: Ending, name: str) -> None:
         trajectory = session.trajectory
         if session.last is None:
-            fail(trajectory, EnvironmentFailure(f"{name} ended before the policy said a word"))
+            why = f": {trajectory.cut_off}" if trajectory.cut_off else ""
+            fail(trajectory, EnvironmentFailure(f"{name} ended before the policy said a word{why}"))
             return
         session.add_reward(ending.reward)
         record(trajectory, ending)
         if self.budget.turns > 1:
-            trajectory.turns = session.conversation()
             counts = {"turns": session.turns, "sequences": len(trajectory.sequences())}
             trajectory.metrics |= {f"episode/{name}": float(count) for name, count in counts.items()}
 
@@ -66,7 +69,7 @@ async def attempt(play: Awaitable[Ending], session: Session) -> Ending | None:
     except EnvironmentLost:
         raise
     except Exception as error:
-        if session.asked and not isinstance(error, EnvironmentFailure):
+        if error in session.engine_failures:
             raise
         fail(session.trajectory, error)
         return None
@@ -81,7 +84,9 @@ def fail(trajectory: Trajectory, error: Exception) -> None:
 def record(trajectory: Trajectory, ending: Ending) -> None:
     trajectory.metrics |= ending.metrics
     trajectory.error = ending.policy_error
-    if ending.policy_error:
+    if ending.left_out:
+        trajectory.outcome, trajectory.reward = Outcome.LEFT_OUT, None
+    elif ending.policy_error:
         trajectory.outcome = Outcome.POLICY_ERROR
     elif trajectory.truncated:
         trajectory.outcome = Outcome.TRUNCATED

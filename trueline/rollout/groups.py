@@ -48,7 +48,7 @@ class GroupSampler:
         *group, greedy = await asyncio.gather(*runs, extra)
         for trajectory in group:
             trajectory.baseline = greedy.reward
-            if greedy.outcome.failed:
+            if not greedy.outcome.scored:
                 trajectory.outcome, trajectory.error, trajectory.reward = greedy.outcome, greedy.error, None
         return list(group)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
-from trueline.data.types import Prompt, Trajectory
+from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.rollout.failures import EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.ledger import Ledger
@@ -34,6 +34,7 @@ class Dropped:
 
     part: str | None = None  # reward that dynamic sampling judges by
     completions: int = 0  # that failed
+    left_out: int = 0  # that a limit ended and nobody judged
     groups: int = 0  # with too few completions left
     too_old: int = 0  # groups that would have lagged too far behind
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
@@ -75,6 +76,7 @@ class Rollouts:
         self.ready: list[Group] = []  # that the step under way has so far
         self.looked_at = 0  # groups, for that step
         self.judged = self.useful = 0  # groups, for how many to draw under dynamic sampling
+        self.left_out = 0  # groups in a row
         self.dropped = Dropped(plan.dynamic.reward)
 
     def start(self, version: int) -> None:
@@ -132,7 +134,7 @@ class Rollouts:
             flight = await self._next(count - len(ready))
             self.looked_at += 1
             if self._trainable(flight):
-                ready.append([one for one in flight.task.result() if not one.outcome.failed])
+                ready.append([one for one in flight.task.result() if one.outcome.scored])
             else:
                 await self._admit(self._missing(count - len(ready), most - self.looked_at))
         self.ready, self.looked_at = [], 0
@@ -201,8 +203,15 @@ class Rollouts:
         failed = self.budget.add(group)
         self.judged += 1
         self.dropped.completions += failed
+        self.dropped.left_out += sum(one.outcome is Outcome.LEFT_OUT for one in group)
         self.dropped.lengths += sampled_lengths(group)
         fate = self._fate(group, failed)
+        self.left_out = self.left_out + 1 if fate == "left_out" else 0
+        if self.left_out > self.plan.prompts_per_step * self.plan.dynamic.max_batches:
+            raise NothingToLearn(
+                f"limits ended the episodes of {self.left_out} groups in a row ({last_limit(group)}), and environment."
+                "truncated=drop leaves such episodes out: raise the limit, or set environment.truncated=judge"
+            )
         if fate:
             self.ledger.close([flight.number], fate)
         self.useful += not fate
@@ -210,12 +219,12 @@ class Rollouts:
 
     def _fate(self, group: Group, failed: int) -> str:
         """Return why a group is not trained on, or nothing."""
-        if len(group) - failed < min(2, self.sampler.size):
+        if sum(one.outcome.scored for one in group) < min(2, self.sampler.size):
             self.dropped.groups += 1
-            return "failed"
+            return "failed" if failed else "left_out"
         if not self.plan.dynamic.enabled:
             return ""
-        rewards = [part_reward(one, self.plan.dynamic.reward) for one in group if not one.outcome.failed]
+        rewards = [part_reward(one, self.plan.dynamic.reward) for one in group if one.outcome.scored]
         if max(rewards) - min(rewards) > SAME_REWARD:
             return ""
         self.dropped.uniform.append(rewards[0])
@@ -224,6 +233,10 @@ class Rollouts:
 
 def sampled_lengths(group: Group) -> list[int]:
     return [one.sampled_tokens() for one in group if not one.outcome.failed]
+
+
+def last_limit(group: Group) -> str:
+    return next(one.cut_off for one in reversed(group) if one.outcome is Outcome.LEFT_OUT)
 
 
 def part_reward(trajectory: Trajectory, part: str | None) -> float:

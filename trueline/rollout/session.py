@@ -1,5 +1,6 @@
 """The policy as an environment sees it in one episode: token in, token out, over all turns."""
 
+import asyncio
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trueline.data.chat import ChatFormat
-from trueline.data.messages import Message, Tool, content_of
+from trueline.data.messages import Message, Talk, Tool, content_of
 from trueline.data.types import Completion, Prompt, Trajectory
 from trueline.environments.base import OutOfBudget, Reply, as_said
 from trueline.rollout.engine import SamplingParams
@@ -49,20 +50,31 @@ class Thread:
 
     record: Trajectory
     tools: list[Tool]
+    opening: int  # messages before the policy's first reply
+    opening_tokens: int  # of the prompt that it began with
     said: list[Message] = field(default_factory=list)  # as those who talk to the policy have it
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as they were sampled, to their stop
-    opening: int = 0  # tokens of the prompt that it began with
     busy: bool = False
 
     def goes_on(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
         """Tell whether these messages begin with the whole conversation so far, and add to it."""
         count = len(self.said)
-        return (
-            not self.busy
-            and count < len(messages)
-            and self.tools == list(tools)
-            and all(map(alike, self.said, self.spelled, messages))
-        )
+        return not self.busy and self.tools == list(tools) and count < len(messages) and self.begins(messages, count)
+
+    def begins(self, messages: list[Message], count: int) -> bool:
+        return all(map(alike, self.said[:count], self.spelled[:count], messages))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a thread is asked: it becomes a part of the thread once there is a reply."""
+
+    thread: Thread
+    new: list[Message]
+    tokens: list[int]  # that they add
+
+    def length(self) -> int:
+        return len(self.thread.record.tokens) + len(self.tokens)
 
 
 class Session:
@@ -79,10 +91,11 @@ class Session:
     ) -> None:
         self.pool, self.chat, self.ticket, self.params, self.budget = pool, chat, ticket, params, budget
         self.trajectory = Trajectory(prompt, ticket.group)
-        self.threads: list[Thread] = []
+        self.threads: list[Thread] = []  # in the order of their first replies
         self.last: Thread | None = None  # that spoke last
+        self.closing: list[Message] = []  # what it heard after that
         self.turns = 0
-        self.asked = 0  # requests that engines have not answered; it stays above 0 where one failed
+        self.engine_failures: list[BaseException] = []
 
     async def reply(
         self,
@@ -91,88 +104,122 @@ class Session:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
     ) -> Reply:
-        if self.turns == self.budget.turns:
-            raise self._exhausted(f"the episode has had all its turns (environment.max_turns={self.budget.turns})")
-        thread = self._thread(messages, list(tools))
-        turn, self.turns = self.turns, self.turns + 1
-        thread.busy = True
+        known = max((one for one in self.threads if one.goes_on(messages, tools)), key=said_messages, default=None)
         try:
-            completion, text = await self._sample(thread, turn, [*self.params.stop, *stop])
-            return self._record(thread, completion, text, worded(text))
+            turn = self._turn(known, messages, list(tools))
+        except OutOfBudget as error:
+            self.trajectory.truncated, self.trajectory.cut_off = True, str(error)
+            if known is not None and known is self.last:
+                self.hear(messages[len(known.said) :])
+            raise
+        number, self.turns = self.turns, self.turns + 1
+        turn.thread.busy = True
+        try:
+            completion, text = await self._sample(turn, number, [*self.params.stop, *stop])
+            return self._record(turn, completion, text, worded(text))
         finally:
-            thread.busy = False
+            turn.thread.busy = False
 
-    async def _sample(self, thread: Thread, turn: int, stops: list[str]) -> tuple[Completion, str]:
-        before, request = thread.record.tokens.tolist(), self.ticket.request(turn)
-        sampling = replace(self.params, seed=self.ticket.turn_seed(turn), max_new_tokens=self._room(thread))
-        self.asked += 1
-        completion = await self.pool.generate(before, sampling, self.ticket.group, request)
-        self.asked -= 1
-        return ended(completion, stops, self.chat.reply_text)
+    async def _sample(self, turn: Turn, number: int, stops: list[str]) -> tuple[Completion, str]:
+        before, request = [*turn.thread.record.tokens.tolist(), *turn.tokens], self.ticket.request(number)
+        sampling = replace(self.params, seed=self.ticket.turn_seed(number), max_new_tokens=self._room(turn))
+        asked = asyncio.ensure_future(self.pool.generate(before, sampling, self.ticket.group, request))
+        asked.add_done_callback(self._note_failure)
+        return ended(await asked, stops, self.chat.reply_text)
 
-    def _record(self, thread: Thread, completion: Completion, text: str, message: Message) -> Reply:
-        before = len(thread.record.tokens)
+    def _note_failure(self, asked: "asyncio.Future[Completion]") -> None:
+        if not asked.cancelled() and (failure := asked.exception()):
+            self.engine_failures.append(failure)
+
+    def _record(self, turn: Turn, completion: Completion, text: str, message: Message) -> Reply:
+        thread, before = turn.thread, turn.length()
+        if thread not in self.threads:
+            self._add_thread(thread)
+        thread.record.add_observation(turn.tokens)
         thread.record.add_action(completion)
         self.trajectory.truncated |= completion.finish_reason == "length"
-        self.trajectory.reply, self.last = text, thread
-        thread.said.append(message)
-        thread.spelled.append(as_said(self.chat.reply_text(completion.tokens.tolist())))
+        self.trajectory.reply, self.last, self.closing = text, thread, []
+        thread.said += [*turn.new, message]
+        thread.spelled += [*turn.new, as_said(self.chat.reply_text(completion.tokens.tolist()))]
         return Reply(text, message, completion, before)
 
-    def _exhausted(self, reason: str) -> OutOfBudget:
-        self.trajectory.truncated = True
-        return OutOfBudget(reason)
+    def _add_thread(self, thread: Thread) -> None:
+        if self.threads:
+            self.trajectory.branches.append(thread.record)
+        else:
+            thread.record = self.trajectory
+        self.threads.append(thread)
 
     def add_reward(self, reward: float) -> None:
         assert self.last is not None, "a reward before the first reply"
-        self.last.record.rewards[-1] += reward
-        self.trajectory.reward = (self.trajectory.reward or 0.0) + reward
+        self.trajectory.add_reward(reward, self.last.record)
 
-    def conversation(self) -> list[Message]:
-        """Return what was said after the prompt in the sequence that ended last."""
-        return self.last.spelled[len(self.trajectory.prompt.messages) :] if self.last else []
+    def hear(self, messages: list[Message]) -> None:
+        self.closing = list(messages)
 
-    def _thread(self, messages: list[Message], tools: list[Tool]) -> Thread:
-        """Return the thread that these messages continue, with them in it, or a new one."""
-        known = [thread for thread in self.threads if thread.goes_on(messages, tools)]
-        if known:
-            thread = max(known, key=lambda one: len(one.said))
-            new = messages[len(thread.said) :]
-            following = self.chat.continuation(thread.spelled, new, tools)
+    def talk(self) -> Talk:
+        return self._talk(self.last.said) if self.last else Talk()
+
+    def _talk(self, messages: list[Message]) -> Talk:
+        assert self.last is not None
+        count = self.last.opening
+        return Talk(messages[:count], messages[count:], self.closing, self.trajectory.reply)
+
+    def tell(self) -> None:
+        """Put what was said in the sequence that ended last into the trajectory."""
+        if self.last is not None:
+            self.trajectory.talk = self.talk()
+            self.trajectory.turns = self._talk(self.last.spelled).after_opening()
+
+    def _turn(self, known: Thread | None, messages: list[Message], tools: list[Tool]) -> Turn:
+        """Return what these messages add to the thread that they go on from, or to a new one."""
+        if self.turns == self.budget.turns:
+            raise OutOfBudget(f"the episode has had all its turns (environment.max_turns={self.budget.turns})")
+        if known is not None:
+            new = messages[len(known.said) :]
+            following = self.chat.continuation(known.spelled, new, tools)
             if following is not None:
-                self._append(thread, new, following)
-                return thread
-        return self._new_thread(messages, tools)
+                return self._next_turn(known, new, following)
+        return self._first_turn(messages, tools)
 
-    def _append(self, thread: Thread, new: list[Message], following: list[int]) -> None:
+    def _next_turn(self, thread: Thread, new: list[Message], following: list[int]) -> Turn:
         if thread.record.tokens[-1] in self.chat.stop_ids:
             following = self.chat.without_end(following)
-        if len(thread.record.tokens) + len(following) >= self._end(thread):
-            raise self._exhausted(f"{len(following)} more tokens of the environment leave no room for a reply")
-        thread.record.add_observation(following)
-        thread.said += new
-        thread.spelled += new
+        turn, end = Turn(thread, new, following), self._end(thread)
+        if turn.length() >= end:
+            raise OutOfBudget(
+                f"{len(following)} more tokens after {turn.length() - len(following)} leave no room for a reply: a "
+                f"sequence may have {end} ({thread.opening_tokens} of its opening and rollout.max_new_tokens="
+                f"{self.params.max_new_tokens} for all that follows, {self.budget.context} in all)"
+            )
+        return turn
 
-    def _new_thread(self, messages: list[Message], tools: list[Tool]) -> Thread:
+    def _first_turn(self, messages: list[Message], tools: list[Tool]) -> Turn:
         tokens = self.chat.prompt_tokens(messages, tools)
         if len(tokens) >= self.budget.context:
-            raise self._exhausted(f"{len(tokens)} tokens leave no room for a reply within {self.budget.context}")
-        first = not self.threads
-        record = self.trajectory if first else Trajectory(self.trajectory.prompt, self.ticket.group)
-        thread = Thread(record, tools, list(messages), list(messages), len(tokens))
-        record.add_observation(tokens)
-        self.threads.append(thread)
-        if not first:
-            self.trajectory.branches.append(record)
-        return thread
+            raise OutOfBudget(
+                f"a conversation of {len(tokens)} tokens leaves no room for a reply: a sequence may have "
+                f"{self.budget.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
+            )
+        record = Trajectory(self.trajectory.prompt, self.ticket.group)
+        return Turn(Thread(record, tools, self._opening(messages), len(tokens)), messages, tokens)
+
+    def _opening(self, messages: list[Message]) -> int:
+        """Count the messages before the policy's first reply: those that another thread began with too, or all."""
+        known = [one.opening for one in self.threads if one.begins(messages, one.opening)]
+        return max((count for count in known if count < len(messages)), default=len(messages))
 
     def _end(self, thread: Thread) -> int:
         """Return the length that the thread may reach."""
-        return min(thread.opening + self.params.max_new_tokens, self.budget.context)
+        return min(thread.opening_tokens + self.params.max_new_tokens, self.budget.context)
 
-    def _room(self, thread: Thread) -> int:
-        left = self._end(thread) - len(thread.record.tokens)
+    def _room(self, turn: Turn) -> int:
+        left = self._end(turn.thread) - turn.length()
         return min(left, self.budget.turn_tokens or left)
+
+
+def said_messages(thread: Thread) -> int:
+    return len(thread.said)
 
 
 def alike(said: Message, spelled: Message, sent: Message) -> bool:

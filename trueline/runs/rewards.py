@@ -89,7 +89,7 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
 
 
 def failed_call(trajectory: Trajectory) -> Call:
-    return reward_call(trajectory.prompt, trajectory.reply, trajectory.turns)
+    return reward_call(trajectory.prompt, trajectory.reply, trajectory.talk)
 
 
 def failed_part(config: RewardConfig, error: str) -> RewardPartConfig | None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,15 @@ from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.environments.base import EnvironmentFailure, EnvironmentLost
+from trueline.environments.hosts import Hosts, Place
 from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, program_of
 from trueline.rewards.child import MARK
 from trueline.rewards.combined import CombinedReward
+from trueline.rl.metrics import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.session import Ticket
+from trueline.runs.rewards import failed_call
 
 CODE = '''
 import asyncio, ctypes, os, subprocess, sys, threading, time
@@ -82,6 +88,22 @@ class Waits(Game):
         return Game.step(self, reply)
 
 
+class Farewell(Game):
+    def step(self, reply):
+        return {"messages": "bye", "reward": 1.0, "done": True}
+
+
+class Gate(Game):
+    """Waits in its step until it is opened, and tells that it is there."""
+
+    def step(self, reply):
+        with open(os.environ["CLOSED"] + ".here", "a") as file:
+            file.write("here\\n")
+        while not os.path.exists(os.environ["CLOSED"] + ".open"):
+            time.sleep(0.01)
+        return 1.0
+
+
 class Half:
     def reset(self): ...
 
@@ -122,6 +144,15 @@ def endless(prompt, client):
         messages += [answer.choices[0].message, {"role": "user", "content": "and?"}]
 
 
+def briefed(prompt, client):
+    """An agent with a system prompt of its own, which rewrites what the policy has said."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Task: {prompt}"}]
+    for _ in range(2):
+        answer = client.chat.completions.create(model="any", messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": answer.upper()}, {"role": "user", "content": "and?"}]
+    client.chat.completions.create(model="any", messages=messages)
+
+
 def wants(prompt, missing): ...
 
 
@@ -140,6 +171,23 @@ def crash() -> str:
     """Die with the process, as soon as the other call is there."""
     time.sleep(0.5)
     os.kill(os.getpid(), 11)
+
+
+def wait() -> str:
+    """Wait until the gate is open."""
+    return str(Gate().step(""))
+
+
+def divide(a: int, b: int) -> float:
+    """Divide."""
+    return a / b
+
+
+async def refuse(how: str) -> str:
+    """Refuse in some way."""
+    if how == "exits":
+        sys.exit(3)
+    raise PermissionError("not for you")
 
 
 def broken() -> str:
@@ -186,7 +234,14 @@ class Stage:
         return f"{self.folder}/code.py:{name}" if name.isidentifier() and name != "calculator" else name
 
     def play(
-        self, config: EnvironmentConfig, *texts: str, episodes: int = 1, reward: Any = None, context: int = 2000
+        self,
+        config: EnvironmentConfig,
+        *texts: str,
+        episodes: int = 1,
+        reward: Any = None,
+        context: int = 2000,
+        prompt: Prompt = ASKED,
+        watch: Callable[[OpenEnvironment], Awaitable[None]] | None = None,
     ) -> list[Trajectory]:
         table = self.table = Table(self.tokenizer, CHATML, *texts, turns=config.max_turns, context=context)
         table.engine.delay, table.engine.script = self.delay, self.script
@@ -197,8 +252,11 @@ class Stage:
             made = OpenEnvironment(config, rewards, table.chat, self.folder)
             await made.start()
             try:
-                runs = [table.episodes.run(made(), ASKED, Ticket(at, 0, None), params) for at in range(episodes)]
-                return list(await asyncio.gather(*runs))
+                runs = [table.episodes.run(made(), prompt, Ticket(at, 0, None), params) for at in range(episodes)]
+                played = asyncio.gather(*runs)
+                if watch is not None:
+                    await watch(made)
+                return list(await played)
             finally:
                 await made.stop()
 
@@ -345,9 +403,11 @@ class Told:
 
     def __init__(self) -> None:
         self.turns: list[Any] = []
+        self.messages: list[Any] = []
+        self.reply = ""
 
     async def score(self, call: dict[str, Any]) -> float:
-        self.turns = call["turns"]
+        self.turns, self.messages, self.reply = call["turns"], call["messages"], call["reply"]
         return 1.0
 
     async def stop(self) -> None: ...
@@ -372,13 +432,34 @@ def test_mistakes_of_the_policy_are_told_to_it(stage: Stage) -> None:
     assert played.metrics["tools/mistakes"] == 3.0
 
 
-@pytest.mark.parametrize(("name", "words"), [("spin", "`call` took more than 2 s"), ("broken", "the tool is broken")])
-def test_tools_that_fail_are_no_fault_of_the_policy(name: str, words: str, stage: Stage) -> None:
-    arguments = '{"seconds": 1}' if name == "spin" else "{}"
-    (played,) = stage.play(
-        stage.config("tools", [name], timeout_seconds=2), calling(name, arguments), "done", reward=Told()
-    )
-    assert (played.outcome, played.reward) == (Outcome.ENVIRONMENT_ERROR, None) and words in played.error
+def test_a_tool_that_does_not_return_is_no_fault_of_the_policy(stage: Stage) -> None:
+    config = stage.config("tools", ["spin"], timeout_seconds=2)
+    (played,) = stage.play(config, calling("spin", '{"seconds": 1}'), "done", reward=Told())
+    assert (played.outcome, played.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+    assert "`call` took more than 2 s" in played.error
+
+
+def test_what_a_users_tool_raises_is_told_to_the_model_and_counted(stage: Stage) -> None:
+    """Else the model could end its own run, by dividing by zero."""
+    calls = [calling("divide", '{"a": 1, "b": 0}'), calling("refuse", '{"how": "exits"}') + calling("broken", "{}")]
+    config = stage.config("tools", ["divide", "refuse", "broken"])
+    (played,) = stage.play(config, *calls, calling("refuse", '{"how": "raises"}'), "done", reward=Told())
+    assert (played.outcome, played.reward, played.error) == (Outcome.FINISHED, 1.0, "")
+    assert [turn["content"] for turn in played.turns if turn["role"] == "tool"] == [
+        "error: ZeroDivisionError: division by zero",
+        "error: RuntimeError: the tool raised SystemExit(3)",
+        "error: RuntimeError: the tool is broken",
+        "error: PermissionError: not for you",
+    ]
+    names = ("tools/calls", "tools/errors", "tools/mistakes")
+    assert [played.metrics[name] for name in names] == [4.0, 4.0, 0.0]
+    assert "return a / b" in (stage.folder / "environment.log").read_text()  # the traceback, for whoever wrote it
+
+
+def test_what_a_built_in_tool_refuses_is_a_mistake_and_no_error(stage: Stage) -> None:
+    config = stage.config("tools", ["calculator"])
+    (played,) = stage.play(config, calling("calculator", '{"expression": "1/0"}'), "done", reward=Told())
+    assert (played.metrics["tools/mistakes"], played.metrics["tools/errors"]) == (1.0, 0.0)
 
 
 def test_two_calls_of_one_episode_that_end_their_process_are_its_own_fault(stage: Stage) -> None:
@@ -421,6 +502,202 @@ def test_the_plan_says_what_is_played(stage: Stage) -> None:
     for agent, kind in kinds.items():
         program = program_of(EnvironmentConfig(agent=agent))
         assert program is not None and program.kind == kind
+
+
+SYSTEM = {"role": "system", "content": "be good"}
+SAID: dict[str, tuple[str, str, dict[str, Any], list[str], list[str], list[str]]] = {
+    # what plays -> key, name, other keys, replies, what the model was first asked, and all that followed
+    "reset drops the data's system message": (
+        "function",
+        "Game",
+        {},
+        ["a", "b", "c"],
+        ["1+1= yes"],
+        ["a", "go on", "b", "go on", "c"],
+    ),
+    "reset adds a system message": (
+        "function",
+        "Waits",
+        {},
+        ["a", "b", "c"],
+        ["play", "1+1="],
+        ["a", "go on", "b", "go on", "c"],
+    ),
+    "the end brings messages": ("function", "Farewell", {}, ["a"], ["1+1= yes"], ["a", "bye"]),
+    "a game is out of turns": (
+        "function",
+        "Game",
+        {"max_turns": 2},
+        ["a", "b"],
+        ["1+1= yes"],
+        ["a", "go on", "b", "go on"],
+    ),
+    "tools": ("tools", ["calculator"], {}, ["CALL", "done"], ["be good", "1+1="], ["CALL", "6", "done"]),
+    "tools are out of turns": (
+        "tools",
+        ["calculator"],
+        {"max_turns": 2},
+        ["CALL", "CALL"],
+        ["be good", "1+1="],
+        ["CALL", "6", "CALL", "6"],
+    ),
+    "an agent rewrites": (
+        "agent",
+        "briefed",
+        {},
+        ["x", "y", "z"],
+        ["Be brief.", "Task: 1+1="],
+        ["X", "and?", "Y", "and?", "z"],
+    ),
+    "an agent is out of turns": (
+        "agent",
+        "endless",
+        {"max_turns": 2},
+        ["x", "y"],
+        ["1+1="],
+        ["x", "and?", "y", "and?"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_rewards_and_transcripts_have_what_was_said_once_and_in_order(case: str, stage: Stage) -> None:
+    key, names, keys, replies, opening, after = SAID[case]
+    call, reward = calling("calculator", '{"expression": "2*3"}'), Told()
+    prompt = Prompt(0, [SYSTEM, *ASKED.messages], label="yes")
+    texts = [call if text == "CALL" else text for text in replies]
+    (played,) = stage.play(stage.config(key, names, **keys), *texts, reward=reward, prompt=prompt)
+    assert not played.outcome.failed, played.error
+
+    def shown(messages: list[Any]) -> list[str]:
+        named = ["CALL" if one.get("tool_calls") or one["content"] == call else one["content"] for one in messages]
+        return [str(name) for name in named]
+
+    last = max(at for at, said in enumerate(after) if said in replies)
+    assert (shown(reward.turns), shown(reward.messages)) == (after, [*opening, *after[:last]])
+    assert reward.reply == texts[-1] and shown(played.turns) == after
+    again = failed_call(played)  # what a failed reward is tried again with
+    assert (again["turns"], again["messages"], again["reply"]) == (reward.turns, reward.messages, reward.reply)
+
+
+@pytest.mark.parametrize(("key", "name", "earned"), [("function", "Game", 1.0), ("agent", "endless", 0.0)])
+def test_an_episode_that_a_limit_ends_is_judged_or_left_out(key: str, name: str, earned: float, stage: Stage) -> None:
+    texts = ["a", "b"]
+    (judged,) = stage.play(stage.config(key, name, max_turns=2), *texts, reward=Told())
+    assert (judged.outcome, judged.reward) == (Outcome.TRUNCATED, earned + 1.0)
+    assert judged.cut_off == transcript(judged, "train")["cut_off"]
+    assert judged.cut_off == "the episode has had all its turns (environment.max_turns=2)"
+    assert judged.metrics["reward/reward"] == 1.0
+    (unjudged,) = stage.play(stage.config(key, name, max_turns=2), *texts)
+    assert (unjudged.outcome, unjudged.reward) == (Outcome.TRUNCATED, earned)
+    (dropped,) = stage.play(stage.config(key, name, max_turns=2, truncated="drop"), *texts, reward=Told())
+    assert (dropped.outcome, dropped.reward) == (Outcome.LEFT_OUT, None)
+    assert not dropped.outcome.failed and not dropped.outcome.scored
+
+
+def test_a_prompt_of_an_agents_own_that_does_not_fit_is_told_in_full(stage: Stage) -> None:
+    (played,) = stage.play(stage.config("agent", "endless"), "x", context=8)
+    assert played.outcome is Outcome.ENVIRONMENT_ERROR
+    assert re.search(
+        r"Agent ended before the policy said a word: a conversation of \d+ tokens leaves no room for a reply: a "
+        r"sequence may have 8 \(rollout.max_prompt_tokens \+ rollout.max_new_tokens\)",
+        played.error,
+    )
+
+
+def here(stage: Stage) -> int:
+    file = Path(os.environ["CLOSED"] + ".here")
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.parametrize("kind", ["episodes", "calls"])
+def test_more_than_a_process_takes_wait_without_being_judged(kind: str, stage: Stage) -> None:
+    """A deadline runs for what `Host.waiting` holds, and for nothing else."""
+    games = kind == "episodes"
+    name: Any = "Gate" if games else ["wait"]
+    config = stage.config("function" if games else "tools", name, episodes_per_process=2)
+    texts = ["a"] * 5 if games else [calling("wait", "{}") * 5, "done"]
+
+    async def watch(made: OpenEnvironment) -> None:
+        assert made.hosts is not None
+        (host,) = made.hosts.hosts
+        while here(stage) < 2:
+            await asyncio.sleep(0.01)
+        for _ in range(20):  # in which others would have come, were they let in
+            await asyncio.sleep(0.01)
+        assert (here(stage), len(host.waiting), host.episodes) == (2, 2, 2 if games else 1)
+        Path(os.environ["CLOSED"] + ".open").touch()
+
+    played = stage.play(config, *texts, episodes=5 if games else 1, reward=Told(), watch=watch)
+    assert [(one.outcome, one.error) for one in played] == [(Outcome.FINISHED, "")] * len(played)
+    assert here(stage) == 5
+
+
+@pytest.mark.slow
+def test_a_long_line_of_episodes_loses_none(stage: Stage) -> None:
+    """Ten of them wait for each that plays, for longer than any of them may take."""
+    config = stage.config("function", "Game", timeout_seconds=6, episodes_per_process=4, options={"turns": 1})
+    played = stage.play(config, *["naps"] * 40, episodes=40)
+    assert [one.error for one in played] == [""] * 40
+
+
+def opened(stage: Stage, **keys: Any) -> Hosts:
+    program = program_of(stage.config("tools", ["add", "crash", "spin"], **keys))
+    assert program is not None
+    return Hosts(program, stage.folder / "environment.log")
+
+
+async def added(place: Place, **keys: Any) -> Any:
+    return await place.ask("call", name="add", arguments={"a": 1, "b": 2}, **keys)
+
+
+def test_a_call_that_waits_while_its_process_dies_is_lost_with_its_state(stage: Stage) -> None:
+    async def play() -> None:
+        hosts = opened(stage, episodes_per_process=1)
+        culprit, other = await hosts.place(alone=False), Place(hosts.hosts[0], hosts)
+        assert await added(other) == "3"
+        first = asyncio.create_task(culprit.ask("call", name="crash", arguments={}))
+        second = asyncio.create_task(added(other))
+        with pytest.raises(EnvironmentFailure, match="died of SIGSEGV"):
+            await first
+        with pytest.raises(EnvironmentLost, match="its process was ended for another episode"):
+            await second
+        await hosts.stop()
+
+    asyncio.run(play())
+
+
+def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage) -> None:
+    async def play() -> None:
+        hosts = opened(stage, episodes_per_process=1, timeout_seconds=1)
+        host, place = hosts.hosts[0], await hosts.place(alone=False)
+        endless = asyncio.create_task(place.ask("call", name="spin", arguments={"seconds": 1}))
+        while not host._at_work():
+            await asyncio.sleep(0.01)
+        endless.cancel()
+        await asyncio.wait([endless])
+        assert host.threads.locked() and host._at_work()
+        assert await added(Place(host, hosts)) == "3" and host.life == 2  # once the deadline has freed the thread
+        await hosts.stop()
+
+    asyncio.run(play())
+
+
+def test_silence_before_a_process_has_started_is_not_an_agents(stage: Stage) -> None:
+    async def play() -> None:
+        hosts = opened(stage)
+        place = await hosts.place(alone=False)
+        assert await added(place, since=lambda: time.monotonic() - 1000) == "3"
+        await hosts.stop()
+        with pytest.raises(EnvironmentFailure, match="its process was stopped"):
+            await added(await hosts.place(alone=False))  # of an episode that waited for its place
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_fails_under_an_agent_fails_the_run(stage: Stage) -> None:
+    with pytest.raises(IndexError):  # the engine has nothing more to say
+        stage.play(stage.config("agent", "main"), "2")
 
 
 SMOLAGENTS = """

@@ -35,12 +35,12 @@ def test_rewards_lengths_and_outcomes_of_a_step() -> None:
     wrong = trajectory(0.0, 7, tokens=4)
     wrong.outcome = Outcome.POLICY_ERROR
     groups = [[trajectory(1.0, 7), wrong], [trajectory(2.0, 7, 6, group=1, cut=True), trajectory(2.0, 7, group=1)]]
-    found = described(groups, Dropped(completions=3, groups=2, uniform=[0.0, 2.0, 2.0]))
+    found = described(groups, Dropped(completions=3, left_out=4, groups=2, uniform=[0.0, 2.0, 2.0]))
     assert found["reward/mean"] == pytest.approx(1.25)
     assert found["reward/std"] == pytest.approx(torch.tensor([1.0, 0.0, 2.0, 2.0]).std(correction=0).item())
     assert found["reward/shaped_mean"] == pytest.approx(0.75)
     assert found["reward/uniform_groups_share"] == 0.5
-    assert found["reward/failed"] == 3
+    assert (found["reward/failed"], found["reward/left_out"]) == (3, 4)
     assert found["reward/policy_errors"] == 1
     assert found["response_length/mean"] == pytest.approx(3.5)
     assert found["response_length/max"] == 6
@@ -90,6 +90,14 @@ def test_responses_too_short_for_a_lambda_that_follows_their_length_are_warned_o
     assert said.startswith("algorithm.length_adaptive=0.05 makes lambda 0 for responses of up to 20 tokens")
     assert not first_step_warnings(metrics | {"response_length/mean": 21.0}, vapo)
     assert not first_step_warnings(metrics | {"response_length/mean": 20.0}, ppo)
+
+
+def test_tools_that_raise_and_limits_of_an_environment_are_warned_of() -> None:
+    config = RLConfig.load([], ["environment.tools=calculator", "rollout.max_new_tokens=7"])
+    metrics = {"response_length/truncated_share": 0.6, "reward/uniform_groups_share": 0.0, "response_length/mean": 9.0}
+    cut, raised = first_step_warnings(metrics | {"tools/errors": 0.5}, config)
+    assert "60% of the answers were cut off: raise environment.max_turns=8 or rollout.max_new_tokens=7" in cut
+    assert "0.5 calls an episode ended in an exception of a tool" in raised and "logs/environment.log" in raised
 
 
 def test_equal_rewards_are_warned_of_after_ten_and_a_hundred_steps_and_at_the_end() -> None:

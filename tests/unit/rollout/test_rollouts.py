@@ -5,7 +5,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
+from trueline.environments.base import Ending, Environment, Policy
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
@@ -346,6 +347,46 @@ def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exc
     (example,) = rollouts.budget.examples.values()
     assert (example.outcome, example.reward) == (outcome, None)
     assert example.error.strip().endswith("no reward for 1")
+
+
+class CutOff(Environment):
+    """Leaves out the first episodes of prompts that `cut` names: those many."""
+
+    def __init__(self, cut: dict[int, int]) -> None:
+        self.cut = cut
+
+    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+        await policy.reply(prompt.messages)
+        self.cut[prompt.label] = left = self.cut.get(prompt.label, 0) - 1
+        return Ending(1.0, left_out=left >= 0)
+
+
+def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build: Any) -> None:
+    rollouts, _ = build(groups=2, size=3, share=0.0)
+    rollouts.sampler = replace(rollouts.sampler, environment=lambda cut={0: 1, 1: 2}: CutOff(cut))
+    rollouts.start(0)
+    groups = rollouts.take(2)
+    assert [(group[0].prompt.id, len(group)) for group in groups] == [(0, 2), (2, 3)]
+    assert all(one.reward == 1.0 for group in groups for one in group)
+    dropped = rollouts.dropped
+    assert (dropped.left_out, dropped.completions, dropped.groups) == (3, 0, 1)
+    assert rollouts.ledger.fates == {"trained": 0, "left_out": 1}
+
+
+def test_a_run_that_leaves_everything_out_ends_and_says_why(build: Any) -> None:
+    rollouts, _ = build(groups=1, size=2, dynamic=DynamicSamplingConfig(max_batches=3))
+    rollouts.sampler = replace(rollouts.sampler, environment=lambda: CutOff(dict.fromkeys(range(40), 9)))
+    rollouts.start(0)
+    with pytest.raises(NothingToLearn, match=r"episodes of 4 groups in a row .*set environment.truncated=judge"):
+        rollouts.take(1)
+
+
+def test_a_greedy_answer_that_is_left_out_drops_its_group(build: Any) -> None:
+    rollouts, _ = build(groups=1, size=2, greedy=True)
+    rollouts.sampler = replace(rollouts.sampler, environment=lambda cut={0: 3}: CutOff(cut))
+    rollouts.start(0)
+    (group,) = rollouts.take(1)
+    assert group[0].prompt.id == 1 and rollouts.dropped.left_out == 2
 
 
 def test_what_the_policy_itself_did_wrong_keeps_the_reward_set_for_it(build: Any) -> None:

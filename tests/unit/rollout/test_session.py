@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import TOOL_TEMPLATE, TOOLS
 from tests.unit.data.test_chat import CHATML, FORGETS_REASONING, OPENS_REASONING
+from trueline.algorithms.advantages import gae
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory, to_samples
 from trueline.environments.base import Ending, Environment, EnvironmentLost, OutOfBudget, Policy
+from trueline.rewards.base import RewardFailure
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
@@ -276,3 +280,82 @@ def test_an_episode_that_others_ended_begins_anew(tokenizer: PreTrainedTokenizer
         trajectory = table.run(unlucky)
         assert trajectory.outcome is outcome and table.environment.closed == 1
         assert len(trajectory.sequences()) == 1  # nothing of what was lost is trained on
+
+
+async def given_up(table: Table, policy: Policy, messages: list[Message]) -> None:
+    """Ask, and leave before there is an answer, as an agent does that was closed."""
+    table.engine.delay = 1000.0
+    asked = asyncio.create_task(policy.reply(messages))
+    await asyncio.sleep(0.01)
+    asked.cancel()
+    await asyncio.wait([asked])
+    table.engine.delay = 0.0
+
+
+def test_a_reward_goes_to_the_last_token_sampled_even_after_a_request_that_was_given_up(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    table = Table(tokenizer, CHATML, "2")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages)
+        await given_up(table, policy, [*prompt.messages, reply.message, MORE])
+        return Ending(1.0)
+
+    (sample,) = to_samples(table.run(play))
+    sample.values = torch.zeros(sample.length())
+    gae([sample], AlgorithmConfig())
+    assert sample.token_rewards[sample.mask].tolist()[-1] == 1.0 and sample.token_rewards.sum() == 1.0
+    assert sample.advantages[sample.mask][-1] == 1.0 and sample.mask[-1]  # nothing was heard without a reply
+
+
+def test_a_request_that_is_made_again_goes_on_with_its_sequence(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "4")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        await given_up(table, policy, prompt.messages)
+        reply = await policy.reply(prompt.messages)
+        more = [*prompt.messages, reply.message, MORE]
+        await given_up(table, policy, more)
+        await policy.reply(more)
+        return Ending(1.0)
+
+    trajectory = table.run(play)
+    assert len(trajectory.sequences()) == 1 and not trajectory.branches
+    assert [turn["content"] for turn in trajectory.turns] == ["2", "and 2+2?", "4"]
+    check_recorded(table, trajectory)
+
+
+def test_a_reward_that_fails_after_a_request_was_given_up_fails_the_episode_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    table = Table(tokenizer, CHATML, "2")
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages)
+        await given_up(table, policy, [*prompt.messages, reply.message, MORE])
+        raise RewardFailure("no verdict")
+
+    trajectory = table.run(play)
+    assert (trajectory.outcome, trajectory.error) == (Outcome.REWARD_ERROR, "no verdict")
+    assert [turn["content"] for turn in trajectory.turns] == ["2"]  # a transcript has what was said all the same
+
+
+def test_an_engine_that_fails_fails_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(IndexError):  # it has nothing more to say
+        Table(tokenizer, CHATML, "2").run(two_turns)
+
+
+def test_the_budget_that_ended_an_episode_is_told_in_full(tokenizer: PreTrainedTokenizerFast) -> None:
+    for budget, longest, words in (
+        ({"turns": 1}, 200, "the episode has had all its turns (environment.max_turns=1)"),
+        (
+            {},
+            30,
+            r"leave no room for a reply: a sequence may have 53 (23 of its opening and rollout.max_new_tokens=30 ",
+        ),
+        ({"context": 35}, 200, "rollout.max_new_tokens=200 for all that follows, 35 in all)"),
+        ({"context": 9}, 200, "a sequence may have 9 (rollout.max_prompt_tokens + rollout.max_new_tokens)"),
+    ):
+        trajectory = Table(tokenizer, CHATML, *"23456789", **budget).run(two_turns, longest=longest)
+        assert words in trajectory.cut_off and trajectory.truncated

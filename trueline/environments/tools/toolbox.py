@@ -1,10 +1,8 @@
 """The tools of a run, for the process that hosts them; it imports in no time, and without torch."""
 
 import asyncio
-import contextvars
 import inspect
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ Arguments = dict[str, Any]
 Run = Callable[[Arguments], Awaitable[Any]]
 
 MCP = "mcp:"
-MOST_THREADS = 64  # for functions that are not async
 
 
 class Toolbox:
@@ -29,7 +26,7 @@ class Toolbox:
 
     def __init__(self, specifications: list[str], options: dict[str, Any]) -> None:
         self.tools: dict[str, tuple[Tool, Run]] = {}
-        self.threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="tool")
+        self.users: set[str] = set()  # names of tools that are users' functions
         self.built_in: list[BuiltIn] = []
         self.servers: list[Server] = []
         self.open: set[str] = set()  # episodes
@@ -60,7 +57,6 @@ class Toolbox:
         """End what the tools hold, for single episodes and for all together."""
         for episode in list(self.open):
             await self.close(episode)
-        self.threads.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             await asyncio.to_thread(server.stop)
 
@@ -80,6 +76,7 @@ class Toolbox:
             function = self.built_in[-1].function
         else:
             function = load_tool(specification)
+            self.users.add(schema_of(function)["function"]["name"])
         schema = schema_of(function)
         return [(schema, partial(self._run, function, schema))]
 
@@ -88,9 +85,7 @@ class Toolbox:
             raise ToolMistake(wrong)
         if inspect.iscoroutinefunction(function):
             return await guarded(function(**arguments))
-        context = contextvars.copy_context()
-        call = partial(context.run, contained, function, arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self.threads, call)
+        result = await asyncio.to_thread(contained, function, arguments)
         return await guarded(result) if inspect.isawaitable(result) else result
 
 
