@@ -45,7 +45,7 @@ class ModelConfig(Config):
     """Computation type; auto is bfloat16 on GPUs and float32 on CPUs. Master weights stay float32."""
 
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation of Transformers; auto is sdpa."""
+    """Attention implementation of Transformers; auto is sdpa. Packed sequences have their own: see training.packing."""
 
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: about a quarter slower, far less memory. null: if memory asks it."""

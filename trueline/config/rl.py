@@ -158,7 +158,7 @@ class SyncConfig(Config):
     """Weights travel to the engines in pieces of this size."""
 
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
-    """ipc: through the memory of a GPU that both share; nccl: between GPUs; gloo: through the machine's memory."""
+    """ipc: a GPU's memory that both share; nccl: GPU to GPU; gloo: the machine's memory. auto: the first there is."""
 
     check: bool = True
     """Prove at the start and after every update that engines hold the trainer's weights and compute alike."""

@@ -194,7 +194,8 @@ def way_of(plan: RLPlan) -> Way:
     transport = "local" if config.runtime == "local" else plan.transport()
     places = placed(plan.layout, plan.machine)
     nodes = (places.policy[0], *places.engines)
-    return Way(config.rollout.dtype, transport, differs, config.model.lora.apart(), config.rollout.on_update, nodes)
+    apart, or_gloo = config.model.lora.apart(), transport == "nccl" and config.sync.transport == "auto"
+    return Way(config.rollout.dtype, transport, differs, apart, config.rollout.on_update, nodes, or_gloo)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

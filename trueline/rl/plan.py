@@ -75,8 +75,9 @@ class RLDraft:
 
     def transport(self) -> str:
         """Return by what weights travel from the trainer's processes to the engines'."""
-        asked = self.config.sync.transport
-        return asked if asked != "auto" else "ipc" if self.shares_gpus() else "gloo"
+        if self.config.sync.transport != "auto":
+            return self.config.sync.transport
+        return "ipc" if self.shares_gpus() else "nccl" if self.machine.gpus else "gloo"
 
     def shares_gpus(self) -> bool:
         return self.layout.colocated and self.machine.gpus > 0

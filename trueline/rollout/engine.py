@@ -75,8 +75,9 @@ class RolloutEngine(Protocol):
         """Return how many processes receive weights."""
         return 1
 
-    async def connect(self, link: Link, first_rank: int) -> None:
-        """Join the trainer's group, one process after another from this rank on."""
+    async def connect(self, link: Link, first_rank: int) -> str:
+        """Join the trainer's group, one process after another from this rank on; return why NCCL cannot form it."""
+        return ""
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         """Take new weights from the group, and return a fingerprint per bucket from each process."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
-from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views
+from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views, joining
 
 
 @dataclass(slots=True)
@@ -112,8 +113,11 @@ class HFEngine(RolloutEngine):
     async def resume(self) -> None:
         self.open.set()
 
-    async def connect(self, link: Link, first_rank: int) -> None:
-        self.channel = await asyncio.to_thread(link.received_by, first_rank, self.device)
+    async def connect(self, link: Link, first_rank: int) -> str:
+        return await asyncio.to_thread(joining, partial(self._join, link, first_rank))
+
+    def _join(self, link: Link, rank: int) -> None:
+        self.channel = link.received_by(rank, self.device)
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         return [await asyncio.to_thread(self._receive, buckets, version)]

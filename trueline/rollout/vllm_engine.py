@@ -174,9 +174,10 @@ class VllmEngine:
     async def processes(self) -> int:
         return self.workers
 
-    async def connect(self, link: Link, first_rank: int) -> None:
+    async def connect(self, link: Link, first_rank: int) -> str:
         plain = (list(link.address), list(link.nodes), link.timeout_seconds, link.transport, link.shared)
-        await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
+        reasons: list[str] = await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
+        return next(filter(None, reasons), "")
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = plain_buckets(buckets)

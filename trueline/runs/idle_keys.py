@@ -81,6 +81,8 @@ def never(run: RunConfig) -> bool:
     return False
 
 
+PACKED = "sequences that are packed have an attention of their own ({}.packing=true)"
+
 TRAINING: list[Rule] = [
     ("model.lora.", lambda run: run.model.lora.rank > 0, "model.lora.rank=0 trains all weights"),
     sharded("training"),
@@ -110,6 +112,11 @@ NO_KL = "algorithm.kl.coefficient=0"
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
         *TRAINING,
+        (
+            "model.attention",
+            lambda run: not all(ranks.packing for ranks in (run.training, *run.roles().values())),
+            PACKED.format("training"),
+        ),
         *map(sharded, ("critic", "reference", "teacher", "reward_model")),
         read_by_model("critic. algorithm.value_clip algorithm.critic_warmup_", "critic"),
         (
@@ -162,6 +169,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
     ],
     SupervisedConfig: [
         *TRAINING,
+        ("model.attention", lambda run: not run.training.packing, PACKED.format("training")),
         ("evaluation.", lambda run: bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
         ("monitoring.transcripts_per_step monitoring.tokens model.lora.sync", never, "nothing is sampled"),
         read_by_loss("gamma", "simpo"),
@@ -169,6 +177,8 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         read_by_loss("length_normalized", "ipo"),
     ],
     SamplingConfig: [
+        ("model.attention", lambda run: not run.reward_model.packing, PACKED.format("reward_model")),
+        ("model.attention", has_reward_model, "engines have an attention of their own"),
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
         (f"checkpoint. health. {TRACKED} {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
     ],

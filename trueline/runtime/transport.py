@@ -2,8 +2,12 @@
 
 import datetime
 import math
+import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,6 +90,8 @@ dist: Any = torch.distributed  # its stores and gloo groups have no type stubs
 
 
 Address = tuple[str, int]
+# A member that is lost must be an error of the call that waits for it, as with gloo, not the end of this process.
+RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 class Meeting:
@@ -124,6 +130,19 @@ class Channel(Protocol):
         """Return the bucket's bytes, which may be overwritten once the next bucket is taken."""
 
 
+class NoGroup(RuntimeError):
+    """These processes cannot form a group over NCCL."""
+
+
+def joining(join: Callable[[], None]) -> str:
+    """Join a group, or say why NCCL cannot form it: whoever asked may try another transport."""
+    try:
+        join()
+    except NoGroup as reason:
+        return str(reason)
+    return ""
+
+
 class BroadcastGroup:
     """Gloo or NCCL groups of their own, beside those of DeepSpeed and vLLM. Rank 0 sends.
 
@@ -148,7 +167,26 @@ class BroadcastGroup:
             return dist.ProcessGroupGloo(store, rank, world, self.timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
-        return dist.ProcessGroupNCCL(store, rank, world, options)
+        before = {name: os.environ.get(name) for name in RAISING}
+        os.environ.update(RAISING)  # read when the group is made; those of DeepSpeed and vLLM stay as they are
+        try:
+            return dist.ProcessGroupNCCL(store, rank, world, options)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def try_out(self) -> None:
+        """Send a number to all: NCCL forms its group with the first that is sent, in a call that may never return."""
+        number = torch.ones(1, device=self.device)
+        try:
+            within(self.timeout.total_seconds(), lambda: self.send(number))
+        except (RuntimeError, TimeoutError) as error:
+            for group in self.groups:
+                with suppress(RuntimeError):
+                    group.abort()
+            raise NoGroup(
+                f"NCCL failed: {str(error).splitlines()[0] if str(error) else 'it did not answer'}"
+            ) from error
 
     def room(self, bucket: Bucket) -> Tensor:
         return bucket_buffer(bucket, self.device)
@@ -161,6 +199,34 @@ class BroadcastGroup:
         buffer = self.room(bucket)
         self.send(buffer)
         return buffer
+
+
+def agree_on_gpus(store: Any, rank: int, world: int, device: torch.device) -> None:
+    """Have all ranks tell their GPUs, and refuse NCCL on all of them where one has none, or two have the same."""
+    usable = device.type == "cuda" and dist.is_nccl_available()
+    store.set(f"gpu {rank}", gpu_name(device) if usable else "")
+    gpus = [store.get(f"gpu {other}").decode() for other in range(world)]
+    store.set(f"read {rank}", "")
+    if rank == 0:  # it serves the store, which goes with it
+        store.wait([f"read {other}" for other in range(world)])
+    if "" in gpus:
+        raise NoGroup(f"process {gpus.index('')} of {world} has no GPU that NCCL can use")
+    if len(set(gpus)) < world:
+        raise NoGroup(f"{world} processes have {len(set(gpus))} GPUs, and NCCL needs one for each")
+
+
+def within(seconds: float, work: Callable[[], None]) -> None:
+    """Do in a thread what may never return; raise what it raises, or TimeoutError."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except RuntimeError as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result(seconds)
 
 
 SharedMemory = list[Any]  # bytes and numbers by which another process opens a tensor on the same GPU
@@ -179,8 +245,12 @@ class Link:
     def joined(self, rank: int, device: torch.device, meeting: Meeting | None = None) -> BroadcastGroup:
         """Return the group on this rank; the one that opened the meeting brings it."""
         store = (meeting or Meeting()).store(self.address, len(self.nodes), self.timeout_seconds)
-        place = device if self.transport == "nccl" else CPU
-        return BroadcastGroup(store, rank, self.nodes, self.timeout_seconds, place)
+        if self.transport != "nccl":
+            return BroadcastGroup(store, rank, self.nodes, self.timeout_seconds)
+        agree_on_gpus(store, rank, len(self.nodes), device)
+        group = BroadcastGroup(store, rank, self.nodes, self.timeout_seconds, device)
+        group.try_out()
+        return group
 
     def received_by(self, rank: int, device: torch.device) -> Channel:
         """Return the channel of an engine's process."""

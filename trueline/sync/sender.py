@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from trueline.runtime.transport import (
     bucket_print,
     bucket_views,
     gpu_name,
+    joining,
     shared_memory,
 )
 
@@ -53,12 +55,16 @@ class WeightSender(ABC):
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return {gpu_name(self.device): [shared_memory(buffer) for buffer in self.buffers]}
 
-    def connect(self, link: Link) -> None:
-        """Join the engines' group: every rank where GPU memory is shared, else rank 0 alone, which sends to all."""
-        shared = link.transport == "ipc"
-        if self.rank == 0 or shared:
-            group = link.joined(self.rank, self.device, self.meeting)
-            self.channel = GpuPair(group, self.buffers) if shared else group
+    def connect(self, link: Link) -> str:
+        """Join the engines' group: every rank where GPU memory is shared, else rank 0 alone, which sends to all.
+
+        Return why NCCL cannot form it, or nothing.
+        """
+        return joining(partial(self._join, link)) if self.rank == 0 or link.transport == "ipc" else ""
+
+    def _join(self, link: Link) -> None:
+        group = link.joined(self.rank, self.device, self.meeting)
+        self.channel = GpuPair(group, self.buffers) if link.transport == "ipc" else group
 
     def send_weights(self, buckets: list[Bucket]) -> list[int]:
         """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""

@@ -21,6 +21,7 @@ from trueline.runtime.transport import (
     bucket_noise,
     bucket_print,
     bucket_views,
+    joining,
 )
 from trueline.sync.proof import ADAPTERS
 
@@ -38,10 +39,13 @@ class WeightReceiver:
     model_runner: Any
     channel: Channel
 
-    def join_trainer(self, plain: list[Any], first_rank: int) -> None:
+    def join_trainer(self, plain: list[Any], first_rank: int) -> str:
         (host, port), nodes, seconds, transport, shared = plain
         link = Link((host, port), tuple(nodes), seconds, transport, shared)
-        self.channel = link.received_by(first_rank + self.rank, self.device)
+        return joining(partial(self._join, link, first_rank + self.rank))
+
+    def _join(self, link: Link, rank: int) -> None:
+        self.channel = link.received_by(rank, self.device)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
         """Take all buckets, load them in one reload session, and return a fingerprint per bucket.

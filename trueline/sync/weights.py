@@ -47,30 +47,41 @@ class Way:
     apart: bool = False  # adapters alone are sent
     on_update: str = "wait"  # what becomes of completions under way
     nodes: tuple[int, ...] = ()  # of the rank that sends and of each engine; empty: one
+    or_gloo: bool = False  # where NCCL cannot form a group
 
 
 class WeightSync:
     """Publish a policy version: pause, send, prove that it is held, resume, compare log-probs."""
 
     floor = 0.0  # the gap on the same weights
+    remark = ""  # on the transport, where it is not the one that was meant
 
     def __init__(
         self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, way: Way
     ) -> None:
         self.policy, self.pool, self.loop = policy, pool, loop
-        self.canary, self.check, self.way = canary, config.check, way
+        self.canary, self.check, self.way, self.transport = canary, config.check, way, way.transport
         specs = policy.call(Worker.weight_specs, way.dtype)[0]
         self.bytes = sum(spec.nbytes() for spec in specs)
         self.buckets: list[Bucket] = plan_buckets(specs, config.bucket_mib * 2**20)
         self.proof: EngineProof | None = None  # of what engines hold; it is known after `attest`
-        if way.transport != "local":
+        if self.transport != "local":
             self._connect()
 
     def _connect(self) -> None:
-        """Make a group of the ranks that send and all engines that are there now."""
+        """Make a group of all that are there now, over gloo where NCCL cannot and nobody asked for it."""
+        reason = self._join()
+        if reason and not self.way.or_gloo:
+            raise SyncFailure(f"sync.transport=nccl: {reason}; set sync.transport=auto or gloo")
+        if reason:
+            self.transport, self.remark = "gloo", f"; weights go through the machine's memory (gloo), as {reason}"
+            self._join()
+
+    def _join(self) -> str:
+        """Make a group of the ranks that send and all engines; return why NCCL cannot, or nothing."""
         seconds, policy = self.policy.timeout_seconds, self.policy
         shared: dict[str, list[SharedMemory]] = {}
-        if self.way.transport == "ipc":
+        if self.transport == "ipc":
             for handles in policy.call(Worker.share_memory, max(map(bucket_bytes, self.buckets))):
                 shared |= handles
         address = policy.actors[0].submit(Worker.listen).result(seconds)
@@ -80,9 +91,9 @@ class WeightSync:
         nodes = [sender] * senders + [node for node, size in zip(engines, sizes, strict=True) for _ in range(size)]
         if shared:  # what travels between processes there says only when
             nodes = [0] * len(nodes)
-        link = Link(address, tuple(nodes), patience, self.way.transport, shared)
+        link = Link(address, tuple(nodes), patience, self.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
-        self._both(
+        ranks, engine_processes = self._both(
             [actor.submit(Worker.connect, link).awaited() for actor in policy.actors],
             [
                 actor.call(RolloutEngine.connect, link, first)
@@ -90,6 +101,7 @@ class WeightSync:
             ],
             "connecting engines to the trainer",
         )
+        return next(filter(None, [*ranks, *engine_processes]), "")
 
     def _both(
         self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Got]], what: str
@@ -109,7 +121,7 @@ class WeightSync:
         """Start engines that are lost again, in their places; the next `publish` sends to them as to all."""
         patience = self.policy.timeout_seconds
         self.loop.run(self.pool.renew(patience), "starting engines again", bounded=False)
-        if self.way.transport != "local":
+        if self.transport != "local":
             self._connect()
 
     def attest(self) -> str:
@@ -119,7 +131,7 @@ class WeightSync:
         The gap of log-probs on the same weights sets the limit for later gaps.
         """
         if not self.check:
-            return "no comparison of engines and trainer (sync.check=false)"
+            return f"no comparison of engines and trainer (sync.check=false){self.remark}"
         proof = EngineProof(self._engines(RolloutEngine.holdings), self.way.apart)
         self.proof = None
         same = not self.way.differs and not self.way.apart
@@ -133,7 +145,7 @@ class WeightSync:
             proof.check_same(self._engines(RolloutEngine.holdings))
         proof.start(*self._bits())
         self.proof = proof
-        return f"{proof.describe(self.way.differs)}; {self._calibrate()}"
+        return f"{proof.describe(self.way.differs)}; {self._calibrate()}{self.remark}"
 
     def _bits(self) -> tuple[tuple[int, int], Sums]:
         """Return the bit sums of the trainer's weights, and of what every process of every engine holds."""
@@ -166,7 +178,7 @@ class WeightSync:
         """Make the trainer's weights live in every engine."""
         start = time.perf_counter()
         self._engines(RolloutEngine.pause, self.way.on_update)
-        if self.way.transport == "local":
+        if self.transport == "local":
             self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
         else:
             self._send(version)

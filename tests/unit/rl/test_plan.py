@@ -480,12 +480,14 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
     """The way is told to the sync, with why the trainer's weights are not the checkpoint's, where they are not."""
     ways = {
         "ipc": elsewhere(24, gpus=1),
-        "gloo": elsewhere(24, "placement=separate", gpus=2),
+        "gloo": elsewhere(24, "placement=separate", "sync.transport=gloo", gpus=2),
         "nccl": elsewhere(24, "placement=separate", "sync.transport=nccl", gpus=2),
     }
     assert {name: way_of(plan) for name, plan in ways.items()} == {
         name: Way("bfloat16", name, nodes=(0, 0)) for name in ways
     }
+    chosen = way_of(elsewhere(24, "placement=separate", gpus=2))  # from GPU to GPU, if NCCL can
+    assert chosen == Way("bfloat16", "nccl", nodes=(0, 0), or_gloo=True)
     assert way_of(elsewhere(24)) == Way("float32", "gloo", nodes=(0, 0))
     assert way_of(elsewhere(24, "runtime=local")).transport == "local"
     wider = way_of(elsewhere(24, "rollout.dtype=float32", gpus=1))

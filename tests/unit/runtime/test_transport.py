@@ -1,9 +1,25 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from trueline.runtime.transport import TensorSpec, bucket_buffer, bucket_bytes, bucket_print, bucket_views, plan_buckets
+from trueline.runtime import transport
+from trueline.runtime.transport import (
+    BroadcastGroup,
+    NoGroup,
+    TensorSpec,
+    agree_on_gpus,
+    bucket_buffer,
+    bucket_bytes,
+    bucket_print,
+    bucket_views,
+    joining,
+    plan_buckets,
+    within,
+)
 
 SPECS = [
     TensorSpec("a", (3, 5), "float32"),
@@ -52,3 +68,58 @@ def test_the_print_of_a_bucket_knows_bytes_names_and_places() -> None:
     assert int(bucket_print(bucket, buffer.roll(8))) != first
     for changed in ([SPECS[1], SPECS[0], SPECS[2]], [replace(SPECS[0], name="z"), *SPECS[1:3]]):
         assert int(bucket_print(changed, buffer)) != first
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (["GPU-a", "GPU-b", "GPU-c"], ""),
+        (["GPU-a", "GPU-b", "GPU-a"], "3 processes have 2 GPUs, and NCCL needs one for each"),
+        (["GPU-a", "", "GPU-b"], "process 1 of 3 has no GPU that NCCL can use"),
+    ],
+)
+def test_all_ranks_take_nccl_or_none(gpus: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads here, and their GPUs names."""
+    monkeypatch.setattr(transport.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(transport, "gpu_name", lambda device: gpus[device.index])
+    store = transport.dist.HashStore()
+
+    def tell(rank: int) -> str:
+        device = torch.device("cuda", rank) if gpus[rank] else torch.device("cpu")
+        return joining(lambda: agree_on_gpus(store, rank, 3, device))
+
+    with ThreadPoolExecutor(3) as ranks:
+        assert list(ranks.map(tell, range(3))) == [said] * 3
+
+
+class Broken:
+    """A group whose peers never come: its call fails, or never returns."""
+
+    def __init__(self, error: str) -> None:
+        self.error, self.aborted = error, threading.Event()
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> Any:
+        if not self.error:
+            self.aborted.wait()
+        raise RuntimeError(self.error)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("unhandled system error\nand more", "NCCL failed: unhandled system error"), ("", "it did not answer")],
+)
+def test_a_group_that_fails_or_never_answers_when_tried_is_none(error: str, said: str) -> None:
+    group, broken = BroadcastGroup(transport.dist.HashStore(), 0, [0], 0.05), Broken(error)
+    group.groups = [broken]
+    with pytest.raises(NoGroup, match=said):
+        group.try_out()
+    assert broken.aborted.is_set()
+
+
+def test_a_group_that_answers_is_tried_and_kept() -> None:
+    group = BroadcastGroup(transport.dist.HashStore(), 0, [0], 60.0)
+    group.try_out()
+    within(60.0, lambda: None)

@@ -146,7 +146,8 @@ def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
 
 def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
     canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None), STRANGE)
-    way = Way("float32", "gloo", settings.pop("differs", ""))
+    transport, or_gloo = settings.pop("transport", "gloo"), settings.pop("or_gloo", False)
+    way = Way("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo)
     return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, way)
 
 
@@ -183,6 +184,21 @@ def test_weights_of_zeros_that_processes_divide_are_counted_in_each(tmp_path: Pa
     pool.actors[0].target.model.get_input_embeddings().weight.data[0, 0] += 1  # type: ignore[attr-defined]
     with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
         sync.proof.check_sum(*sync._bits())
+
+
+def test_where_nccl_forms_no_group_weights_go_by_gloo_and_the_run_says_so(model_folder: Path, loop: EventLoop) -> None:
+    """No process here has a GPU: all of them are told so by one another, and meet again over gloo."""
+    policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
+    sync = make_sync(policy, pool, loop, transport="nccl", or_gloo=True)
+    said = "weights go through the machine's memory (gloo), as process 0 of 3 has no GPU that NCCL can use"
+    assert sync.attest().endswith(said) and sync.transport == "gloo"
+    assert said in make_sync(policy, pool, loop, transport="nccl", or_gloo=True, check=False).attest()
+    update(policy)
+    sync.publish(1)
+    assert sync.verify()["sync/canary_gap"] < 1e-5
+    asked = r"sync\.transport=nccl: process 0 of 3 has no GPU .*; set sync\.transport=auto or gloo"
+    with pytest.raises(SyncFailure, match=asked):
+        make_sync(policy, pool, loop, transport="nccl")
 
 
 def test_other_bytes_stop_the_run(model_folder: Path, loop: EventLoop) -> None:
@@ -336,8 +352,8 @@ def test_adapters_that_are_not_merged_are_noticed(model_folder: Path, loop: Even
 class Altered(Worker):
     """One byte changes between the weight and the wire."""
 
-    def connect(self, link: Link) -> None:
-        super().connect(link)
+    def connect(self, link: Link) -> str:
+        reason = super().connect(link)
         channel: Any = self.channel
         send = channel.send
 
@@ -346,6 +362,7 @@ class Altered(Worker):
             send(buffer)
 
         channel.send = altered
+        return reason
 
 
 def test_a_byte_that_changes_on_its_way_is_noticed(model_folder: Path, loop: EventLoop) -> None:
@@ -383,7 +400,7 @@ class Mute(Worker):
 
 
 class Unconnected(Worker):
-    def connect(self, link: Link) -> None:
+    def connect(self, link: Link) -> str:
         raise ValueError("no route to the engines")
 
 
