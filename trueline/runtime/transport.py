@@ -221,9 +221,11 @@ def within(seconds: float, work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            done.set_result(work())
+            work()
         except RuntimeError as error:
             done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, daemon=True).start()
     done.result(seconds)
