@@ -148,6 +148,8 @@ class Agent(Hosted):
         if seat.failure is not None:
             raise seat.failure
         metrics = {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
+        if seat.structured:
+            metrics["agent/structured"] = float(seat.structured)
         if reward is None and not self.rewards.parts:
             raise EnvironmentFailure(f"{place.host.program.words()} returned no reward, and there is no --reward")
         ending = await ended(self.rewards, prompt, seat.last_text, seat.talk, reward or 0.0)

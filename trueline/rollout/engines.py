@@ -29,6 +29,7 @@ class RolloutRow:
     local: bool = False  # it can live in the process of the run
     tensor_parallel: bool = True
     adapter_ranks: tuple[int, ...] = ()  # sizes of the room that it has for adapters beside its weights
+    structures: bool = False  # it can hold a reply to a JSON schema
     slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
     cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
@@ -59,6 +60,7 @@ ROLLOUT_ENGINES = {
         package="vllm",
         brought_by="trueline[gpu], or trueline[cpu] where there is no GPU",
         adapter_ranks=ADAPTER_RANKS,
+        structures=True,
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         environment=vllm_environment,

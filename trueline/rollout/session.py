@@ -1,5 +1,6 @@
 """The policy as an environment sees it in one episode: token in, token out, over all turns."""
 
+import asyncio
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Tool, content_of
 from trueline.data.types import Completion, Prompt, Trajectory
-from trueline.environments.base import OutOfBudget, Reply, as_said
+from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
 
@@ -91,24 +92,61 @@ class Session:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
     ) -> Reply:
-        if self.turns == self.budget.turns:
-            raise self._exhausted(f"the episode has had all its turns (environment.max_turns={self.budget.turns})")
-        thread = self._thread(messages, list(tools))
-        turn, self.turns = self.turns, self.turns + 1
-        thread.busy = True
+        return (await self.replies(1, messages, tools, worded, stop))[0]
+
+    async def replies(
+        self,
+        count: int,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+        structure: Structure | None = None,
+    ) -> list[Reply]:
+        """Begin all turns before any is sampled; when one of them fails, the others still end."""
+        first = self.turns
+        threads = self._begin(count, messages, list(tools))
+        sampled = [
+            self._turn(thread, turn, worded, replace(self.params, stop=(*self.params.stop, *stop), structure=structure))
+            for turn, thread in enumerate(threads, first)
+        ]
+        found = await asyncio.gather(*sampled, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, Reply)]
+
+    def _begin(self, count: int, messages: list[Message], tools: list[Tool]) -> list[Thread]:
+        """Return a thread for each of so many turns, with the messages in it; refuse all where one has no room."""
+        left = self.budget.turns - self.turns
+        if count > left:
+            had = (
+                "the episode has had all its turns" if not left else f"{count} replies are more than {left} turns left"
+            )
+            raise self._exhausted(f"{had} (environment.max_turns={self.budget.turns})")
+        if count > 1:  # only the first may go on from a known conversation, the others begin sequences
+            self._check_prompt(self.chat.prompt_tokens(messages, tools))
+        threads: list[Thread] = []
+        for _ in range(count):
+            threads.append(self._thread(messages, tools))
+            threads[-1].busy = True
+        self.turns += count
+        return threads
+
+    async def _turn(self, thread: Thread, turn: int, worded: Callable[[str], Message], params: SamplingParams) -> Reply:
         try:
-            completion, text = await self._sample(thread, turn, [*self.params.stop, *stop])
+            completion, text = await self._sample(thread, turn, params)
             return self._record(thread, completion, text, worded(text))
         finally:
             thread.busy = False
 
-    async def _sample(self, thread: Thread, turn: int, stops: list[str]) -> tuple[Completion, str]:
+    async def _sample(self, thread: Thread, turn: int, params: SamplingParams) -> tuple[Completion, str]:
         before, request = thread.record.tokens.tolist(), self.ticket.request(turn)
-        sampling = replace(self.params, seed=self.ticket.turn_seed(turn), max_new_tokens=self._room(thread))
+        sampling = replace(params, seed=self.ticket.turn_seed(turn), max_new_tokens=self._room(thread))
         self.asked += 1
         completion = await self.pool.generate(before, sampling, self.ticket.group, request)
         self.asked -= 1
-        return ended(completion, stops, self.chat.reply_text)
+        return ended(completion, params.stop, self.chat.reply_text)
 
     def _record(self, thread: Thread, completion: Completion, text: str, message: Message) -> Reply:
         before = len(thread.record.tokens)
@@ -155,8 +193,7 @@ class Session:
 
     def _new_thread(self, messages: list[Message], tools: list[Tool]) -> Thread:
         tokens = self.chat.prompt_tokens(messages, tools)
-        if len(tokens) >= self.budget.context:
-            raise self._exhausted(f"{len(tokens)} tokens leave no room for a reply within {self.budget.context}")
+        self._check_prompt(tokens)
         first = not self.threads
         record = self.trajectory if first else Trajectory(self.trajectory.prompt, self.ticket.group)
         thread = Thread(record, tools, list(messages), list(messages), len(tokens))
@@ -165,6 +202,10 @@ class Session:
         if not first:
             self.trajectory.branches.append(record)
         return thread
+
+    def _check_prompt(self, tokens: list[int]) -> None:
+        if len(tokens) >= self.budget.context:
+            raise self._exhausted(f"{len(tokens)} tokens leave no room for a reply within {self.budget.context}")
 
     def _end(self, thread: Thread) -> int:
         """Return the length that the thread may reach."""
