@@ -50,7 +50,7 @@ NEIGHBOURS = {
 } | {(one, other) for one in LAYERS[5] for other in LAYERS[5]}
 HOMES = {  # third-party library -> the files that may import it
     "ray": r"runtime/.*",
-    "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py|environments/tools/vllm_calls\.py",
+    "vllm": r"rollout/vllm_engine\.py|sync/vllm\.py|environments/tools/vllm_\w+\.py",
     "deepspeed": r"training/deepspeed_\w+\.py",
     "mcp": r"environments/tools/mcp_servers\.py",
     "openai": r"environments/process\.py",

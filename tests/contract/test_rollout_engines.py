@@ -1,6 +1,7 @@
 """One suite for every rollout engine: what a sampler must do, whoever does it."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -10,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import make_tiny_model
 from trueline.config.rl import RolloutConfig
 from trueline.data.types import INTERRUPTED, Completion
+from trueline.environments.base import Structure
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import Actor, RayActor, Spot, Target
+from trueline.runtime.actors import Actor, ActorFailure, RayActor, Spot, Target
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
@@ -63,6 +65,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         cuda_graphs=False,
         sleeps=False,
         trust_remote_code=False,
+        structured=True,
     )
     logs = tmp_path_factory.mktemp("logs")
     machine = machine_at_hand()
@@ -113,6 +116,34 @@ def test_logprobs_are_those_of_the_sampled_distribution(
     answer = ask(run, engine, f"logprobs-{temperature}", params(temperature))
     expected = true_logprobs(plain, PROMPT + answer.tokens.tolist(), temperature)[len(PROMPT) - 1 :]
     torch.testing.assert_close(torch.tensor(answer.logprobs.tolist()), expected, atol=1e-4, rtol=0)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SHAPES = [Structure(json.dumps(SCHEMA)), Structure(json.dumps({"const": "x"}), "<tool_call>", "</tool_call>")]
+
+
+def test_a_structure_is_kept_or_refused(
+    engines: dict[str, Actor[RolloutEngine]], model: str, plain: Any, run: Run
+) -> None:
+    """Log-probs are those of the tokens that the structure allows: what it forces is certain."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stop = (tokenizer.eos_token_id,)
+    settings = [replace(params(1.0, 60, stop), structure=shape) for shape in SHAPES]
+    answers = [ask(run, engines["vllm"], f"structure-{at}", one) for at, one in enumerate(settings)]
+    texts = [tokenizer.decode(answer.tokens[:-1].tolist()) for answer in answers]
+    found = json.loads(texts[0])
+    assert set(found) == {"a", "b"} and 0 <= found["a"] <= 99 and found["b"] in ("x", "yy")
+    assert texts[1].replace(" ", "") == '<tool_call>"x"</tool_call>' and answers[1].finish_reason == "stop"
+    free = true_logprobs(plain, PROMPT + answers[0].tokens.tolist(), 1.0)[len(PROMPT) - 1 :]
+    held = torch.tensor(answers[0].logprobs.tolist())
+    assert held[0] == 0 and (held >= free - 1e-4).all() and (held[1:] < 0).any()
+    with pytest.raises(ActorFailure, match="=hf holds no reply to a structure"):
+        ask(run, engines["hf"], "structure", settings[0])
 
 
 def test_score_is_that_of_the_plain_model(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:

@@ -114,6 +114,31 @@ def test_a_tool_is_learnt(example: str, drawing: Path, monkeypatch: pytest.Monke
     assert rows[-1]["episode/turns"] > 1.5 and rows[-1]["episode/sequences"] == 1.0
 
 
+FORMAL = """
+import json
+
+def main(prompt, client):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    messages = [{"role": "user", "content": prompt}]
+    answer = client.chat.completions.create(model="policy", messages=messages, response_format=shape)
+    return float(set(json.loads(answer.choices[0].message.content)) == {"a"})
+"""
+
+
+def test_replies_are_held_to_a_format_by_the_engines_of_a_run(drawing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reply is JSON of the schema; what the trainer makes of it without the schema differs, as it must."""
+    (drawing / "formal.py").write_text(FORMAL)
+    Watched(drawing, monkeypatch)
+    changed = {f"{ROOT}/examples/agent/agent.py:main": f"{drawing}/formal.py:main", "agent": "formal"}
+    line = [changed.get(word, word) for word in commands("agent", drawing)[-1]]
+    assert main([*line[1:], *QUIET, "steps=1"]) == 0
+    rows = map(json.loads, (drawing / "formal" / "metrics.jsonl").read_text().splitlines())
+    (row,) = [row for row in rows if "loss" in row]
+    assert (row["reward/mean"], row["agent/structured"]) == (1.0, 1.0)
+    assert row["mismatch/logprob_gap_max"] > 1e-3
+
+
 @pytest.mark.parametrize(
     ("seed", "steps", "least"),
     [(0, 6, 0.5), *(pytest.param(seed, 24, 0.85, marks=pytest.mark.soak) for seed in range(3))],

@@ -62,6 +62,9 @@ class JudgeConfig(Config):
     scale: float = Field(0.1, gt=0, allow_inf_nan=False)
     """The number found is multiplied by this."""
 
+    temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
+    """What it samples at; null, or a server that refuses the parameter, leaves that to the server."""
+
 
 class RewardPartConfig(Config):
     """One reward function, reward model, LLM judge or remote scorer."""

@@ -38,6 +38,15 @@ class Reply:
     prompt_tokens: int  # all tokens before it
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a reply is held to while it is sampled: JSON of a schema, between two texts."""
+
+    schema: str  # as JSON
+    begin: str = ""
+    end: str = ""
+
+
 def as_said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
@@ -57,6 +66,17 @@ class Policy(Protocol):
         Where it goes on from one that this policy has seen, only what is new becomes tokens. `worded` makes the message
         by which others know the reply from its text, say with its tool calls taken apart.
         """
+
+    async def replies(
+        self,
+        count: int,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+        structure: Structure | None = None,
+    ) -> list[Reply]:
+        """Return several next turns of one conversation, or raise OutOfBudget before any of them is sampled."""
 
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the last turn."""

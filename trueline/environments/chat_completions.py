@@ -24,7 +24,7 @@ ROLES = {  # of a request -> the role that chat templates know
     "assistant": "assistant",
     "tool": "tool",
 }
-OBEYED = {"messages", "tools", "tool_choice", "n", "logprobs", "stop", "stream", "stream_options"}
+OBEYED = {"messages", "tools", "tool_choice", "response_format", "n", "logprobs", "stop", "stream", "stream_options"}
 UNRELATED = {
     "model",
     "user",
@@ -42,7 +42,6 @@ NEUTRAL = {  # values that ask for nothing; any other, of any parameter not name
     "logit_bias": {},
     "top_logprobs": 0,
     "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
 }
 FORBIDDEN = {  # that an agent relies on, so that it must not be ignored -> why it is not obeyed
@@ -67,6 +66,8 @@ class Asked:
 
     messages: list[Message]
     tools: list[Tool]
+    forced: list[Tool]  # one of which it has to call
+    schema: Content | None  # of the JSON that it has to be
     model: str
     replies: int
     stop: list[str]
@@ -86,10 +87,12 @@ def read_asked(content: Any, model: str) -> Asked:
     given = {name: value for name, value in content.items() if value is not None}
     check_characters(given)
     check_forbidden(given)
-    options = typed(given, "stream_options", dict, {})
+    options, tools = typed(given, "stream_options", dict, {}), offered_tools(given)
     return Asked(
         messages=read_messages(given.get("messages")),
-        tools=offered_tools(given),
+        tools=tools,
+        forced=forced_tools(given.get("tool_choice"), tools),
+        schema=read_format(given.get("response_format", {"type": "text"}), tools),
         model=str(given.get("model", model)),
         replies=read_n(given.get("n", 1)),
         stop=read_stop(given.get("stop", [])),
@@ -163,16 +166,44 @@ def read_message(entry: Any, where: str) -> Message:
 
 def offered_tools(given: Content) -> list[Tool]:
     """Return the tools that the policy may call; it is not shown those that it must not."""
-    tools, choice = typed(given, "tools", list, []), given.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise Refused(
-            f"tool_choice={choice!r:.80}: the policy is not forced to call a tool, for then its reply would not be "
-            "its own; use auto or none",
-            "tool_choice",
-        )
+    tools = typed(given, "tools", list, [])
     for at, tool in enumerate(tools):
         check_tool(tool, f"tools[{at}]")
-    return tools if choice == "auto" else []
+    return [] if given.get("tool_choice") == "none" else tools
+
+
+def forced_tools(choice: Any, tools: list[Tool]) -> list[Tool]:
+    """Return the tools of which the reply has to call one: by tool_choice all, or one by its name, or none."""
+    if choice in (None, "auto", "none"):
+        return []
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    forced = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
+    if not forced:
+        known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+        raise Refused(
+            f"tool_choice={choice!r:.80}: use auto, none, required or one of the tools ({known})", "tool_choice"
+        )
+    return forced
+
+
+def read_format(value: Any, tools: list[Tool]) -> Content | None:
+    """Return the schema of the JSON that the reply has to be, or None where it is free."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    about = value.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        shape = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
+        raise Refused(f"response_format must be text, json_object or {shape}, found {value!r:.80}", "response_format")
+    if tools:
+        raise Refused(
+            "response_format beside tools: JSON of that format could call none; leave out one of them, or set "
+            "tool_choice=none",
+            "response_format",
+        )
+    return schema
 
 
 def check_tool(tool: Any, where: str) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from trueline.config.base import ConfigError
-from trueline.environments.base import OutOfBudget, Policy, Reply
+from trueline.environments.base import OutOfBudget, Policy, Reply, Structure
 from trueline.environments.chat_completions import (
     Asked,
     Decode,
@@ -29,6 +29,7 @@ from trueline.environments.chat_completions import (
     read_asked,
     reply_message,
 )
+from trueline.environments.structures import Structures
 from trueline.rewards.server import QuietServer, as_json, open_port, parse_json, read_request
 
 HOST = "127.0.0.1"
@@ -62,6 +63,7 @@ class Seat:
         self.waiting = 0  # requests under way
         self.quiet_since = time.monotonic()  # when there was last none
         self.overridden: Counter[str] = Counter()  # requests that asked for what they did not get, by parameter
+        self.structured = 0  # replies that were held to a structure
         self.failure: BaseException | None = None  # of the engine; for whoever waits for the episode
         self.exhausted = ""  # why a request was refused for want of turns or tokens
         self.answers: list[Answer] = []  # under way and recent
@@ -118,10 +120,13 @@ class Seat:
 
 
 class Endpoint:
-    """A server on the running event loop, with a seat for each episode. `decode` turns tokens into text."""
+    """A server on the running event loop, with a seat for each episode. `decode` turns tokens into text.
 
-    def __init__(self, *, model: str, decode: Decode) -> None:
-        self.model, self.decode = model, decode
+    `structures` is what replies can be held to, None where engines cannot.
+    """
+
+    def __init__(self, *, model: str, decode: Decode, structures: Structures | None = None) -> None:
+        self.model, self.decode, self.structures = model, decode, structures
         self.seats: dict[bytes, Seat] = {}  # by fingerprint, so that the time of a look-up tells nothing of a key
         self.url: str
         self.serving: asyncio.Task[None]
@@ -168,8 +173,11 @@ class Endpoint:
     async def _answer(self, seat: Seat, content: Any) -> Response:
         try:
             asked = read_asked(content, self.model)
+            structure = await self._structure(seat, asked)
             seat.overridden.update(asked.overridden)
-            return self._told(asked, await sample(seat.policy, asked, seat.parse))
+            replies = await sample(seat.policy, asked, seat.parse, structure)
+            seat.structured += len(replies) if structure else 0
+            return self._told(asked, replies)
         except Refused as error:
             return error_response(str(error), param=error.param)
         except OutOfBudget as error:
@@ -178,6 +186,23 @@ class Endpoint:
         except ConfigError as error:  # the chat template refuses the conversation
             return error_response(str(error), param="messages")
 
+    async def _structure(self, seat: Seat, asked: Asked) -> Structure | None:
+        """Return what the reply has to be held to. Calls that cannot be forced are left to the policy, and counted."""
+        if asked.schema is None and not asked.forced:
+            return None
+        if asked.schema is None and (self.structures is None or self.structures.spelling is None):
+            seat.overridden["tool_choice"] += 1
+            return None
+        param = "tools" if asked.schema is None else "response_format"
+        if self.structures is None:
+            raise Refused(
+                "this run's engine holds no reply to a format: leave it out, or set rollout.engine=vllm", param
+            )
+        structure = self.structures.of(asked.schema, asked.forced)
+        if problem := await asyncio.to_thread(self.structures.problem, structure):
+            raise Refused(f"{param} has a schema that replies cannot be held to: {problem}", param)
+        return structure
+
     def _told(self, asked: Asked, replies: list[Reply]) -> Response:
         completion = completion_content(asked, replies, self.decode)
         if not asked.stream:
@@ -185,15 +210,9 @@ class Endpoint:
         return Response(events(completion, with_usage=asked.stream_usage), media_type="text/event-stream")
 
 
-async def sample(policy: Policy, asked: Asked, parse: Parse) -> list[Reply]:
-    """Sample all replies at the same time; when one fails the others still end, and the worst failure is raised."""
+async def sample(policy: Policy, asked: Asked, parse: Parse, structure: Structure | None) -> list[Reply]:
     worded = partial(reply_message, parse=parse if asked.tools else None)
-    turns = [policy.reply(asked.messages, asked.tools, worded, asked.stop) for _ in range(asked.replies)]
-    found = await asyncio.gather(*turns, return_exceptions=True)
-    failures = [one for one in found if isinstance(one, BaseException)]
-    if failures:
-        raise min(failures, key=lambda failure: isinstance(failure, OutOfBudget))
-    return [one for one in found if isinstance(one, Reply)]
+    return await policy.replies(asked.replies, asked.messages, asked.tools, worded, asked.stop, structure)
 
 
 def fingerprint(authorization: str) -> bytes:

@@ -18,7 +18,8 @@ from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Host, Hosts, Program
 from trueline.environments.played import Agent, Game, ToolUse, row_of
 from trueline.environments.single_turn import SingleTurn
-from trueline.environments.tools.calls import FORMATS, parse_reply
+from trueline.environments.structures import Structures
+from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
 from trueline.rewards.combined import CombinedReward
 
 
@@ -92,11 +93,28 @@ def parser_of(config: EnvironmentConfig, chat: ChatFormat) -> Parse:
     return vllm_parser(form, chat.tokenizer)
 
 
+def structures_of(config: EnvironmentConfig, chat: ChatFormat) -> Structures:
+    """Return what vLLM can hold replies to; calls as the model's template writes them, else as plain JSON."""
+    from trueline.environments.tools.vllm_structures import check_structure  # noqa: PLC0415  (vLLM takes seconds)
+
+    auto = "hermes" if OPEN in str(chat.tokenizer.chat_template) else "json"
+    return Structures(SPELLINGS.get(auto if config.tool_format == "auto" else config.tool_format), check_structure)
+
+
 class OpenEnvironment:
     """Makes the environment of each episode, and holds the processes behind them."""
 
-    def __init__(self, config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path) -> None:
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        rewards: CombinedReward,
+        chat: ChatFormat,
+        logs: Path,
+        *,
+        structures: bool = False,
+    ) -> None:
         self.config, self.rewards, self.chat = config, rewards, chat
+        self.structures = structures  # whether engines can hold replies to some
         self.parse = parser_of(config, chat)
         program = program_of(config)
         self.hosts = Hosts(program, logs / "environment.log") if program else None
@@ -109,7 +127,8 @@ class OpenEnvironment:
         first = self.hosts.hosts[0]
         await first.start()
         if first.about["plays"] == "itself":
-            self.endpoint = Endpoint(model="policy", decode=self.chat.reply_text)
+            structures = await asyncio.to_thread(structures_of, self.config, self.chat) if self.structures else None
+            self.endpoint = Endpoint(model="policy", decode=self.chat.reply_text, structures=structures)
             await self.endpoint.start()
 
     def __call__(self) -> Environment:

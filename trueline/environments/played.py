@@ -156,6 +156,8 @@ class Agent(Hosted):
             self.metrics |= {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
         if seat.failure is not None:
             raise seat.failure
+        if seat.structured:
+            self.metrics["agent/structured"] = float(seat.structured)
         if reward is None and not self.rewards.parts:
             raise EnvironmentFailure(f"{place.host.program.words()} returned no reward, and there is no --reward")
         return float(reward or 0.0)

@@ -85,6 +85,10 @@ def read_secret(key: str, name: str) -> str:
     return secret
 
 
+class Refusal(RewardFailure):
+    """A request that the server calls wrong."""
+
+
 class Endpoint:
     """One address that is asked again when it is busy or broken. Its token and its query are in no message."""
 
@@ -128,6 +132,8 @@ class Endpoint:
         raise RewardUnreachable(f"{self.name()}: {problem} ({self.remote.attempts} tries)")
 
     def _read(self, response: httpx.Response) -> Any:
+        if response.status_code in (400, 422):
+            raise Refusal(str(self.failure(f"status {response.status_code}: {response.text}")))
         if not response.is_success:
             raise self.failure(f"status {response.status_code}: {response.text}")
         try:
@@ -190,6 +196,7 @@ class JudgeReward(Gathering):
 
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
         self.judge = part.judge
+        self.temperature = part.judge.temperature  # None: not sent
         self.endpoint = Endpoint(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
         super().__init__(self._ask, 1, part.remote.concurrency, self.endpoint.stop)
 
@@ -197,8 +204,7 @@ class JudgeReward(Gathering):
         return [await self._grade(call) for call in calls]
 
     async def _grade(self, call: Call) -> float:
-        question = {"role": "user", "content": filled(self.judge.prompt, call)}
-        answer = await self.endpoint.post({"model": self.judge.model, "messages": [question], "temperature": 0})
+        answer = await self._asked([{"role": "user", "content": filled(self.judge.prompt, call)}])
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -211,6 +217,19 @@ class JudgeReward(Gathering):
         if not math.isfinite(number):
             raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return number
+
+    async def _asked(self, messages: list[dict[str, str]]) -> Any:
+        """Ask at a temperature, unless it is not wanted: reasoning models refuse any, and say so by its name."""
+        body, sent = {"model": self.judge.model, "messages": messages}, self.temperature
+        if sent is None:
+            return await self.endpoint.post(body)
+        try:
+            return await self.endpoint.post(body | {"temperature": sent})
+        except Refusal as refusal:
+            if "temperature" not in str(refusal):
+                raise
+            self.temperature = None
+            return await self.endpoint.post(body)
 
 
 def filled(prompt: str, call: Call) -> str:

@@ -108,7 +108,7 @@ def confined(program: Path, streams: Streams, limits: Limits) -> subprocess.Pope
         raise RuntimeError(NO_LANDLOCK.format(place=limits.place))
     bounds = resource_limits(limits)
     hide_memory()
-    rules = contextlib.nullcontext() if limits.files else landlock.allow_only(reachable(program.parent, limits))
+    rules = landlock.allow_only(reachable(program.parent, limits)) if landlock.version() else contextlib.nullcontext()
     with rules as ruleset:
 
         def confine() -> None:  # between fork and exec
@@ -130,7 +130,12 @@ def confined(program: Path, streams: Streams, limits: Limits) -> subprocess.Pope
 
 
 def reachable(folder: Path, limits: Limits) -> dict[str, int]:
-    """Return what a program may do where; all other places are closed to it."""
+    """Return what a program may do where; all other places are closed to it.
+
+    Where it may do all, Landlock still keeps it from other processes.
+    """
+    if limits.files:
+        return {"/": landlock.ALL}
     read = dict.fromkeys([*INTERPRETER, *(NAMES_AND_CERTIFICATES if limits.network else ())], landlock.READ)
     return {**read, os.devnull: landlock.READ | landlock.WRITE, str(folder): landlock.ALL}
 

@@ -127,15 +127,17 @@ async def read_calls(request: Request, token: bytes) -> list[Any]:
 async def read_request(request: Request, *, known: bool) -> bytes:
     """Return the body of a request, or refuse one that is too large or whose sender is not known."""
     headers = request.headers
-    sized = "content-length" in headers and "transfer-encoding" not in headers
-    if sized and (length := int(headers["content-length"])) > MAX_BYTES:
-        raise HTTPException(413, f"{length} bytes are more than {MAX_BYTES}: send less at a time")
-    body = await read_body(request, keep=known and sized)
-    if not sized:
-        raise HTTPException(411, "a Content-Length is needed")
+    sized = "content-length" in headers and "transfer-encoding" not in headers  # else in chunks
+    if sized and int(headers["content-length"]) > MAX_BYTES:
+        raise too_large()
+    body = await read_body(request, keep=known)
     if not known:
         raise HTTPException(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
     return body
+
+
+def too_large() -> HTTPException:
+    return HTTPException(413, f"a request of more than {MAX_BYTES} bytes: send less at a time")
 
 
 def parse_json(body: bytes) -> Any:
@@ -146,11 +148,14 @@ def parse_json(body: bytes) -> Any:
 
 
 async def read_body(request: Request, *, keep: bool) -> bytes:
-    """Read the whole body, also where it is not kept, for a connection closed with bytes unread is reset."""
-    body, now = bytearray(), asyncio.get_running_loop().time
+    """Read a body that is not too large, also where it is not kept: a connection closed with bytes unread is reset."""
+    body, size, now = bytearray(), 0, asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(IDLE_SECONDS) as silence:
             async for piece in request.stream():
+                size += len(piece)
+                if size > MAX_BYTES:
+                    raise too_large()
                 body += piece if keep else b""
                 silence.reschedule(now() + IDLE_SECONDS)
     except (ClientDisconnect, TimeoutError):

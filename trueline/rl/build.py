@@ -22,6 +22,7 @@ from trueline.rl.models import Models
 from trueline.rl.plan import RLPlan
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
@@ -110,7 +111,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
 def opened_environment(
     plan: RLPlan, rewards: CombinedReward, loop: EventLoop, folder: RunFolder
 ) -> Iterator[OpenEnvironment]:
-    environment = OpenEnvironment(plan.config.environment, rewards, plan.chat, folder.logs)
+    structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
+    environment = OpenEnvironment(plan.config.environment, rewards, plan.chat, folder.logs, structures=structures)
     loop.run(environment.start(), "starting the environment")
     try:
         yield environment
@@ -144,7 +146,10 @@ def start_models(
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    engines = start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes())
+    asked_by_agents = config.environment.kind() in ("function", "agent")
+    engines = start_engines(
+        processes, config.model, plan.rollout, config.seed, plan.cache_bytes(), structured=asked_by_agents
+    )
     pool = EnginePool(engines, plan.rollout.max_sequences)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from trueline.data.types import INTERRUPTED, Completion
+from trueline.environments.base import Structure
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
 
@@ -23,6 +24,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
+    structure: Structure | None = None  # that the completion is held to
 
     def after(self, tokens: int, parts: int) -> "SamplingParams":
         """Return what is left to sample after so many tokens in so many parts; each part has a seed of its own."""
@@ -50,6 +52,7 @@ class EngineSpec:
     trust_remote_code: bool
     adapter_rank: int = 0  # of adapters that it holds beside its weights, and is sent in their place
     cache_bytes: int = 0  # of its KV cache on each GPU; 0: what is free of its share once it has measured that
+    structured: bool = False  # it may be asked for completions of a structure, for which it has to know the tokenizer
 
 
 class RolloutEngine(Protocol):
@@ -109,10 +112,16 @@ async def in_parts(
     request: str,
     goes_on: Callable[[], bool],
 ) -> Completion:
-    """Sample a completion that updates may cut off: each part goes on from the tokens of those before."""
+    """Sample a completion that updates may cut off: each part goes on from the tokens of those before.
+
+    One of a structure begins anew instead, for an engine can only check that from its beginning on.
+    """
     parts: list[Completion] = []
-    while not parts or (parts[-1].finish_reason == INTERRUPTED and goes_on()):
+    asked = 0
+    while not asked or (parts[-1].finish_reason == INTERRUPTED and goes_on()):
+        parts = [] if params.structure else parts
         before = [token for part in parts for token in part.tokens.tolist()]
-        rest = params.after(len(before), len(parts))
-        parts.append(await sample(tokens + before, rest, f"{request}.{len(parts)}" if parts else request))
+        rest = params.after(len(before), asked)
+        parts.append(await sample(tokens + before, rest, f"{request}.{asked}" if asked else request))
+        asked += 1
     return Completion.joined(parts)

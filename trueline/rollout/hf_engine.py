@@ -42,6 +42,8 @@ class HFEngine(RolloutEngine):
         self.channel: Channel | None = None
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        if params.structure is not None:
+            raise ValueError(f"rollout.engine=hf holds no reply to a structure (got {params.structure}): take vllm")
         return await in_parts(self._queue, tokens, params, request, lambda: self.keeps)
 
     async def _queue(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:

@@ -12,7 +12,7 @@ import numpy as np
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Talk, Tool, content_of
 from trueline.data.types import Completion, Prompt, Trajectory
-from trueline.environments.base import OutOfBudget, Reply, as_said
+from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
 
@@ -104,28 +104,51 @@ class Session:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
     ) -> Reply:
+        return (await self.replies(1, messages, tools, worded, stop))[0]
+
+    async def replies(
+        self,
+        count: int,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+        structure: Structure | None = None,
+    ) -> list[Reply]:
+        """Begin all turns before any is sampled; when one of them fails, the others still end."""
         known = max((one for one in self.threads if one.goes_on(messages, tools)), key=said_messages, default=None)
         try:
-            turn = self._turn(known, messages, list(tools))
+            turns = self._turns(count, known, messages, list(tools))
         except OutOfBudget as error:
             self.trajectory.truncated, self.trajectory.cut_off = True, str(error)
             if known is not None and known is self.last:
                 self.hear(messages[len(known.said) :])
             raise
-        number, self.turns = self.turns, self.turns + 1
+        first, self.turns = self.turns, self.turns + count
+        params = replace(self.params, stop=(*self.params.stop, *stop), structure=structure)
+        sampled = [self._take_turn(turn, number, worded, params) for number, turn in enumerate(turns, first)]
+        found = await asyncio.gather(*sampled, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, Reply)]
+
+    async def _take_turn(
+        self, turn: Turn, number: int, worded: Callable[[str], Message], params: SamplingParams
+    ) -> Reply:
         turn.thread.busy = True
         try:
-            completion, text = await self._sample(turn, number, [*self.params.stop, *stop])
+            completion, text = await self._sample(turn, number, params)
             return self._record(turn, completion, text, worded(text))
         finally:
             turn.thread.busy = False
 
-    async def _sample(self, turn: Turn, number: int, stops: list[str]) -> tuple[Completion, str]:
+    async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> tuple[Completion, str]:
         before, request = [*turn.thread.record.tokens.tolist(), *turn.tokens], self.ticket.request(number)
-        sampling = replace(self.params, seed=self.ticket.turn_seed(number), max_new_tokens=self._room(turn))
+        sampling = replace(params, seed=self.ticket.turn_seed(number), max_new_tokens=self._room(turn))
         asked = asyncio.ensure_future(self.pool.generate(before, sampling, self.ticket.group, request))
         asked.add_done_callback(self._note_failure)
-        return ended(await asked, stops, self.chat.reply_text)
+        return ended(await asked, params.stop, self.chat.reply_text)
 
     def _note_failure(self, asked: "asyncio.Future[Completion]") -> None:
         if not asked.cancelled() and (failure := asked.exception()):
@@ -171,10 +194,20 @@ class Session:
             self.trajectory.talk = self.talk()
             self.trajectory.turns = self._talk(self.last.spelled).after_opening()
 
+    def _turns(self, count: int, known: Thread | None, messages: list[Message], tools: list[Tool]) -> list[Turn]:
+        """Return so many turns of these messages, or refuse all of them where one has no room.
+
+        Only the first may go on from a known conversation: the others begin sequences.
+        """
+        left = self.budget.turns - self.turns
+        if count > left:
+            had = f"{count} replies are more than {left} turns left" if left else "the episode has had all its turns"
+            raise OutOfBudget(f"{had} (environment.max_turns={self.budget.turns})")
+        others = [self._first_turn(messages, tools) for _ in range(count - 1)]
+        return [self._turn(known, messages, tools), *others]
+
     def _turn(self, known: Thread | None, messages: list[Message], tools: list[Tool]) -> Turn:
         """Return what these messages add to the thread that they go on from, or to a new one."""
-        if self.turns == self.budget.turns:
-            raise OutOfBudget(f"the episode has had all its turns (environment.max_turns={self.budget.turns})")
         if known is not None:
             new = messages[len(known.said) :]
             following = self.chat.continuation(known.spelled, new, tools)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from vllm import EngineArgs
 from vllm import SamplingParams as VllmParams
+from vllm.config import StructuredOutputsConfig
 from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -19,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, Completion
+from trueline.environments.tools.vllm_structures import BACKEND, vllm_structure
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams, in_parts
 from trueline.rollout.engines import ADAPTER_RANKS
@@ -68,6 +70,7 @@ class VllmEngine:
             max_tokens=params.max_new_tokens,
             stop_token_ids=list(params.stop_tokens),
             seed=params.seed,
+            structured_outputs=vllm_structure(params.structure),
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -226,12 +229,13 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         # The log-probs of the distribution that was sampled from, not of the raw logits.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": RECEIVER,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not spec.structured,
         "seed": spec.seed,
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
         **(on_gpu_options(spec) if on_gpu else on_cpu_options(spec)),
         **(adapter_options(spec.adapter_rank) if spec.adapter_rank else {}),
+        **(structure_options() if spec.structured else {}),
     }
 
 
@@ -249,6 +253,11 @@ def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
 def adapter_options(rank: int) -> dict[str, Any]:
     room = next(room for room in ADAPTER_RANKS if room >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+
+
+def structure_options() -> dict[str, Any]:
+    """Return options by which requests are checked as they are compiled: one that only compiling refuses ends vLLM."""
+    return {"structured_outputs_config": StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)}
 
 
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:

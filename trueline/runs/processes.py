@@ -105,14 +105,26 @@ def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec])
 
 
 def start_engines(
-    processes: Processes, model: ModelConfig, rollout: ResolvedRollout, seed: int, cache_bytes: int = 0
+    processes: Processes,
+    model: ModelConfig,
+    rollout: ResolvedRollout,
+    seed: int,
+    cache_bytes: int = 0,
+    *,
+    structured: bool = False,
 ) -> list[Actor[RolloutEngine]]:
-    specs = engine_specs(model, rollout, processes.layout, seed, cache_bytes)
+    specs = engine_specs(model, rollout, processes.layout, seed, cache_bytes, structured=structured)
     return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
 def engine_specs(
-    model: ModelConfig, rollout: ResolvedRollout, layout: Layout, seed: int, cache_bytes: int = 0
+    model: ModelConfig,
+    rollout: ResolvedRollout,
+    layout: Layout,
+    seed: int,
+    cache_bytes: int = 0,
+    *,
+    structured: bool = False,
 ) -> list[EngineSpec]:
     return [
         EngineSpec(
@@ -128,6 +140,7 @@ def engine_specs(
             trust_remote_code=model.trust_remote_code,
             adapter_rank=model.lora.rank if model.lora.apart() else 0,
             cache_bytes=cache_bytes,
+            structured=structured and ROLLOUT_ENGINES[rollout.engine].structures,
         )
         for number in range(layout.engines)
     ]

@@ -1,12 +1,17 @@
 """The policy behind OpenAI's protocol, asked by OpenAI's own client."""
 
 import asyncio
+import hashlib
 import json
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -15,9 +20,10 @@ from tests.support.tool_calls import TOOLS
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool
 from trueline.data.types import Completion
-from trueline.environments.base import OutOfBudget, Reply, as_said
+from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.environments.endpoint import Endpoint, Seat
-from trueline.environments.tools.calls import parse_reply
+from trueline.environments.structures import Structures, call_schema
+from trueline.environments.tools.calls import SPELLINGS, parse_reply
 from trueline.rewards.server import MAX_BYTES
 
 Result = TypeVar("Result")
@@ -37,21 +43,36 @@ class Scripted:
         self.asked: list[list[Message]] = []
         self.tools: list[Sequence[Tool]] = []
         self.stops: list[Sequence[str]] = []
+        self.structures: list[Structure | None] = []
         self.said: list[str] = []
+        self.cancelled = 0  # requests that were ended before it said anything
         self.free = asyncio.Event()
         self.free.set()
 
-    async def reply(
+    async def reply(self, *asked: Any) -> Reply:
+        raise NotImplementedError
+
+    async def replies(
         self,
+        count: int,
         messages: list[Message],
         tools: Sequence[Tool] = (),
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
-    ) -> Reply:
+        structure: Structure | None = None,
+    ) -> list[Reply]:
         self.asked.append(messages)
         self.stops.append(stop)
         self.tools.append(tools)
-        await self.free.wait()
+        self.structures.append(structure)
+        try:
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [self.one(messages, worded) for _ in range(count)]
+
+    def one(self, messages: list[Message], worded: Callable[[str], Message]) -> Reply:
         text = self.say(messages)
         self.said.append(text)
         count = len(text.split())
@@ -206,7 +227,7 @@ def test_several_replies_to_one_request(host: Host) -> None:
     policy, _, client = at_table(host, lambda messages: next(words))
     answer = ask(client, n=3)
     assert [(choice.index, choice.message.content) for choice in answer.choices] == [(0, "a"), (1, "b b"), (2, "c c c")]
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, len(policy.asked)) == (10, 6, 3)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, len(policy.asked)) == (10, 6, 1)
 
 
 def test_logprobs_of_the_sampled_tokens(host: Host) -> None:
@@ -217,7 +238,7 @@ def test_logprobs_of_the_sampled_tokens(host: Host) -> None:
 
 def test_a_part_of_a_character_has_no_bytes(host: Host) -> None:
     class Parts(Scripted):
-        async def reply(self, *asked: Any) -> Reply:
+        def one(self, *asked: Any) -> Reply:
             return Reply("é", as_said("é"), Completion.of([PART, PART], [0.0, -float("inf")], 0, "stop"), 1)
 
     tokens = ask(host.client(host.open(Parts(repeating)).key), logprobs=True).choices[0].logprobs.content
@@ -299,6 +320,180 @@ def test_closing_ends_what_is_under_way(host: Host) -> None:
     assert not policy.said and seat.failure is None
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+JSON = {"type": "json_object"}
+REQUIRED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+
+
+def held_up(host: Host, count: int = 1) -> tuple[Scripted, Seat, list[Future[Any]]]:
+    """Ask for so many replies that do not come, and return once all requests wait for the policy."""
+    policy, seat, client = at_table(host)
+    host.here(policy.free.clear)
+    threads = ThreadPoolExecutor(count)
+    answers = [threads.submit(ask, client.with_options(max_retries=0), user=str(at)) for at in range(count)]
+    while len(policy.asked) < count:
+        time.sleep(0.01)
+    return policy, seat, answers
+
+
+def episode_over(answers: list[Future[Any]]) -> list[bool]:
+    return [
+        isinstance(one.exception(PATIENCE), openai.BadRequestError) and one.exception().code == "episode_over"
+        for one in answers
+    ]
+
+
+def test_stopping_ends_requests_under_way_of_all_seats() -> None:
+    host = Host()
+    tables = [held_up(host, 2), held_up(host, 1)]
+    host.close()
+    for policy, seat, answers in tables:
+        assert episode_over(answers) == [True] * len(answers)
+        assert (policy.cancelled, policy.said, seat.waiting, seat.answers) == (len(answers), [], 0, [])
+        assert seat.failure is None
+    assert host.endpoint.seats == {} and host.endpoint.serving.done()
+    host.http.close()
+
+
+def test_closing_one_seat_leaves_the_others_alone(host: Host) -> None:
+    (policy, seat, answers), (other, other_seat, others) = held_up(host, 2), held_up(host)
+    host.here(seat.close)
+    assert episode_over(answers) == [True, True] and (policy.cancelled, policy.said) == (2, [])
+    assert not others[0].done() and (other.cancelled, other_seat.waiting) == (0, 1)
+    host.here(other.free.set)
+    assert others[0].result(PATIENCE).choices[0].message.content == "you said hello"
+
+
+def test_closing_ends_a_request_whose_client_is_gone(host: Host) -> None:
+    policy, seat, client = at_table(host)
+    host.here(policy.free.clear)
+    with pytest.raises(openai.APITimeoutError):
+        ask(client.with_options(timeout=0.1, max_retries=0))
+
+    async def close() -> None:
+        while not policy.asked:
+            await asyncio.sleep(0.01)
+        tasks = [answer.task for answer in seat.answers]
+        seat.close()
+        await asyncio.wait(tasks)
+        assert [task.cancelled() for task in tasks] == [True]
+
+    host.run(close)
+    assert (policy.cancelled, policy.said) == (1, [])
+
+
+def test_the_key_of_an_ended_episode_gets_no_answer_that_was_kept(host: Host) -> None:
+    policy, seat, client = at_table(host)
+    again = {"x-stainless-retry-count": "1"}
+    ask(client)
+    assert len(seat.answers) == 1 and ask(client, extra_headers=again).choices
+    host.here(seat.close)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        ask(client, extra_headers=again)
+    assert caught.value.code == "invalid_api_key" and (seat.answers, len(policy.said)) == ([], 1)
+
+
+def test_a_request_that_arrives_while_its_episode_ends_is_refused(host: Host) -> None:
+    policy, seat, _ = at_table(host)
+    body = json.dumps({"messages": HELLO}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {seat.key}\r\n"
+    with socket.create_connection(("127.0.0.1", httpx.URL(host.endpoint.url).port or 0)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:5])
+        while not seat.waiting:
+            time.sleep(0.01)
+        host.here(seat.close)
+        connection.sendall(body[5:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 401")
+    assert not policy.asked and seat.answers == []
+
+
+def test_keys_are_long_their_own_and_known_by_their_digest_alone(host: Host) -> None:
+    (policy, seat, client), (other, other_seat, _) = at_table(host), at_table(host)
+    assert seat.key != other_seat.key and all(len(one.key) >= 46 and one.key[:3] == "sk-" for one in (seat, other_seat))
+    ask(client)
+    assert (len(policy.asked), len(other.asked)) == (1, 0)
+    known = hashlib.sha256(f"Bearer {seat.key}".encode()).digest()
+    assert host.endpoint.seats[known] is seat and seat.key not in repr(host.endpoint.seats)
+    url = f"{host.endpoint.url}/models"
+    assert host.http.get(url, headers={"Authorization": f"Bearer {seat.key}"}).status_code == 200
+    for header in (seat.key, f"Bearer {seat.key}x", f"Bearer {seat.key[:-1]}", f"Basic {seat.key}"):
+        assert host.http.get(url, headers={"Authorization": header}).status_code == 401
+
+
+CALLS_ADD = {
+    "type": "object",
+    "properties": {"name": {"const": "add"}, "arguments": {"type": "object"}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+
+
+def holding(host: Host, monkeypatch: pytest.MonkeyPatch, form: str, problem: str = "") -> None:
+    """Give the endpoint engines that can hold replies to structures."""
+    monkeypatch.setattr(host.endpoint, "structures", Structures(SPELLINGS.get(form), lambda structure: problem))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_is_required_is_held_to_the_tools(host: Host, monkeypatch: pytest.MonkeyPatch, choice: Any) -> None:
+    holding(host, monkeypatch, "hermes")
+    policy, seat, client = at_table(host, calling)
+    other: Any = {"type": "function", "function": {"name": "other"}}
+    tools = [*TOOLS, other] if choice != "required" else TOOLS
+    assert ask(client, tools=tools, tool_choice=choice).choices[0].finish_reason == "tool_calls"
+    (structure,) = policy.structures
+    assert structure is not None and json.loads(structure.schema) == {"anyOf": [CALLS_ADD]}
+    assert (structure.begin, structure.end) == ("<tool_call>\n", "\n</tool_call>")
+    assert policy.tools == [tools] and (seat.structured, seat.overridden) == (1, Counter())
+
+
+def test_a_call_that_cannot_be_forced_is_left_to_the_policy_and_counted(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """smolagents asks so by default: whether engines cannot, or the format of calls is no JSON."""
+    policy, seat, client = at_table(host, calling)
+    assert ask(client, tools=TOOLS, tool_choice="required").choices[0].message.tool_calls
+    holding(host, monkeypatch, "mistral")
+    assert ask(client, tools=TOOLS, tool_choice="required").choices[0].message.tool_calls
+    assert policy.structures == [None, None] and policy.tools == [TOOLS, TOOLS]
+    assert (seat.overridden, seat.structured) == ({"tool_choice": 2}, 0)
+
+
+def test_a_reply_is_held_to_the_response_format(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(host, monkeypatch, "mistral")
+    policy, seat, client = at_table(host)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    shape = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}
+    ask(client, response_format=shape, n=2)
+    ask(client, response_format={"type": "json_object"}, tools=TOOLS, tool_choice="none")
+    ask(client, response_format={"type": "text"}, tools=TOOLS)
+    assert policy.structures == [Structure(json.dumps(schema)), Structure('{"type": "object"}'), None]
+    assert (seat.overridden, seat.structured) == (Counter(), 3)
+
+
+def test_a_schema_that_engines_refuse_is_refused_before_sampling(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    holding(host, monkeypatch, "json", "no such type")
+    policy, seat, client = at_table(host)
+    for asked, param in (({"response_format": JSON}, "response_format"), (REQUIRED, "tools")):
+        with pytest.raises(openai.BadRequestError, match="cannot be held to: no such type") as caught:
+            ask(client, **asked)
+        assert caught.value.param == param
+    assert not policy.asked and seat.failure is None
+
+
+def test_definitions_of_tools_stay_apart() -> None:
+    def tool(name: str, kind: str) -> Any:
+        parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    schema = call_schema([tool("a", "integer"), tool("b", "string")], SPELLINGS["llama"])
+    assert schema["$defs"] == {"0.X": {"type": "integer"}, "1.X": {"type": "string"}}
+    places = [call["properties"]["parameters"]["properties"]["x"]["$ref"] for call in schema["anyOf"]]
+    assert places == ["#/$defs/0.X", "#/$defs/1.X"]
+
+
 USER = {"role": "user", "content": "hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 
@@ -322,8 +517,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool call 1: expected the name"),
         ({"messages": [USER], "tools": {}}, "tools", "must be of type list"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] must be of the form"),
-        ({"messages": [USER], "tools": TOOLS, "tool_choice": "required"}, "tool_choice", "not forced"),
-        ({"messages": [USER], "tools": TOOLS, "tool_choice": TOOLS[0]}, "tool_choice", "use auto or none"),
+        ({"messages": [USER], "tool_choice": "required"}, "tool_choice", r"one of the tools \(none\)"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": named("other")}, "tool_choice", r"the tools \(add\)"),
+        ({"messages": [USER], "tools": TOOLS, "tool_choice": "always"}, "tool_choice", "use auto, none, required"),
+        ({"messages": [USER], "response_format": "json"}, "response_format", "must be text, json_object or"),
+        ({"messages": [USER], "response_format": {"type": "json_schema"}}, "response_format", "must be text, json_obj"),
+        ({"messages": [USER], "tools": TOOLS, "response_format": JSON}, "response_format", "leave out one of them"),
+        ({"messages": [USER], "response_format": JSON}, "response_format", "set rollout.engine=vllm"),
         ({"messages": [USER], "functions": [{"name": "add"}]}, "functions", "use tools"),
         ({"messages": [USER], "stop": [""]}, "stop", "a text or a list of texts"),
         ({"messages": [USER], "n": 0}, "n", "from 1 to 128, found 0"),
@@ -366,13 +566,25 @@ def test_a_request_too_large_is_refused(host: Host) -> None:
     assert not policy.asked
 
 
+def test_requests_in_chunks_are_read_within_the_bound(host: Host) -> None:
+    policy, seat, _ = at_table(host)
+    body = json.dumps({"messages": HELLO}).encode()
+    headers = {"Authorization": f"Bearer {seat.key}"}
+    url = f"{host.endpoint.url}/chat/completions"
+    answer = host.http.post(url, content=iter([body[:10], body[10:]]), headers=headers)
+    assert answer.json()["choices"][0]["message"]["content"] == "you said hello" and policy.asked == [HELLO]
+    large = host.http.post(url, content=iter([b" " * 2**20] * (MAX_BYTES // 2**20 + 1)), headers=headers)
+    assert large.status_code == 413 and "more than" in large.json()["error"]["message"]
+    assert host.http.post(url, content=iter([body])).status_code == 401 and len(policy.asked) == 1
+
+
 def test_what_is_not_obeyed_is_counted(host: Host) -> None:
     policy, seat, client = at_table(host)
     ask(client, temperature=1, top_p=1.0, presence_penalty=0, frequency_penalty=0, logit_bias={}, stop=[], user="me")
     ask(client, response_format={"type": "text"}, parallel_tool_calls=True, seed=None, max_tokens=None)
     assert not seat.overridden
     ask(client, temperature=0, max_tokens=5, max_completion_tokens=5, seed=0, extra_body={"top_k": 3})
-    ask(client, temperature=0.7, top_logprobs=2, logprobs=True, response_format={"type": "json_object"})
+    ask(client, temperature=0.7, top_logprobs=2, logprobs=True)
     assert seat.overridden == {
         "temperature": 2,
         "max_tokens": 1,
@@ -380,7 +592,6 @@ def test_what_is_not_obeyed_is_counted(host: Host) -> None:
         "seed": 1,
         "top_k": 1,
         "top_logprobs": 1,
-        "response_format": 1,
     }
     assert len(policy.said) == 4
 
@@ -390,7 +601,7 @@ def test_an_episode_without_budget_is_told_so(host: Host) -> None:
     with pytest.raises(openai.BadRequestError, match="all 4 turns are taken") as caught:
         ask(client, n=2)
     assert caught.value.code == "context_length_exceeded"
-    assert len(policy.asked) == 2 and seat.failure is None
+    assert len(policy.asked) == 1 and seat.failure is None
 
 
 def test_a_conversation_that_the_template_refuses_is_the_agents_fault(host: Host) -> None:
@@ -407,20 +618,6 @@ def test_a_failure_of_the_engine_is_kept_and_not_retried(host: Host, error: Exce
         ask(client)
     assert (caught.value.code, caught.value.type) == ("engine_failure", "server_error")
     assert seat.failure is error and len(policy.asked) == 1 and seat.waiting == 0
-
-
-def test_a_failure_weighs_more_than_a_budget(host: Host) -> None:
-    errors = iter([OutOfBudget("no more"), RuntimeError("lost"), None])
-
-    def say(messages: list[Message]) -> str:
-        if error := next(errors):
-            raise error
-        return "fine"
-
-    policy, seat, client = at_table(host, say)
-    with pytest.raises(openai.BadRequestError, match="lost"):
-        ask(client, n=3)
-    assert isinstance(seat.failure, RuntimeError) and policy.said == ["fine"]
 
 
 def test_a_client_that_gave_up_gets_what_was_sampled_when_it_asks_again(host: Host) -> None:

@@ -9,8 +9,10 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -389,6 +391,113 @@ def test_a_sandbox_in_which_nothing_runs_is_no_wrong_answer(monkeypatch: pytest.
         )  # limits that no other test has, for what has run once is not tried again
 
 
+CALLS = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    found = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    print(found if found >= 0 else errno.errorcode[ctypes.get_errno()])
+"""
+SHOUT = """
+import fcntl, os, socket, struct, termios
+mine, other = socket.socketpair()
+for attempt in (
+    lambda: fcntl.fcntl(mine, fcntl.F_SETOWN, {victim}),
+    lambda: fcntl.fcntl(mine, 15, struct.pack("ii", 1, {victim})),  # F_SETOWN_EX
+    lambda: fcntl.fcntl(mine, fcntl.F_SETSIG, 9),
+    lambda: fcntl.ioctl(mine, 0x8901, struct.pack("i", {victim})),  # FIOSETOWN
+    lambda: fcntl.ioctl(mine, 0x8902, struct.pack("i", {victim})),  # SIOCSPGRP
+    lambda: fcntl.fcntl(mine, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK),
+    lambda: other.send(b"x"),
+):
+    try:
+        print("done", attempt())
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_memory_without_a_name_is_refused() -> None:
+    """Its pages belong to a file that no limit of the process counts."""
+    held = "import os\nheld = [os.memfd_create('x')]\nos.write(held[0], bytes(2**20))"
+    ended = run(held, memory_gib=0.5)
+    assert ended.status == 1 and "PermissionError" in ended.error
+    assert "PermissionError" in run(held, memory_gib=0.5, files=True, network=True).error
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed"),
+    [
+        (None, {}),
+        (None, {"files": True}),
+        (5, {}),
+        (5, {"network": True}),
+        (5, {"files": True}),
+        (0, {"files": True}),
+        (0, {"files": True, "network": True}),
+    ],
+)
+def test_the_kernel_sends_no_signals_in_a_programs_name(
+    version: int | None, allowed: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Landlock keeps them to the sandbox from version 6 on; the filter does so without it."""
+    if version is not None:
+        monkeypatch.setattr(landlock, "version", lambda: version)
+    with subprocess.Popen(["sleep", "1000"], **sandbox.other_user()) as victim:
+        try:
+            ended = run(SHOUT.format(victim=victim.pid), **allowed)
+            refused = ["Operation not permitted"] * 3 + ["Inappropriate ioctl for device"] * 2
+            assert ended.output.splitlines() == [*refused, "done 0", "done 1"]
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+
+
+def test_calls_that_are_not_listed_are_refused() -> None:
+    """Of old ones programs are told that they may not; of new ones, that there are none, so that they do without."""
+    place = list(linux.ARCHITECTURES).index(linux.platform.machine())
+    old = {"memfd_create": (319, 279), "sync": (162, 81), "vmsplice": (278, 75), "io_setup": (206, 0)}
+    new = {"pidfd_open": 434, "io_uring_setup": 425, "memfd_secret": 447, "of a kernel to come": 4000}
+    numbers = [*(row[place] for row in old.values()), *new.values()]
+    ended = run(CALLS + "".join(f"call({number}, 0, 0)\n" for number in numbers))
+    assert ended.output.split() == ["EPERM"] * len(old) + ["ENOSYS"] * len(new)
+    listed = run(CALLS + f"call({linux.ALLOWED['getpid'][place]})").output
+    assert int(listed) > 0
+
+
+@pytest.mark.parametrize("command", ["F_SETPIPE_SZ", "F_SETLEASE", "F_NOTIFY"])
+def test_commands_of_files_that_are_not_listed_are_refused(command: str) -> None:
+    ended = run(f"import fcntl, os\nfcntl.fcntl(os.pipe()[0], fcntl.{command}, 2**20)")
+    assert "PermissionError" in ended.error
+
+
+def test_the_table_of_calls_is_that_of_the_kernels_headers() -> None:
+    headers = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h")]
+    if not all(header.exists() for header in headers):
+        pytest.skip("needs the kernel's headers")
+    own, generic = (dict(re.findall(r"#define __NR(?:3264)?_(\w+) (\d+)", header.read_text())) for header in headers)
+    generic["newfstatat"] = generic["fstatat"]
+    for name, row in (linux.ALLOWED | linux.WITH_NETWORK | linux.WITH_FILES | linux.WITH_RULES).items():
+        for number, known in zip(row, (own, generic), strict=True):
+            if name in known or number is None:
+                assert known.get(name) == (None if number is None else str(number)), name
+
+
+def test_files_that_are_allowed_do_not_lift_landlock(secret: Path) -> None:
+    """Whoever may read all files is still kept from other processes' signals and memory."""
+    given: list[dict[str, int]] = []
+    own = landlock.allow_only
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(landlock, "allow_only", lambda paths: given.append(paths) or own(paths))
+        script = "import os\nos.mkdir('a')\nos.rename('program.py', 'a/b')\nprint(open({!r}).read())"
+        assert run(script.format(str(secret)), files=True).output == "hidden\n"
+    assert given == [{"/": landlock.ALL}]
+    show = "print([line for line in open('/proc/self/status') if line.startswith(('NoNewPrivs', 'Seccomp:'))])"
+    assert run(show, files=True).output == "['NoNewPrivs:\\t1\\n', 'Seccomp:\\t2\\n']\n"
+    for attack in ("open(f'/proc/{os.getppid()}/mem', 'rb')", "os.kill(os.getppid(), 0)"):
+        assert "PermissionError" in run("import os\n" + attack, files=True).error
+
+
 # What honest programs need
 
 HONEST = [
@@ -403,7 +512,37 @@ HONEST = [
     "assert open('/dev/stdin').read() == 'given'\nopen('/dev/null', 'w').write('x')",
     "from concurrent.futures import ThreadPoolExecutor\nassert list(ThreadPoolExecutor(2).map(abs, [-1])) == [1]",
     "import resource\nresource.getrlimit(resource.RLIMIT_STACK)",
+    "import sympy\nx = sympy.Symbol('x')\nassert sympy.integrate(2 * x, x) == x**2",
+    "import numpy\na = numpy.random.default_rng(0).normal(size=(200, 200))\n"
+    "assert (a @ a).shape == numpy.fft.fft2(a).shape\nnumpy.save('a', a)",
+    "import json, re\nassert json.loads(re.sub('[0-9]+', '1', '{\"a\": 42}')) == {'a': 1}",
+    "from decimal import Decimal, getcontext\ngetcontext().prec = 50\nassert str(Decimal(2).sqrt())[:4] == '1.41'",
+    "import threading, queue\nq = queue.Queue()\nt = [threading.Thread(target=q.put, args=(i,)) for i in range(20)]\n"
+    "for one in t: one.start()\nfor one in t: one.join(60)\nassert sorted(q.queue) == list(range(20))",
+    "import asyncio\nasync def f():\n    return await asyncio.gather(asyncio.sleep(0.01), asyncio.to_thread(int))\n"
+    "asyncio.run(f())",
+    "import signal, time\nsignal.signal(signal.SIGALRM, lambda *a: None)\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+    "signal.pause()",
+    "import sqlite3\nbase = sqlite3.connect('base')\nbase.execute('create table a (b)')\nbase.commit()\nbase.close()",
+    "import os, fcntl\nr, w = os.pipe()\nos.set_blocking(r, False)\nfcntl.flock(open('a', 'w'), fcntl.LOCK_EX)\n"
+    "fcntl.lockf(open('a', 'w'), fcntl.LOCK_EX)\nassert not os.isatty(1)",
+    "import mmap, shutil, os\nm = mmap.mmap(-1, 4096)\nm[:2] = b'ab'\nos.mkfifo('f')\nshutil.disk_usage('.')",
+    "import ctypes, platform, time, uuid\nplatform.platform()\ntime.process_time()\nuuid.uuid4()",
+    "import tempfile, zipfile, gzip, csv, pickle\nwith tempfile.TemporaryDirectory() as d:\n"
+    "    zipfile.ZipFile(d + '/z', 'w').writestr('a', 'b')",
 ]
+
+
+def test_honest_programs_run_many_at_a_time() -> None:
+    """On a busy machine, with files and network or without."""
+    cases = [(program, allowed) for program in HONEST for allowed in ({}, {"files": True, "network": True})]
+
+    def judged(case: tuple[str, dict[str, bool]]) -> Ended:
+        return run(f"{case[0]}\nprint('done')", seconds=600, stdin="given", **case[1])
+
+    with ThreadPoolExecutor(8) as threads:
+        ended = list(threads.map(judged, cases))
+    assert [one.error for one in ended if one.output != "done\n"] == []
 
 
 @pytest.mark.parametrize("program", HONEST)

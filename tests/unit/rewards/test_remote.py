@@ -373,6 +373,31 @@ def test_a_judges_number_times_the_scale(serve: Callable[[Answer], Scripted]) ->
     assert "[Request]\np\n" in message["content"] and "[Reply]\nit {depends}\n" in message["content"]
 
 
+def test_a_judge_that_refuses_a_temperature_is_asked_without(serve: Callable[[Answer], Scripted]) -> None:
+    def answer(body: dict[str, Any], number: int) -> Any:
+        if "temperature" not in body:
+            return said("5")(body, number)
+        return 400, {}, {"error": {"message": "Unsupported value: 'temperature' does not support 0 with this model."}}
+
+    server = serve(answer)
+    config = JudgeConfig(url=f"{server.url}/v1", model="wise")
+    part = RewardPartConfig(function="judge", remote=remote(concurrency=1), judge=config)
+    assert results(JudgeReward(part, 20), ["a", "b", "c"]) == [0.5] * 3
+    assert ["temperature" in asked for asked in server.asked] == [True, False, False, False]  # it is remembered
+
+
+def test_a_judges_temperature_and_other_refusals(serve: Callable[[Answer], Scripted]) -> None:
+    server = serve(said("5"))
+    assert (
+        results(judge(server.url, temperature=None), ["a"]) + results(judge(server.url, temperature=0.5), ["a"])
+        == [0.5] * 2
+    )
+    assert [asked.get("temperature") for asked in server.asked] == [None, 0.5]
+    wrong = serve(lambda body, number: (400, {}, {"error": {"message": "no such model"}}))
+    [failed] = results(judge(wrong.url), ["a"])
+    assert isinstance(failed, RewardFailure) and "no such model" in str(failed) and len(wrong.asked) == 1
+
+
 def test_a_judge_is_asked_with_its_query(serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_QUERY", "version=1")
     server = serve(said("5"))

@@ -186,12 +186,19 @@ def test_bad_requests_are_refused(url: str, content: Any, status: int, said: str
     assert said in refused.json()["error"]
 
 
-def test_requests_without_a_length_or_a_known_path(url: str) -> None:
-    unsized = httpx.post(f"{url}/score", content=iter([b"{}"]), headers=AUTHORIZED, trust_env=False)
-    assert unsized.status_code == 411
+def test_requests_in_chunks_are_read_within_the_bound(url: str) -> None:
+    body = json.dumps({"calls": [CALL]}).encode()
+    for pieces, status in (([body[:9], body[9:]], 200), ([b" " * 2**20] * (MAX_BYTES // 2**20 + 1), 413)):
+        answer = httpx.post(f"{url}/score", content=iter(pieces), headers=AUTHORIZED, trust_env=False)
+        assert answer.status_code == status
+    assert "more than" in answer.json()["error"]
+    assert httpx.post(f"{url}/score", content=iter([body]), trust_env=False).status_code == 401
+
+
+def test_requests_of_two_lengths_and_to_no_known_path(url: str) -> None:
     both = HALF.replace(b"\r\n\r\nabc", b"\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
-    with beginning(url, both) as connection:  # chunks count then, and there may be any number of them
-        assert connection.recv(100).startswith(b"HTTP/1.1 411")
+    with beginning(url, both) as connection:  # chunks count then
+        assert connection.recv(100).startswith(b"HTTP/1.1 4")
     for path in ("/other", "/score/", "/health"):
         unknown = httpx.post(f"{url}{path}", json={}, headers=AUTHORIZED, trust_env=False)
         assert unknown.status_code == 404

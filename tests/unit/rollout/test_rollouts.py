@@ -17,11 +17,11 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
-from trueline.environments.base import Ending, Environment, Policy
+from trueline.environments.base import Ending, Environment, Policy, Structure
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
-from trueline.rollout.engine import SamplingParams
+from trueline.rollout.engine import SamplingParams, in_parts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineLost, EnginesDie, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler
@@ -693,6 +693,24 @@ def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLo
         with pytest.raises(EnginesDie if number == 3 else AssertionError) as caught:  # these cannot be started again
             loop.run(pool.renew(1), "renewing")
     assert "engines died 3 times in one step, at last: error 3 of 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("structure", [None, Structure("{}")])
+def test_an_answer_of_a_structure_begins_anew_where_it_was_cut_off(structure: Structure | None) -> None:
+    asked: list[tuple[list[int], int, str]] = []
+
+    async def sample(tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        asked.append((tokens, params.max_new_tokens, request))
+        return Completion.of([len(asked)], [-1.0], len(asked), INTERRUPTED if len(asked) < 3 else "stop")
+
+    params = SamplingParams(1.0, 10, (), seed=5, structure=structure)
+    answer = asyncio.run(in_parts(sample, [9], params, "r", lambda: True))
+    if structure:
+        assert asked == [([9], 10, "r"), ([9], 10, "r.1"), ([9], 10, "r.2")]
+        assert (answer.tokens.tolist(), answer.versions.tolist(), answer.finish_reason) == ([3], [3], "stop")
+    else:
+        assert asked == [([9], 10, "r"), ([9, 1], 9, "r.1"), ([9, 1, 2], 8, "r.2")]
+        assert answer.tokens.tolist() == [1, 2, 3]
 
 
 def test_each_part_of_an_answer_has_a_seed_of_its_own_and_the_tokens_that_are_left() -> None:

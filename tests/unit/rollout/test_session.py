@@ -17,7 +17,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory, to_samples
-from trueline.environments.base import Ending, Environment, EnvironmentLost, OutOfBudget, Policy
+from trueline.environments.base import Ending, Environment, EnvironmentLost, OutOfBudget, Policy, Structure
 from trueline.rewards.base import RewardFailure
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
@@ -247,6 +247,53 @@ def test_what_an_environment_catches_is_its_own_ending(tokenizer: PreTrainedToke
 
     trajectory = table.run(careful)
     assert (trajectory.reward, trajectory.outcome) == (0.75, Outcome.TRUNCATED)
+
+
+def test_replies_asked_for_together_are_all_sampled_or_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "3", "4", "5", turns=4)
+
+    async def several(policy: Policy, prompt: Prompt) -> Ending:
+        replies = await policy.replies(3, prompt.messages)
+        assert [reply.text for reply in replies] == ["2", "3", "4"]
+        with pytest.raises(OutOfBudget, match=r"2 replies are more than 1 turns left \(environment.max_turns=4\)"):
+            await policy.replies(2, prompt.messages)
+        assert len(table.engine.asked) == 3
+        assert (await policy.reply([*prompt.messages, replies[2].message, MORE])).text == "5"
+        return Ending(1.0)
+
+    trajectory = table.run(several)
+    assert [one.mask.sum() for one in trajectory.sequences()] == [2, 2, 4] and len(table.engine.asked) == 4
+    assert {request for _, _, request in table.engine.asked} == {f"train-5-1-{turn}" for turn in range(4)}
+    check_recorded(table, trajectory)
+
+
+def test_replies_asked_for_together_without_room_for_one_are_not_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The first would go on from what was said, where nothing is left; the others would begin sequences, with room."""
+    table = Table(tokenizer, CHATML, "2", "3", "4")
+
+    async def several(policy: Policy, prompt: Prompt) -> Ending:
+        first = await policy.reply(prompt.messages)
+        with pytest.raises(OutOfBudget, match="leave no room"):
+            await policy.replies(2, [*prompt.messages, first.message, MORE])
+        return Ending(1.0)
+
+    trajectory = table.run(several, longest=20)
+    assert len(table.engine.asked) == len(trajectory.sequences()) == 1
+    check_recorded(table, trajectory)
+
+
+def test_a_structure_and_stops_reach_the_engine(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2, 3", "4")
+    shape = Structure('{"type": "object"}')
+
+    async def held(policy: Policy, prompt: Prompt) -> Ending:
+        (reply,) = await policy.replies(1, prompt.messages, stop=[","], structure=shape)
+        assert reply.text == "2"
+        await policy.reply(prompt.messages)
+        return Ending(1.0)
+
+    table.run(held)
+    assert [params.structure for _, params, _ in table.engine.asked] == [shape, None]
 
 
 def test_failures_are_told_apart_and_are_no_zeros(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -111,6 +111,22 @@ FORMATS: dict[str, Callable[[str], Parsed]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How a format writes one call: texts around its JSON, and where that has the arguments."""
+
+    begin: str = ""
+    end: str = ""
+    arguments: str = "arguments"
+
+
+SPELLINGS = {
+    "hermes": Spelling(f"{OPEN}\n", f"\n{CLOSE}"),
+    "llama": Spelling(arguments="parameters"),
+    "json": Spelling(),
+}
+
+
 def is_call(text: str) -> bool:
     """Tell a call, even one that breaks off, from other JSON."""
     try:
