@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from trueline.config.algorithm import DynamicSamplingConfig
@@ -104,7 +105,7 @@ class Rollouts:
         """Return the lengths of a group's completions; of one that is not done, of what updates have cut off of it."""
         if flight.task.done() and flight.task.exception() is None:
             return sampled_lengths(flight.task.result())
-        under_way = self.sampler.episodes.pool.drawn.get(flight.number, {})
+        under_way = self.sampler.episodes.pool.drawn.get(flight.number, Counter())
         return [tokens for name, tokens in under_way.items() if name.startswith(f"{self.sampler.purpose}-")]
 
     def _end(self, flights: list[Flight]) -> None:
