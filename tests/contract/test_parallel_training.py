@@ -9,12 +9,14 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
+from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.preference import KTOConfig, PreferenceConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
+from trueline.training.group import TOTALS
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
@@ -45,7 +47,7 @@ class Case:
 
 POLICY = AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01})
 LOSSES: dict[str, tuple[int, LossSettings]] = {  # loss -> neighbours that stay together, settings
-    "policy": (1, LossSettings(0.8, POLICY)),
+    "policy": (1, LossSettings(0.8, POLICY, draws=True)),
     "sft": (1, LossSettings()),
     "preference": (2, LossSettings(1.0, PreferenceConfig(nll_coefficient=0.5))),
     "kto": (1, LossSettings(1.0, KTOConfig(desirable_weight=1.5), {"kto/kl": 0.25})),
@@ -105,14 +107,15 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
             lengths = [sample.length() for sample in samples]
             plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), together)
             report = worker.accumulate(pack_samples(samples), plan[mesh.data_place(rank)], loss, settings)
-            found[case, loss] = report.sums["loss"], worker.gradients()
+            totals = {name: value for name, value in report.sums.items() if name in TOTALS}
+            found[case, loss] = totals, worker.gradients()
             worker.engine.step()
     return found
 
 
 GROUPS = (ALONE, PAIR, PAIR_CUT, FOUR, FOUR_CUT)
 Gradients = dict[str, np.ndarray]
-Found = tuple[float, Gradients]
+Found = tuple[dict[str, float], Gradients]  # sums, with that of the loss among them
 
 
 class Divisions:
@@ -127,7 +130,7 @@ class Divisions:
         self.found: dict[tuple[Case, str], Found] = {}
 
     def gradient(self, case: Case, loss: str) -> Found:
-        """Return the loss summed over data places, and the gradient of every tensor."""
+        """Return loss and draws summed over data places, and the gradient of every tensor."""
         if (case, loss) not in self.found:
             number, cases = next((number, group) for number, group in enumerate(GROUPS) if case in group)
             ranks = run_ranks(take_gradients, cases[0].world, self.folder / str(number), self.models, cases)
@@ -136,11 +139,12 @@ class Divisions:
 
 
 def joined(case: Case, results: list[Found]) -> Found:
-    """Add the losses of data places up; every rank has the same gradient."""
+    """Add the sums of data places up; every rank has the same gradient."""
     tensors = results[0][1]
     for _, others in results[1:]:
         assert all(np.allclose(others[name], tensors[name], rtol=1e-5, atol=1e-8) for name in tensors)
-    return sum(loss for loss, _ in results[:: case.ring * case.tensor]), tensors
+    places = [sums for sums, _ in results[:: case.ring * case.tensor]]
+    return {name: sum(sums[name] for sums in places) for name in places[0]}, tensors
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +164,10 @@ def test_gradient_does_not_depend_on_the_division(case: Case, divisions: Divisio
     """1e-5 on the loss, and on the relative L2 distance of each gradient tensor."""
     base = Case("torch", 0, packing=False, tied=case.tied)
     for loss in LOSSES:
-        expected_loss, expected = divisions.gradient(base, loss)
-        found_loss, found = divisions.gradient(case, loss)
-        assert abs(found_loss - expected_loss) < TOLERANCE, loss
+        expected_sums, expected = divisions.gradient(base, loss)
+        found_sums, found = divisions.gradient(case, loss)
+        assert found_sums == pytest.approx(expected_sums, rel=TOLERANCE, abs=TOLERANCE), loss
+        assert (EXCESS in found_sums) == (VARIANCE in found_sums) == (loss == "policy")
         assert set(found) == set(expected)
         for name, tensor in found.items():
             distance = np.linalg.norm(tensor - expected[name]) / np.linalg.norm(expected[name])

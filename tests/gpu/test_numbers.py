@@ -46,7 +46,8 @@ def test_the_head_and_its_gradients() -> None:
     targets = torch.randint(0, 5000, (700,), device="cuda")
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
-        logprobs, entropy = ChunkedHead.apply(*leaves, None, targets, HeadWork(0.7, 256, True))  # type: ignore[misc]
+        found = ChunkedHead.apply(*leaves, None, targets, HeadWork(0.7, 256, True))  # type: ignore[misc]
+        logprobs, entropy, variance = found
         (logprobs.sum() + 0.1 * entropy.sum()).backward()
         exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
         scores = (exact[0] @ exact[1].T / 0.7).log_softmax(-1)
@@ -56,6 +57,7 @@ def test_the_head_and_its_gradients() -> None:
         pairs = [
             (logprobs, truth),
             (entropy, uncertainty),
+            (variance, (scores.exp() * (scores + uncertainty[:, None]).square()).sum(-1)),
             *((one.grad, other.grad) for one, other in zip(leaves, exact, strict=True)),
         ]
         for one, other in pairs:

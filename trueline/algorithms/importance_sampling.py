@@ -1,5 +1,10 @@
-"""Correct the loss for tokens to which engine and trainer give slightly different probabilities."""
+"""Correct the loss for tokens to which engine and trainer give slightly different probabilities, and measure the gap.
 
+Log-probs may agree while an engine draws from another distribution than the one it reports: `drawn` and `draw_metrics`
+test the draws themselves.
+"""
+
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,10 +12,12 @@ from torch import Tensor
 
 from trueline.algorithms.kl import bounded
 from trueline.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig
-from trueline.data.types import Batch, Sample
+from trueline.data.types import Batch, ModelOutput, Sample
 
 # [N] log of w = p_trainer / p_engine -> [N] weight of each token, [N] bool whether it was truncated or masked
 Correction = Callable[[Tensor, Batch, ImportanceSamplingConfig], tuple[Tensor, Tensor]]
+
+EXCESS, VARIANCE = "draws/excess", "draws/variance"  # sums over the tokens of an update
 
 
 def uncorrected(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
@@ -74,3 +81,18 @@ def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:
         "mismatch/effective_share": (weight.sum().square() / (len(weight) * weight.square().sum())).item(),
         "mismatch/outside_share": ((weight < 0.5) | (weight > 2)).double().mean().item(),
     }
+
+
+def drawn(output: ModelOutput, batch: Batch) -> dict[str, Tensor]:
+    """Sum log p - E[log p] over sampled tokens, and its variance, as the trainer's distributions have them."""
+    excess = output.logprobs.detach() + output.entropy.detach()
+    return {EXCESS: (excess * batch.mask).sum(), VARIANCE: (output.variance * batch.mask).sum()}
+
+
+def draw_metrics(excess: float, variance: float) -> dict[str, float]:
+    """Test whether tokens were drawn from the trainer's distributions p, by sums over all of them.
+
+    The sum is a martingale in the tokens, so z is near N(0, 1) wherever sequences stop by what was drawn before. Draws
+    from p^(1 + effect), which is a temperature divided by 1 + effect, exceed by effect times the variance.
+    """
+    return {"mismatch/sampler_z": excess / math.sqrt(variance), "mismatch/sampler_effect": excess / variance}

@@ -331,6 +331,7 @@ class ModelOutput:
 
     logprobs: Tensor = later()  # [N] of token t given those before it; zero where the mask is False
     entropy: Tensor = later()  # [N] of the distribution that token t was drawn from
+    variance: Tensor = later()  # [N] of log p under it
     divergence: Tensor = later()  # [N] between teacher and student at the distribution of token t
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
     values: Tensor = later()  # [N] of a critic, of the state that token t was drawn from

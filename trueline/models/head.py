@@ -1,4 +1,4 @@
-"""Compute log-probs and entropy from hidden states, slice by slice: a [T, V] tensor never exists."""
+"""Compute log-probs, entropy and variance from hidden states, slice by slice: a [T, V] tensor never exists."""
 
 from typing import Any, NamedTuple
 
@@ -13,11 +13,12 @@ class HeadWork(NamedTuple):
 
     temperature: float
     chunk: int  # rows of logits held at a time
-    entropy: bool
+    entropy: bool  # and the variance of log p
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Compute each target's log-prob and, if asked for, each position's entropy from hidden states and head weight.
+    """Compute each target's log-prob from hidden states and head weight and, if asked for, each position's moments: the
+    entropy, which is -E[log p], and Var[log p], which has no gradient.
 
     Both passes hold logits for `chunk` rows only; the backward pass computes them again.
     """
@@ -25,26 +26,28 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if work.entropy else None
+        variance = torch.empty_like(logprobs) if work.entropy else None
         for rows in slices(len(targets), work.chunk):
             logits = tempered(hidden[rows], weight, bias, work.temperature)
             normalizers[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normalizers[rows]
-            if entropy is not None:
-                share = (logits - normalizers[rows, None]).exp_()
-                entropy[rows] = normalizers[rows] - share.mul_(logits).sum(-1)
+            if entropy is not None and variance is not None:
+                entropy[rows], variance[rows] = moments(logits.sub_(normalizers[rows, None]))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.work = work
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        if variance is not None:
+            ctx.mark_non_differentiable(variance)
+        return logprobs, entropy, variance
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
-        work, (to_logprob, to_entropy) = ctx.work, gradients
+        work, (to_logprob, to_entropy, _) = ctx.work, gradients
         to_logprob = torch.zeros_like(normalizers) if to_logprob is None else to_logprob
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -64,6 +67,13 @@ class ChunkedHead(torch.autograd.Function):
                 bias_gradient += flow.sum(0)
         done = [total if total is None else total.to(hidden.dtype) for total in (weight_gradient, bias_gradient)]
         return hidden_gradient, done[0], done[1], None, None
+
+
+def moments(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return entropy and variance of log p, [T] each, from log-probs [T, V]; logits would lose digits to their size."""
+    weighted = scores.exp().mul_(scores)
+    entropy = -weighted.sum(-1)
+    return entropy, torch.linalg.vecdot(weighted, scores) - entropy.square()
 
 
 def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, entropy: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ class Scorer(nn.Module):
         head = self.model.get_output_embeddings()
         teacher = self.teacher[0]
         if teacher is None or taught is None:
-            logprobs, entropy = head(hidden, targets, work)
-            return {"logprobs": logprobs} | ({"entropy": entropy} if work.entropy else {})
+            logprobs, entropy, variance = head(hidden, targets, work)
+            return {"logprobs": logprobs} | ({"entropy": entropy, "variance": variance} if work.entropy else {})
         return {"divergence": head(hidden, (teacher, taught), work)}
 
 

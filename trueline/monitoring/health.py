@@ -10,6 +10,7 @@ LEVELS = ("OK", "WATCH", "BAD")
 WINDOW = 5  # steps at the start and at the end that are compared
 REMEMBERED = 200  # steps, for the best that a run had
 SPIKE = 10.0  # times the median
+SURE = 5.0  # standard deviations
 Row = dict[str, float]
 Verdict = tuple[int, str]  # level, and why
 FINE: Verdict = (OK, "")
@@ -89,6 +90,27 @@ def gap(history: History) -> Verdict:
 def gap_level(found: float, floor: float) -> int:
     """Judge a mean gap of log-probs by that on weights which are known to be the same."""
     return BAD if found > 5 * floor + 0.02 else WATCH if found > 2 * floor + 0.01 else OK
+
+
+def sampler(history: History) -> Verdict:
+    """Judge the draws of the last step and of the run by their effect: rounding alone makes z grow with the tokens."""
+    last = history.last
+    step = last["mismatch/sampler_z"], last["mismatch/sampler_effect"]
+    run = last["mismatch/sampler_z_run"], last["mismatch/sampler_effect_run"]
+    z, effect = max(step, run, key=lambda test: draw_level(*test))
+    why = (
+        f"tokens are not drawn from the policy at rollout.temperature (effect {effect:+.2f}, z {z:+.1f}), whatever the "
+        "log-probs say: see to the engine's version and options, speculation above all"
+    )
+    level = draw_level(z, effect)
+    return (level, why) if level else FINE
+
+
+def draw_level(z: float, effect: float) -> int:
+    """Judge draws that are off by more than chance; z / effect is the root of their variance, below 10 too few."""
+    if abs(z) < SURE or abs(z) < 10 * abs(effect):
+        return OK
+    return BAD if abs(effect) > 0.1 else WATCH if abs(effect) > 0.03 else OK
 
 
 def staleness(history: History) -> Verdict:
@@ -185,6 +207,7 @@ RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the me
     "reward": ("reward/mean", reward),
     "entropy": ("policy/entropy", entropy),
     "gap": ("mismatch/logprob_gap_mean", gap),
+    "sampler": ("mismatch/sampler_z", sampler),
     "staleness": ("rollout/staleness_max", staleness),
     "effective_samples": ("mismatch/effective_share", effective_samples),
     "equal_rewards": ("reward/uniform_groups_share", equal_rewards),

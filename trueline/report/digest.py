@@ -33,6 +33,7 @@ CHARTS = {  # metrics with a chart of their own, where a run has them; any other
     "response_length/mean": "Length of responses, tokens",
     "response_length/truncated_share": "Share of truncated responses",
     "mismatch/logprob_gap_mean": "Log-prob gap of engine and trainer",
+    "mismatch/sampler_effect_run": "Effect by which draws differ from the policy, over the run",
     "speed/tokens_per_second": "Tokens per second",
     "memory/device_gib": "Memory of the device, GiB",
     "memory/peak_gib": "Peak memory, GiB",

@@ -23,7 +23,9 @@ def describe_recipe(config: RLConfig) -> str:
             f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
             f"KL         {describe_kl(algorithm)}",
             f"importance {algorithm.importance_sampling.mode} (engine against trainer); old log-probs: "
-            + describe_old_logprobs(config),
+            + describe_old_logprobs(config)
+            + "; draws are "
+            + (f"not tested: {untested_draws(config)}" if untested_draws(config) else "tested"),
         ]
     )
 
@@ -36,6 +38,16 @@ def describe_old_logprobs(config: RLConfig) -> str:
     if fresh_old_logprobs(config):
         return "those of the update, which is the only one"
     return "computed again by the trainer" if config.algorithm.old_logprobs == "recompute" else "the engine's"
+
+
+def untested_draws(config: RLConfig) -> str:
+    """Return why the trainer cannot test what an engine draws, or nothing."""
+    reasons = {
+        "answers may be of older weights": config.rollout.max_staleness > 0,
+        "dynamic sampling selects answers by their rewards": config.algorithm.dynamic_sampling.enabled,
+        "adapters have dropout in updates": config.model.lora.dropout > 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def describe_trace(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> str:

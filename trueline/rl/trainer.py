@@ -1,5 +1,6 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -8,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from trueline.algorithms.advantages import assign_advantages, episodes_of
+from trueline.algorithms.importance_sampling import EXCESS, VARIANCE, draw_metrics
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
@@ -28,7 +30,7 @@ from trueline.rl.metrics import (
     uniform_warning,
 )
 from trueline.rl.models import Models
-from trueline.rl.recipe import fresh_old_logprobs
+from trueline.rl.recipe import fresh_old_logprobs, untested_draws
 from trueline.rl.tokens import token_rows
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
@@ -192,10 +194,12 @@ class RLTrainer:
             for epoch in range(config.epochs):
                 order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(episodes))
                 for part in np.array_split(order, config.minibatches):
-                    updates.append(self.update([sample for at in part for sample in episodes[at]]))
-        return over_updates(updates)
+                    first = not any(updates)
+                    updates.append(self.update([sample for at in part for sample in episodes[at]], first=first))
+        return self.test_draws(over_updates(updates))
 
-    def update(self, minibatch: list[Sample]) -> dict[str, float]:
+    def update(self, minibatch: list[Sample], *, first: bool = True) -> dict[str, float]:
+        """Make an optimizer step of each model; only in a step's `first` has the policy the weights that sampled."""
         config = self.config
         set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
@@ -205,17 +209,30 @@ class RLTrainer:
             learners["policy"] = self.guard
         # At once where each has devices of its own.
         with ThreadPoolExecutor(len(learners) if config.critic.placement == "separate" else 1) as threads:
-            made = {loss: threads.submit(self.make_step, guard, minibatch, loss) for loss, guard in learners.items()}
+            made = {
+                loss: threads.submit(self.make_step, guard, minibatch, loss, first) for loss, guard in learners.items()
+            }
         metrics = made["policy"].result() if "policy" in made else {}
         found = made["value"].result() if "value" in made else {}
         return metrics | {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
 
-    def make_step(self, guard: Guard, minibatch: list[Sample], loss: str) -> dict[str, float]:
+    def make_step(self, guard: Guard, minibatch: list[Sample], loss: str, first: bool) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
         fresh = loss == "policy" and self.fresh()
         told = loss == "policy" and self.pieces is not None
-        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh, told)
+        draws = loss == "policy" and first and not untested_draws(self.config)
+        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh, told, draws)
         return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
+
+    def test_draws(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Put the test of a step's draws, and of all so far, in place of the sums that its first update has found."""
+        excess, variance = metrics.pop(EXCESS, 0.0), metrics.pop(VARIANCE, 0.0)
+        if not (math.isfinite(excess) and 0 < variance < math.inf):
+            return metrics
+        state = self.state
+        state.drawn_excess, state.drawn_variance = state.drawn_excess + excess, state.drawn_variance + variance
+        whole = draw_metrics(state.drawn_excess, state.drawn_variance)
+        return metrics | draw_metrics(excess, variance) | {f"{name}_run": value for name, value in whole.items()}
 
     def fresh(self) -> bool:
         return self.policy_learns() and fresh_old_logprobs(self.config)

@@ -26,6 +26,8 @@ class RLState:
     tracker: dict[str, str] = field(default_factory=dict)  # ids of the run at trackers, by their keys
     data: Tree = field(default_factory=dict)  # fingerprint of what the order was drawn from
     rolled_back: int = 0  # times that the run went back to a healthy checkpoint
+    drawn_excess: float = 0.0  # sums of all steps, by which their draws are tested
+    drawn_variance: float = 0.0
 
     def behind(self, saved: Tree, fates: list[Row]) -> Tree:
         """Return counters that were saved, behind the prompts of the steps since, which are not trained on again.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
@@ -21,6 +22,8 @@ from trueline.training.checkpoints import Saved, Writing
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings, Metrics, Report
 from trueline.training.worker import Worker
+
+TOTALS = ("loss", "router_loss", EXCESS, VARIANCE)  # sums of a report that are no means of tokens
 
 
 class ModelGroup:
@@ -188,11 +191,11 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
 
 
 def joined(reports: list[Report]) -> Metrics:
-    """Join the ranks' reports: means are reduced the way the loss is, and the loss itself keeps its own scale."""
+    """Join the ranks' reports: means are reduced the way the loss is, and sums that mean something stay sums."""
     names = reports[0].sums
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
     weight = sums.pop("weight")
-    totals = {name: sums.pop(name) for name in list(sums) if name in ("loss", "router_loss")}
+    totals = {name: sums.pop(name) for name in list(sums) if name in TOTALS}
     means = {name: value / weight for name, value in sums.items()}
     maxima = {name: max(report.maxima[name] for report in reports) for name in reports[0].maxima}
     return {**totals, **means, **maxima, **reports[0].step}

@@ -23,6 +23,7 @@ class LossSettings:
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
     fresh: bool = False  # the old log-probs are those of the pass itself, because it is the only one
     entropies: bool = False  # of each token come back, where the loss has them
+    draws: bool = False  # the samples were drawn with these very weights, and are tested for it
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trueline.algorithms.importance_sampling import drawn
 from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.router_loss import over_learnt, router_loss
 from trueline.config.base import ConfigError
@@ -197,7 +198,7 @@ class Worker(WeightSender):
             fresh += rows_of(batch.old_logprobs, batch, micro_batch) if settings.fresh else []
             entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
             total = (weights_of(values, batch) * values.values).sum()
-            more: dict[str, Tensor] = {}
+            more: dict[str, Tensor] = drawn(output, batch) if settings.draws else {}
             if settings.expert_counts:
                 more["router_loss"] = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
                 total = total + self._router_coefficient() * more["router_loss"]

@@ -1,3 +1,4 @@
+import itertools
 import math
 from statistics import fmean
 
@@ -5,9 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.importance_sampling import importance_weights, mismatch_metrics
+from trueline.algorithms.importance_sampling import (
+    EXCESS,
+    VARIANCE,
+    draw_metrics,
+    drawn,
+    importance_weights,
+    mismatch_metrics,
+)
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Batch, Sample
+from trueline.data.types import Batch, ModelOutput, Sample
 
 # w = p_trainer / p_engine of the tokens of two answers
 ANSWERS = [[0.1, 0.5, 0.8, 1.0, 2.0], [3.0, 5.0, 9.0]]
@@ -136,3 +144,59 @@ def test_equal_probabilities_mean_no_mismatch() -> None:
         "mismatch/effective_share": 1.0,
         "mismatch/outside_share": 0.0,
     }
+
+
+# What a policy of three words says next: after each word, and at first. The word 0 ends an answer of up to three.
+NEXT = torch.tensor([[0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.05, 0.05, 0.9], [0.3, 0.3, 0.4]], dtype=torch.float64)
+FIRST = 3
+
+
+def all_answers() -> list[tuple[int, ...]]:
+    whole = itertools.product(range(3), repeat=3)
+    return sorted({words[: words.index(0) + 1] if 0 in words else words for words in whole})
+
+
+def chance(answer: tuple[int, ...], power: float = 1.0) -> float:
+    """Of an answer, by a sampler that draws from p^power."""
+    shares = NEXT.pow(power) / NEXT.pow(power).sum(-1, keepdim=True)
+    return math.prod(shares[before, word].item() for before, word in itertools.pairwise((FIRST, *answer)))
+
+
+def draws_of(answers: list[tuple[int, ...]]) -> tuple[float, float]:
+    """The sums of answers behind a prompt of one token, of which the trainer says what must not count."""
+    befores = [before for answer in answers for before in (0, FIRST, *answer[:-1])]
+    words = [word for answer in answers for word in (0, *answer)]
+    output, scores = ModelOutput(), NEXT.log()[befores]
+    output.logprobs = scores[range(len(words)), words]
+    output.entropy = -(scores.exp() * scores).sum(-1)
+    output.variance = (scores.exp() * scores.square()).sum(-1) - output.entropy.square()
+    mask = torch.tensor([place > 0 for answer in answers for place in range(len(answer) + 1)])
+    none = torch.zeros(len(answers))
+    batch = Batch(torch.tensor(words), mask, [len(answer) + 1 for answer in answers], none, none)
+    sums = drawn(output, batch)
+    return sums[EXCESS].item(), sums[VARIANCE].item()
+
+
+def test_honest_draws_exceed_nothing_and_vary_as_expected_wherever_answers_stop() -> None:
+    """Over all answers there are, each by its chance: E[excess] = 0 and E[excess^2] = E[variance]."""
+    assert sum(map(chance, all_answers())) == pytest.approx(1)
+    found = [(chance(answer), *draws_of([answer])) for answer in all_answers()]
+    assert sum(share * excess for share, excess, _ in found) == pytest.approx(0, abs=1e-12)
+    varies = sum(share * excess**2 for share, excess, _ in found)
+    assert varies == pytest.approx(sum(share * variance for share, _, variance in found))
+
+
+def test_the_effect_of_another_temperature_is_its_relative_change() -> None:
+    for power in (0.99, 1.01):
+        found = [(chance(answer, power), *draws_of([answer])) for answer in all_answers()]
+        excess, variance = (sum(one[0] * one[at] for one in found) for at in (1, 2))
+        assert draw_metrics(excess, variance)["mismatch/sampler_effect"] == pytest.approx(power - 1, rel=0.05)
+
+
+def test_sums_of_many_answers_make_the_test() -> None:
+    answers = all_answers()
+    apart = [draws_of([answer]) for answer in answers]
+    excess, variance = draws_of(answers)
+    assert (excess, variance) == pytest.approx(tuple(map(sum, zip(*apart, strict=True))))
+    z, effect = draw_metrics(excess, variance).values()
+    assert (z, effect) == pytest.approx((excess / variance**0.5, excess / variance))

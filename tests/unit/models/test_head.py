@@ -1,8 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from trueline.algorithms.importance_sampling import draw_metrics
 from trueline.models.head import ChunkedHead, HeadWork, slices
+from trueline.rollout.engine import SamplingParams
+from trueline.rollout.hf_engine import narrowed
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -20,13 +25,15 @@ def trainable(tensors: list[Tensor | None], dtype: torch.dtype) -> list[Tensor |
     return [None if tensor is None else tensor.to(dtype).clone().requires_grad_() for tensor in tensors]
 
 
-def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """All logits at once, by autograd alone."""
     hidden, weight, bias = parts
     assert hidden is not None and weight is not None
     logits = hidden @ weight.T + (0 if bias is None else bias)
     scores = (logits / temperature).log_softmax(-1)
-    return scores[torch.arange(len(targets)), targets], -(scores.exp() * scores).sum(-1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    variance = (scores.exp() * (scores + entropy[:, None]).square()).sum(-1)
+    return scores[torch.arange(len(targets)), targets], entropy, variance
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -35,10 +42,12 @@ def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tup
 def test_values_and_gradients_are_those_of_the_full_softmax(with_bias: bool, temperature: float, chunk: int) -> None:
     tensors, targets = inputs(ROWS, with_bias)
     ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
-    logprobs, entropy = ChunkedHead.apply(*ours, targets, HeadWork(temperature, chunk, entropy=True))
-    expected_logprobs, expected_entropy = full(theirs, targets, temperature)
+    logprobs, entropy, variance = ChunkedHead.apply(*ours, targets, HeadWork(temperature, chunk, entropy=True))
+    expected_logprobs, expected_entropy, expected_variance = full(theirs, targets, temperature)
     torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(variance.double(), expected_variance, rtol=1e-4, atol=1e-5)
+    assert not variance.requires_grad
 
     flow = torch.linspace(-1, 2, ROWS)  # another factor on every row, and on the two outputs
     (flow * logprobs + flow.square() * entropy).sum().backward()
@@ -65,8 +74,8 @@ def test_without_entropy_log_probs_and_gradients_are_the_same(temperature: float
     found = []
     for entropy in (True, False):
         ours = trainable(tensors, torch.float32)
-        logprobs, entropies = ChunkedHead.apply(*ours, targets, HeadWork(temperature, 3, entropy))
-        assert (entropies is None) == (not entropy)
+        logprobs, entropies, variances = ChunkedHead.apply(*ours, targets, HeadWork(temperature, 3, entropy))
+        assert (entropies is None) == (variances is None) == (not entropy)
         (logprobs * torch.linspace(-1, 2, ROWS)).sum().backward()
         found.append([logprobs, *(tensor.grad for tensor in ours if tensor is not None)])
     for one, other in zip(*found, strict=True):
@@ -85,8 +94,8 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def test_zero_rows_give_zero_gradients() -> None:
     tensors, targets = inputs(0, True)
     ours = trainable(tensors, torch.float32)
-    logprobs, entropy = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 4, entropy=True))
-    assert logprobs.shape == entropy.shape == (0,)
+    logprobs, entropy, variance = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 4, entropy=True))
+    assert logprobs.shape == entropy.shape == variance.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     for tensor in ours:
         assert tensor is not None and tensor.grad is not None
@@ -96,7 +105,7 @@ def test_zero_rows_give_zero_gradients() -> None:
 def test_bfloat16_hidden_states_give_float32_log_probs() -> None:
     tensors, targets = inputs(ROWS, False)
     ours = trainable(tensors, torch.bfloat16)
-    logprobs, _ = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 3, entropy=False))
+    logprobs, *_ = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 3, entropy=False))
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32
     assert all(tensor.grad.dtype == torch.bfloat16 for tensor in ours if tensor is not None and tensor.grad is not None)
@@ -108,3 +117,20 @@ def test_slices_cover_every_row_once(total: int, chunk: int) -> None:
     parts = [rows[part] for part in slices(total, chunk)]
     assert [row for part in parts for row in part] == rows
     assert all(0 < len(part) <= chunk for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("controls", "caught"), [({}, False), ({"top_p": 0.95}, True), ({"top_k": 40}, True), ({"min_p": 0.02}, True)]
+)
+def test_the_test_of_draws_tells_narrowed_sampling_from_honest(controls: dict[str, float], caught: bool) -> None:
+    """4,000 tokens of a vocabulary of 300, by the moments of the chunked head."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(4000, 16, generator=generator), torch.randn(300, 16, generator=generator) / 2
+    logits = hidden @ weight.T / 0.8
+    params: Any = SamplingParams(0.8, 1, (), **controls)  # type: ignore[arg-type]
+    shares = torch.stack([narrowed(row, params) for row in logits]).softmax(-1)
+    tokens = torch.multinomial(shares, 1, generator=generator)[:, 0]
+    logprobs, entropy, variance = ChunkedHead.apply(hidden, weight, None, tokens, HeadWork(0.8, 128, entropy=True))
+    found = draw_metrics((logprobs + entropy).sum().item(), variance.sum().item())
+    z, effect = found["mismatch/sampler_z"], found["mismatch/sampler_effect"]
+    assert (z > 6 and effect > 0.05) if caught else abs(z) < 4

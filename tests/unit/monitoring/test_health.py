@@ -28,6 +28,13 @@ def line(start: float, end: float) -> Series:
 
 
 RISES, LEVEL = line(0.1, 0.6), noisy(0.3)
+
+
+def draws(z: float, effect: float, run_z: float = 0.0, run_effect: float = 0.0) -> dict[str, Series]:
+    named = {"z": z, "effect": effect, "z_run": run_z, "effect_run": run_effect}
+    return {f"mismatch__sampler_{name}": noisy(value, 0.01) for name, value in named.items()}
+
+
 CASES: list[tuple[str, int, dict[str, Series]]] = [
     ("reward", OK, {"reward__mean": RISES}),
     ("reward", OK, {"reward__mean": noisy(0.3, 0.5)}),
@@ -41,6 +48,13 @@ CASES: list[tuple[str, int, dict[str, Series]]] = [
     ("gap", WATCH, {"mismatch__logprob_gap_mean": lambda step: 0.02 if step < 9 else 0.06}),
     ("gap", BAD, {"mismatch__logprob_gap_mean": line(0.001, 0.3)}),
     ("gap", OK, {"mismatch__logprob_gap_mean": line(0.001, 0.3), "rollout__staleness_max": lambda step: 1.0}),
+    ("sampler", OK, draws(1.5, 0.2)),
+    ("sampler", OK, draws(8.0, 0.004)),  # rounding, over very many tokens
+    ("sampler", OK, draws(-30.0, -70.0)),  # one token that hardly ever comes, where all else is certain
+    ("sampler", WATCH, draws(7.0, 0.07)),
+    ("sampler", WATCH, draws(1.5, 0.06, 7.0, 0.05)),  # too little in one step, and plain over the run
+    ("sampler", BAD, draws(-37.0, -0.6)),
+    ("sampler", BAD, draws(0.5, 0.01, 9.0, 0.2)),
     ("staleness", OK, {"rollout__staleness_max": lambda step: min(step, 3)}),
     ("staleness", BAD, {"rollout__staleness_max": lambda step: float(step)}),
     ("effective_samples", OK, {"mismatch__effective_share": noisy(0.95)}),

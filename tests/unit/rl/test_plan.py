@@ -323,6 +323,19 @@ def test_the_recipe_has_five_lines(preset: str) -> None:
     assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "importance"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "draws are tested"),
+        ({"rollout": {"max_staleness": 1}}, "draws are not tested: answers may be of older weights"),
+        ({"algorithm": {"preset": "dapo"}}, "draws are not tested: dynamic sampling selects answers by their rewards"),
+        ({"model": {"lora": {"rank": 4, "dropout": 0.1}}}, "draws are not tested: adapters have dropout in updates"),
+    ],
+)
+def test_the_recipe_tells_why_draws_are_not_tested(changed: dict[str, Any], said: str) -> None:
+    assert describe_recipe(RLConfig.parse({"algorithm": {"preset": "grpo"}} | changed)).endswith(f"; {said}")
+
+
 def test_the_recipe_tells_what_was_changed() -> None:
     said = describe_recipe(RLConfig.parse({"algorithm": {"preset": "ppo", "clip_low": 0.125, "gae_lambda": 0.95}}))
     for part in ("gae", "lambda 0.95", "whitened", "1 - 0.125", "token_mean", "k1", "0.01", "truncate"):

@@ -25,6 +25,7 @@ from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import LossOutput, Sample
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.trainer import RLTrainer
+from trueline.rollout.hf_engine import Request
 from trueline.runs.guard import Guard
 from trueline.runs.state import RLState
 from trueline.training.group import ModelGroup
@@ -41,6 +42,7 @@ def test_at_another_temperature_models_and_engine_still_agree(words: list[str], 
     for row in rows_of(tmp_path)[1:]:
         assert row["mismatch/logprob_gap_max"] < 1e-4
         assert row["policy/ratio_deviation_max"] < 1e-4
+        assert abs(row["mismatch/sampler_z"]) < 4 and abs(row["mismatch/sampler_z_run"]) < 4
     assert abs(rows_of(tmp_path)[1]["policy/kl"]) < 1e-6  # before the first update the policy is its reference
     assert rows_of(tmp_path)[2]["policy/kl"] > 1e-5
 
@@ -106,6 +108,35 @@ def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() ->
     assert not fresh_logprobs(engines, 1, 0.0)
 
 
+def off(power: float, least: float = 0.0) -> Any:
+    """A way to draw that is wrong, and reports the log-probs of the right one."""
+
+    def draw(
+        logits: torch.Tensor, requests: list[Request], sampled: list[list[int]], generators: list[torch.Generator]
+    ) -> tuple[list[int], list[float]]:
+        scores = (logits / requests[0].params.temperature).log_softmax(-1)
+        shares = (scores * power).softmax(-1)
+        shares[shares < least * shares.max(-1, keepdim=True).values] = 0.0
+        chosen = [torch.multinomial(row, 1, generator=one) for row, one in zip(shares, generators, strict=True)]
+        drawn = torch.cat(chosen)
+        return drawn.tolist(), scores.gather(-1, drawn[:, None])[:, 0].tolist()
+
+    return draw
+
+
+@pytest.mark.parametrize("draw", [off(1.5), off(1.0, 0.3)], ids=["temperature", "truncated"])
+def test_an_engine_that_draws_from_another_distribution_is_caught(
+    draw: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another temperature, or from the likeliest tokens alone, while log-probs agree to the last digit."""
+    monkeypatch.setattr("trueline.rollout.hf_engine.draw", draw)
+    assert run_letters(tmp_path, "grpo", "steps=6", "rollout.temperature=0.7") == 0
+    rows = rows_of(tmp_path)[1:]
+    assert max(row["mismatch/logprob_gap_max"] for row in rows) < 1e-4
+    z, effect = rows[-1]["mismatch/sampler_z_run"], rows[-1]["mismatch/sampler_effect_run"]
+    assert z > 10 and effect > 0.1 and rows[-1]["health/sampler"] == 2
+
+
 @pytest.mark.parametrize(("minibatches", "epochs"), [(2, 1), (4, 2)])
 def test_minibatches_are_parts_of_the_whole(
     minibatches: int, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,10 +144,12 @@ def test_minibatches_are_parts_of_the_whole(
     """In every epoch each sample is in one minibatch, in another order each time; all of them are reported."""
     seen: list[list[int]] = []
     found: list[dict[str, float]] = []
+    tested: list[bool] = []
     whole = Guard.update
 
     def spy(self: Guard, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
         seen.append([id(sample) for sample in samples])
+        tested.append(args[1].draws)
         found.append(whole(self, samples, *args, **named))
         return found[-1]
 
@@ -124,6 +157,7 @@ def test_minibatches_are_parts_of_the_whole(
     words = [f"minibatches={minibatches}", f"epochs={epochs}", "steps=1"]
     assert run_letters(tmp_path, "grpo", *words, "training.schedule=linear") == 0
     assert len(seen) == minibatches * epochs
+    assert tested == [True, *[False] * (len(seen) - 1)]  # only the first update has the weights that sampled
     assert {len(part) for part in seen} == {64 // minibatches}
     orders = [list(chain(*seen[start : start + minibatches])) for start in range(0, len(seen), minibatches)]
     assert all(Counter(order) == Counter(orders[0]) and len(set(order)) == 64 for order in orders)
@@ -247,6 +281,7 @@ def test_a_run_resumes_behind_the_groups_that_dynamic_sampling_dropped(tmp_path:
     words = [f"reward.function={tmp_path}/whole/reward.py:some_uniform", "algorithm.shaping.overlong_factor=0"]
     whole, parts = split_run(tmp_path, "dapo", *words)
     assert sum(row["rollout/dropped_groups"] for row in whole[:2]) > 0
+    assert not any("mismatch/sampler_z" in row for row in whole)  # answers are selected by their rewards
     for name in ("loss", "grad_norm", "reward/mean", "rollout/dropped_groups"):
         assert [row[name] for row in whole] == [row[name] for row in parts]
 
@@ -276,7 +311,7 @@ def test_a_run_resumes_with_its_count_of_skipped_steps(tmp_path: Path) -> None:
     words = ["algorithm.loss=tests.support.losses:bad_once", "training.schedule=linear", "training.warmup_steps=3"]
     whole, parts = split_run(tmp_path, "grpo", *words)
     assert [row["skipped_steps"] for row in whole] == [0, 1, 1, 1]
-    for name in ("skipped_steps", "learning_rate", "reward/mean"):
+    for name in ("skipped_steps", "learning_rate", "reward/mean", "mismatch/sampler_z_run"):
         assert [row[name] for row in whole] == [row[name] for row in parts]
     assert whole[2]["learning_rate"] == whole[1]["learning_rate"]
 
