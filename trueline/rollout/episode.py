@@ -51,6 +51,7 @@ class Episodes:
             return
         session.add_reward(ending.reward)
         record(trajectory, ending)
+        trajectory.dialogues = session.dialogues()
         if self.budget.turns > 1:
             trajectory.turns = session.conversation()
             counts = {"turns": session.turns, "sequences": len(trajectory.sequences())}

@@ -10,7 +10,7 @@ import numpy as np
 
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Tool, content_of
-from trueline.data.types import Completion, Prompt, Trajectory
+from trueline.data.types import Completion, Dialogue, Prompt, Trajectory
 from trueline.environments.base import OutOfBudget, Reply, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
@@ -53,16 +53,11 @@ class Thread:
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as they were sampled, to their stop
     opening: int = 0  # tokens of the prompt that it began with
     busy: bool = False
+    asked: int = 0  # messages of that prompt
 
     def goes_on(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
         """Tell whether these messages begin with the whole conversation so far, and add to it."""
-        count = len(self.said)
-        return (
-            not self.busy
-            and count < len(messages)
-            and self.tools == list(tools)
-            and all(map(alike, self.said, self.spelled, messages))
-        )
+        return not self.busy and self.tools == list(tools) and begins(self, messages)
 
 
 class Session:
@@ -132,6 +127,22 @@ class Session:
         """Return what was said after the prompt in the sequence that ended last."""
         return self.last.spelled[len(self.trajectory.prompt.messages) :] if self.last else []
 
+    def dialogues(self) -> list[Dialogue]:
+        """Return each conversation that no other goes on from, with all replies in it as they were sampled."""
+        found: dict[Thread, Dialogue] = {}
+        ended: list[Thread] = []
+        for thread in self.threads:
+            earlier = [one for one in found if one.tools == thread.tools and begins(one, thread.said)]
+            if earlier:
+                before = max(earlier, key=lambda one: len(one.said))
+                prompt, said = found[before].prompt, [*found[before].completion, *thread.spelled[len(before.said) :]]
+                ended.append(before)
+            else:
+                prompt, said = thread.spelled[: thread.asked], thread.spelled[thread.asked :]
+            if any(message["role"] == "assistant" for message in said):
+                found[thread] = Dialogue(prompt, up_to_reply(said), thread.tools)
+        return [dialogue for thread, dialogue in found.items() if thread not in ended]
+
     def _thread(self, messages: list[Message], tools: list[Tool]) -> Thread:
         """Return the thread that these messages continue, with them in it, or a new one."""
         known = [thread for thread in self.threads if thread.goes_on(messages, tools)]
@@ -159,7 +170,7 @@ class Session:
             raise self._exhausted(f"{len(tokens)} tokens leave no room for a reply within {self.budget.context}")
         first = not self.threads
         record = self.trajectory if first else Trajectory(self.trajectory.prompt, self.ticket.group)
-        thread = Thread(record, tools, list(messages), list(messages), len(tokens))
+        thread = Thread(record, tools, list(messages), list(messages), len(tokens), asked=len(messages))
         record.add_observation(tokens)
         self.threads.append(thread)
         if not first:
@@ -181,6 +192,16 @@ def alike(said: Message, spelled: Message, sent: Message) -> bool:
     Some put the text at which a reply was stopped back behind it, as it was sampled.
     """
     return sent is said or told(sent) in (told(said), told(spelled))
+
+
+def begins(thread: Thread, messages: list[Message]) -> bool:
+    """Tell whether messages begin with all that was said in a thread, and add to it."""
+    return len(thread.said) < len(messages) and all(map(alike, thread.said, thread.spelled, messages))
+
+
+def up_to_reply(messages: list[Message]) -> list[Message]:
+    """Return messages up to the last reply; one that was given up may have been asked for behind it."""
+    return messages[: 1 + max(at for at, message in enumerate(messages) if message["role"] == "assistant")]
 
 
 def told(message: Message) -> tuple[Any, ...]:
