@@ -115,7 +115,8 @@ def train(
     """Run a verb of the command line: `model`, `data`, `eval_data`, `reward` and `name` as there, and any other key.
 
     A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
-    data can be a list of rows or a `datasets.Dataset`.
+    `environment` a class or a function, `agent` a function, `tools` a list with functions in it; data can be a list of
+    rows or a `datasets.Dataset`.
     """
     if verb not in VERBS:
         raise ConfigError(unknown_verb(verb, VERBS))

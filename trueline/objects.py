@@ -16,7 +16,8 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.reward import RewardConfig
 from trueline.monitoring.run_folder import PRIVATE, UNFINISHED
 
-FUNCTIONS = re.compile(r"reward\.(parts\..+\.)?function")
+FUNCTIONS = re.compile(r"reward\.(parts\..+\.)?function|environment\.(function|agent)")
+TOOLS = "environment.tools"
 DATASETS = re.compile(r"data\.path|evaluation\.(data|sets\..+)")
 
 
@@ -45,6 +46,9 @@ class Objects:
             return os.fspath(value)
         if callable(value) and FUNCTIONS.fullmatch(path):
             return self._function(value, path)
+        if path == TOOLS and not isinstance(value, str):
+            tools = value if isinstance(value, list | tuple) else [value]
+            return [self._function(tool, path) if callable(tool) else tool for tool in tools]
         if isinstance(value, list | Table) and DATASETS.fullmatch(path):
             return self._rows(value, path)
         return value
@@ -52,13 +56,14 @@ class Objects:
     def _function(self, function: Callable[..., Any], path: str) -> str:
         from trueline.rewards.process import PICKLED, pickled  # noqa: PLC0415
 
-        name = function.__name__ if inspect.isfunction(function) else type(function).__name__
+        named = inspect.isroutine(function) or inspect.isclass(function)
+        name = function.__name__ if named else type(function).__name__
         try:
             return self._add(re.sub(r"\W+", "", name), pickled(function), PICKLED)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise ConfigError(
-                f"{path}: {name} cannot be sent to the processes that run rewards: {error}; make what it uses inside "
-                "the function, or give it as file.py:function"
+                f"{path}: {name} cannot be sent to the processes that run it: {error}; make what it uses inside of "
+                f"it, or give it as file.py:{name}"
             ) from None
 
     def _rows(self, rows: list[Any] | Table, path: str) -> str:

@@ -49,7 +49,7 @@ def preference(meaning: str, keys: Tree) -> Verb:
 
 
 def job(kind: type[RunConfig], meaning: str, prepare: str, flags: dict[str, str], defaults: Tree | None = None) -> Verb:
-    return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | flags, defaults or {})
+    return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | PLAYED | flags, defaults or {})
 
 
 TASK_VERBS: dict[str, Verb] = {

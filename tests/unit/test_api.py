@@ -1,6 +1,7 @@
 """Runs from Python: arguments as the command line's, functions and rows as files, and what comes back."""
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from tests.support.tiny import make_tiny_model
 from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
 from trueline.config.base import read_tree
+from trueline.environments.opening import program_of
 from trueline.objects import Objects
 from trueline.rewards.process import NoSuchFunction, load_function
 from trueline.verbs import VERBS
@@ -127,6 +129,29 @@ def test_what_a_dictionary_of_rewards_means(monkeypatch: pytest.MonkeyPatch, tmp
         ("eval", {"resume": False, "dry_run": True}),
         ("generate", {"resume": False, "dry_run": False}),
     ]
+
+
+def test_environments_tools_and_agents_become_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("trueline.api.start", lambda verb, config, **how: seen.append(config.environment) or 0)
+
+    class Game: ...
+
+    objects = tmp_path / "objects"
+    trueline.train("grpo", tools=[counter, "calculator", "mine.py:draw"], folder=tmp_path)
+    trueline.generate(tools=counter, folder=tmp_path)
+    trueline.evaluate(environment=Game, folder=tmp_path, **{"environment.max_turns": 2})
+    trueline.train("raft", agent=counter("a"), folder=tmp_path)
+    trueline.train("grpo", environment={"function": Game, "processes": 1}, folder=tmp_path)
+    trueline.generate(tools="calculator,python", folder=tmp_path)
+    mixed, single, game, agent, section, named = seen
+    assert Path(mixed.tools[0]).parent == objects and mixed.tools[1:] == ["calculator", "mine.py:draw"]
+    assert single.tools == mixed.tools[:1] and load_function(single.tools[0], {})("a")("aa") == 0.5
+    assert re.fullmatch(rf"{objects}/Game-\w{{12}}\.pickle", game.function) and game.max_turns == 2
+    assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(load_function(game.function))
+    assert agent.agent.endswith(".pickle") and named.tools == ["calculator", "python"]
+    program = program_of(agent)
+    assert program is not None and (program.kind, program.specification) == ("function", [agent.agent])
 
 
 def test_evaluation_and_samples_come_back(small: dict[str, Any]) -> None:

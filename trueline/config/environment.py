@@ -58,6 +58,10 @@ class EnvironmentConfig(Config):
             raise ValueError(f"environment.{given[0]} and environment.{given[1]} exclude each other: keep one of them")
         return self
 
+    def plays(self) -> bool:
+        """Tell whether user code plays the episode, and has rewards of its own; tools have none."""
+        return bool(self.function or self.agent)
+
     def kind(self) -> str:
         """Return which of the three is set, or nothing."""
         return next((name for name in ("function", "agent", "tools") if self.model_dump()[name]), "")

@@ -239,7 +239,7 @@ class RLConfig(RunConfig):
 
     def judged(self) -> bool:
         """Tell whether episodes have rewards: of a function or model, or of the environment's own."""
-        return bool(self.reward.named_parts() or self.environment.function or self.environment.agent)
+        return bool(self.reward.named_parts()) or self.environment.plays()
 
     def roles(self) -> dict[str, Role]:
         """Return the models beside the policy, whether or not this run needs them."""

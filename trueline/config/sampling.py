@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from trueline.config.data import ChatTemplate, PromptDataConfig
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig, check_mesh
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, EvaluationConfig, RolloutConfig
@@ -27,10 +28,11 @@ class SamplingConfig(RunConfig):
     data: PromptDataConfig = PromptDataConfig()
     reward: RewardConfig = RewardConfig()
     reward_model: FrozenConfig = FrozenConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
 
     def scored(self) -> bool:
-        """Tell whether completions get a reward at all."""
-        return bool(self.reward.named_parts())
+        """Tell whether completions get a reward at all, from a function or model or from the environment itself."""
+        return bool(self.reward.named_parts()) or self.environment.plays()
 
 
 class SelectionConfig(SamplingConfig):

@@ -55,6 +55,15 @@ def with_tools(prompt: Prompt, tools: list[Tool]) -> Prompt:
     return replace(prompt, tools=[*prompt.tools, *tools]) if tools else prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation of an episode, replies as they were sampled: what the policy was asked first, and the rest."""
+
+    prompt: list[Message]
+    completion: list[Message]  # from the first reply to the last
+    tools: list[Tool] = field(default_factory=list)
+
+
 INTERRUPTED = "interrupted"  # the finish reason of a part that goes on under other weights
 
 
@@ -110,6 +119,7 @@ class Trajectory:
     reply: str = ""  # the last one
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    dialogues: list[Dialogue] = field(default_factory=list)  # all that was said, whatever the policy was first asked
     branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode: see `sequences`
     turns: list[Message] = field(default_factory=list)  # what was said after the opening, where it is more than a reply
     talk: Talk | None = None  # the same with its opening, as rewards are given it

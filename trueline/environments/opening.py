@@ -21,6 +21,7 @@ from trueline.environments.single_turn import SingleTurn
 from trueline.environments.structures import Structures
 from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
 from trueline.rewards.combined import CombinedReward
+from trueline.rewards.process import PICKLED
 
 
 def program_of(config: EnvironmentConfig) -> Program | None:
@@ -37,25 +38,28 @@ def program_of(config: EnvironmentConfig) -> Program | None:
 
 
 def is_function(named: str) -> bool:
-    """Tell a function, `file.py:name` or `package.module:name`, from a command."""
+    """Tell a function, `file.py:name`, `package.module:name` or a pickle, from a command."""
+    if named.endswith(PICKLED):
+        return True
     place, separator, name = named.rpartition(":")
     return bool(separator) and name.isidentifier() and " " not in place
 
 
-def check_environment(config: EnvironmentConfig, example: Prompt) -> list[Tool]:
+def check_environment(config: EnvironmentConfig, *examples: Prompt) -> list[Tool]:
     """Load the environment in a process, compare what it takes with what rows have, and return the tools' schemas."""
     program = program_of(config)
     if program is None:
         return []
     with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
         about = thread.submit(asyncio.run, described(program)).result()
-    given = {*row_of(example), *config.options}
-    missing = [name for name in about["required"] if name not in given]
-    if missing:
-        raise ConfigError(
-            f"{program.words()}: no value for its parameter {missing[0]!r}; it is given {', '.join(sorted(given))}: "
-            "rename it, give it a default, or set environment.options"
-        )
+    for example in examples:
+        given = {*row_of(example), *config.options}
+        missing = [name for name in about["required"] if name not in given]
+        if missing:
+            raise ConfigError(
+                f"{program.words()}: no value for its parameter {missing[0]!r}; it is given "
+                f"{', '.join(sorted(given))}: rename it, give it a default, or set environment.options"
+            )
     schemas: list[Tool] = about.get("schemas", [])
     return schemas
 

@@ -8,7 +8,8 @@ from trueline.config.rl import ResolvedRollout
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import make_order
-from trueline.data.types import Prompt
+from trueline.data.types import Prompt, with_tools
+from trueline.environments.opening import check_environment, describe_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.rollout.groups import Numbered
 from trueline.runs.engines import check_engines
@@ -56,7 +57,20 @@ def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
         asked = "pairs=true" if config.pairs else f"keep={config.keep}"
         raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
     sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
-    return plan_sampling(config, sources, scored=config.scored())
+    plan = plan_sampling(config, sources, scored=config.scored())
+    if config.pairs and config.environment.kind():
+        check_pairs(plan.chat)
+    return plan
+
+
+def check_pairs(chat: ChatFormat) -> None:
+    """Refuse pairs of episodes that no trainer could read as one sequence each."""
+    why = "there is no chat template" if not chat.templated else "the chat template rewrites earlier turns"
+    if not chat.templated or chat.rewrites() == "all of them":
+        raise ConfigError(
+            f"pairs=true: dpo compares two sequences, and an episode of several turns is no single one, for {why}: set "
+            "pairs=false, or data.chat_template to a Jinja file that only appends"
+        )
 
 
 def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
@@ -73,7 +87,10 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
-    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=scored)]
+    tools = check_environment(config.environment, *examples)
+    sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
+    required = scored and not config.environment.plays()
+    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=required)]
     facts, machine = check_model(config.model), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
@@ -123,7 +140,8 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             machine_line(plan.machine),
             model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
             engines_line(plan.rollout),
-            f"reward     {rewards or 'none'}",
+            f"reward     {rewards or ('of the environment' if plan.config.scored() else 'none')}",
+            *describe_environment(plan.config.environment, plan.chat),
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",

@@ -13,7 +13,9 @@ from typing import Any, Self, TextIO
 
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
+from trueline.data.messages import Message, content_of
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.groups import Group
 
@@ -25,9 +27,10 @@ Row = dict[str, Any]  # a prompt and all its completions
 Sampled = dict[str, Any]
 
 
-def row_of(number: int, group: Group, scored: bool) -> Row:
-    prompt = group[0].prompt
-    return {"number": number, **described(prompt), "completions": [completion_of(one, scored) for one in group]}
+def row_of(number: int, group: Group, *, scored: bool, played: bool = False) -> Row:
+    """Describe a prompt and its completions, which are whole conversations where an environment was played."""
+    completions = [completion_of(one, scored) | (conversations_of(one) if played else {}) for one in group]
+    return {"number": number, **described(group[0].prompt), "completions": completions}
 
 
 def described(prompt: Prompt) -> Row:
@@ -35,23 +38,35 @@ def described(prompt: Prompt) -> Row:
     return said | ({"tools": prompt.tools} if prompt.tools else {})
 
 
-def prompt_columns(row: Row) -> Row:
-    """Return what whoever trains on a completion must know of its prompt."""
-    return {name: row[name] for name in ("prompt", "tools") if name in row}
+def learnt_rows(row: Row, completion: Sampled) -> list[Row]:
+    """Return prompt, completion and tools as trainers read them: of a reply, or of every conversation of an episode."""
+    if "conversations" in completion:
+        return list(completion["conversations"])
+    return [{name: row[name] for name in ("prompt", "tools") if name in row} | {"completion": completion["reply"]}]
 
 
 def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
     """Describe a completion; `reward` is null where nothing scored it, or the scoring failed."""
-    parts = {name.removeprefix("reward/"): value for name, value in trajectory.metrics.items()}
+    parts = {name: value for name, value in trajectory.metrics.items() if name.startswith(PART)}
     return {
         "reply": trajectory.reply,
         "reward": trajectory.reward if scored else None,
-        "parts": parts,
+        "parts": {name.removeprefix(PART): value for name, value in parts.items()},
         "outcome": str(trajectory.outcome),
         "truncated": trajectory.truncated,
         "tokens": trajectory.sampled_tokens(),
         **({"error": trajectory.error} if trajectory.error else {}),
     }
+
+
+def conversations_of(trajectory: Trajectory) -> Sampled:
+    """Return what was said in an episode, and what the environment reports of it."""
+    said = [
+        {"prompt": one.prompt, "completion": one.completion, **({"tools": one.tools} if one.tools else {})}
+        for one in trajectory.dialogues
+    ]
+    metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith(PART)}
+    return {"conversations": said, "metrics": metrics}
 
 
 class SampleFile:
@@ -133,7 +148,20 @@ def write_json(path: Path, value: Any) -> None:
 
 def usable(completion: Sampled) -> bool:
     """Tell whether a completion could be trained on: it has its reward, and says something."""
-    return Outcome(completion["outcome"]).scored and bool(completion["reply"].strip())
+    if not Outcome(completion["outcome"]).scored or not completion["reply"].strip():
+        return False
+    said = completion.get("conversations", [])
+    return all(readable(message) for one in said for message in (*one["prompt"], *one["completion"]))
+
+
+def readable(message: Message) -> bool:
+    """Tell whether a trainer reads a message: it says something, calls a tool or is a tool's answer."""
+    return bool(content_of(message).strip() or message.get("tool_calls") or message["role"] == "tool")
+
+
+def one_sequence(completion: Sampled) -> bool:
+    """Tell whether a completion is one training sequence, as it has to be in a pair."""
+    return bool(completion.get("metrics", {}).get("episode/sequences", 1) == 1)
 
 
 def eligible(completion: Sampled, config: GenerateConfig) -> bool:
@@ -160,25 +188,34 @@ def kept_of(row: Row, config: GenerateConfig) -> list[Sampled]:
 
 
 def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
-    """Return the best and the worst completion; None where they are equally good, or the same text."""
-    best = best_of([completion for completion in row["completions"] if eligible(completion, config)])
+    """Return the best and the worst completion of one prompt; None where they are equally good, or say the same."""
+    completions = [completion for completion in row["completions"] if usable(completion) and one_sequence(completion)]
+    best = best_of([completion for completion in completions if eligible(completion, config)])
     if not best:
         return None
-    worst = min((completion for completion in row["completions"] if usable(completion)), key=reward_of)
-    differ = reward_of(best[0]) > reward_of(worst) and best[0]["reply"] != worst["reply"]
+    (better,) = learnt_rows(row, best[0])
+    others = [(completion, *learnt_rows(row, completion)) for completion in completions]
+    worst, worse = min((one for one in others if same_prompt(one[1], better)), key=lambda one: reward_of(one[0]))
+    differ = reward_of(best[0]) > reward_of(worst) and better["completion"] != worse["completion"]
     return (best[0], worst) if differ else None
 
 
-def kept_row(row: Row, completion: Sampled) -> Row:
-    """Return a kept completion as a row that `sft` reads."""
-    return {**prompt_columns(row), "completion": completion["reply"], "reward": completion["reward"]}
+def same_prompt(one: Row, other: Row) -> bool:
+    """Tell whether two episodes began alike; an environment may say something else each time."""
+    return all(one.get(name) == other.get(name) for name in ("prompt", "tools"))
+
+
+def kept_rows(row: Row, completion: Sampled) -> list[Row]:
+    """Return a kept completion as rows that `sft` reads."""
+    return [{**learnt, "reward": completion["reward"]} for learnt in learnt_rows(row, completion)]
 
 
 def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
     """Return a pair as a row that `dpo` and `rm` read."""
-    better, worse = pair
-    rewards = {"chosen_reward": better["reward"], "rejected_reward": worse["reward"]}
-    return {**prompt_columns(row), "chosen": better["reply"], "rejected": worse["reply"], **rewards}
+    rewards = {"chosen_reward": pair[0]["reward"], "rejected_reward": pair[1]["reward"]}
+    (better,), (worse,) = (learnt_rows(row, completion) for completion in pair)
+    prompt = {name: better[name] for name in ("prompt", "tools") if name in better}
+    return {**prompt, "chosen": better["completion"], "rejected": worse["completion"], **rewards}
 
 
 @dataclass(slots=True)
@@ -223,7 +260,7 @@ def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -
             tally.add(row)
             completions = kept_of(row, config)
             tally.counts["kept"] += len(completions)
-            kept.writelines(line_of(kept_row(row, completion)) for completion in completions)
+            kept.writelines(line_of(one) for completion in completions for one in kept_rows(row, completion))
             if pairs is not None:
                 pair = pair_of(row, config)
                 tally.counts["pairs" if pair else "prompts_without_pair"] += 1

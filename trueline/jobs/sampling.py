@@ -13,7 +13,7 @@ from rich.table import Table
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.environments.single_turn import SingleTurn
+from trueline.environments.opening import OpenEnvironment
 from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
     Row,
@@ -28,14 +28,24 @@ from trueline.jobs.sample_file import (
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.engine import RolloutEngine
-from trueline.rollout.evaluation import Evaluator, prefix_of
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.rollout.evaluation import Evaluator, environment_names, prefix_of
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start
-from trueline.runs.processes import Needed, Sampling, opened, opened_loop, role_group, sampling_of, start_engines
+from trueline.runs.processes import (
+    Needed,
+    Sampling,
+    budget_of,
+    opened,
+    opened_loop,
+    role_group,
+    sampling_of,
+    start_engines,
+    started,
+)
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.summary import warning_lines
 from trueline.runtime.placement import Processes
@@ -54,6 +64,7 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
     "shard",
     *(f"reward.{key}" for key in ("function", "parts", "pattern", "options", "weight", "clip", "normalize")),
     *(f"reward.{key}" for key in ("policy_error", "chat_template", "step", "judge")),
+    *(f"environment.{key}" for key in ("function", "agent", "tool", "options", "max_turn", "truncated")),
 )
 
 
@@ -66,14 +77,18 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime, needed))
         loop = stack.enter_context(opened_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        engines = start_engines(processes, config.model, plan.rollout, config.seed)
+        played = config.environment.plays()
+        engines = start_engines(processes, config.model, plan.rollout, config.seed, structured=played)
         pool = EnginePool(engines, plan.rollout.max_sequences)
         reward_models = start_reward_models(plan, processes)
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.
         rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        yield sampling_of(plan.chat, pool, lambda: SingleTurn(rewards), loop, Budget(plan.rollout.longest()))
+        structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
+        environment = OpenEnvironment(config.environment, rewards, plan.chat, folder.logs, structures=structures)
+        stack.enter_context(started(environment, loop))
+        yield sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
 
 
 def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
@@ -195,11 +210,11 @@ def sample(
         pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
 
     with open_sampling(plan, folder, pace.progress) as sampling, pace.progress, Interrupts(told) as interrupts:
-        seed = config.seed if rollout.seeded else None
+        seed, played = config.seed if rollout.seeded else None, bool(config.environment.kind())
         sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
         for place, group in sampler.each(left, sampling.loop, under_way=under_way):
-            file.add(row_of(left[place][0], group, config.scored()))
+            file.add(row_of(left[place][0], group, scored=config.scored(), played=played))
             pace.add(group)
             budget.add(group)
             if interrupts.requested:
@@ -241,12 +256,16 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
+    played = bool(config.environment.kind())
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
-        stream.writelines(line_of(row_of(number, group, scored=True)) for number, group in enumerate(groups))
+        rows = (row_of(at, group, scored=True, played=played) for at, group in enumerate(groups))
+        stream.writelines(map(line_of, rows))
     counts = {name: len(prompts) for name, prompts in sets.items()}
     write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
+    if reported := environment_names(groups):
+        progress.console.print(environment_table(metrics, list(counts), reported))
     progress.note(f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}")
     return 0
 
@@ -265,6 +284,16 @@ def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples
         mean = shown(found["reward"]) + (f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else "")
         passes = [shown(found[key]) for key in at_k]
         table.add_row(name or "evaluation", str(count), mean, *passes, f"{found['failed_share']:.1%}")
+    return table
+
+
+def environment_table(metrics: dict[str, float], sets: list[str], names: list[str]) -> Table:
+    """Make a table with a row for each metric of the environment, and a column for each set."""
+    table = Table()
+    for column in ("mean of an episode", *(name or "evaluation" for name in sets)):
+        table.add_column(column, overflow="fold")
+    for name in names:
+        table.add_row(name, *(shown(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
     return table
 
 

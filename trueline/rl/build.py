@@ -16,7 +16,6 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rewards.combined import CombinedReward
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.models import Models
 from trueline.rl.plan import RLPlan
@@ -27,18 +26,19 @@ from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
-from trueline.rollout.session import Budget
 from trueline.runs.guard import Guard
 from trueline.runs.learning_rate import suited_rate
 from trueline.runs.processes import (
     Needed,
     Sampling,
+    budget_of,
     model_group,
     opened,
     opened_loop,
     role_group,
     sampling_of,
     start_engines,
+    started,
 )
 from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.rewards import failure_files, open_rewards
@@ -68,8 +68,10 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *beside)
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        environment = stack.enter_context(opened_environment(plan, rewards, loop, folder))
-        sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(plan))
+        structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
+        environment = OpenEnvironment(config.environment, rewards, plan.chat, folder.logs, structures=structures)
+        stack.enter_context(started(environment, loop))
+        sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
         state = restore(RLState, checkpoints, models.load, progress)
@@ -107,25 +109,6 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         )
 
 
-@contextmanager
-def opened_environment(
-    plan: RLPlan, rewards: CombinedReward, loop: EventLoop, folder: RunFolder
-) -> Iterator[OpenEnvironment]:
-    structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
-    environment = OpenEnvironment(plan.config.environment, rewards, plan.chat, folder.logs, structures=structures)
-    loop.run(environment.start(), "starting the environment")
-    try:
-        yield environment
-    finally:
-        loop.run(environment.stop(), "stopping the environment")
-
-
-def budget_of(plan: RLPlan) -> Budget:
-    environment = plan.config.environment
-    turns = environment.max_turns if environment.kind() else 1
-    return Budget(plan.rollout.longest(), turns, environment.max_turn_tokens)
-
-
 def opened_for(plan: RLPlan, folder: RunFolder) -> AbstractContextManager[Processes]:
     needed = Needed(plan.models(), plan.config.checkpoint.save)
     return opened(plan.machine, plan.layout, folder.logs, plan.config.runtime, needed)
@@ -146,10 +129,8 @@ def start_models(
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
-    asked_by_agents = config.environment.kind() in ("function", "agent")
-    engines = start_engines(
-        processes, config.model, plan.rollout, config.seed, plan.cache_bytes(), structured=asked_by_agents
-    )
+    played = config.environment.plays()
+    engines = start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes(), structured=played)
     pool = EnginePool(engines, plan.rollout.max_sequences)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()

@@ -29,7 +29,8 @@ def look_around(config: RLConfig) -> Surroundings:
     sources = [load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()]
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
-    tools = check_environment(config.environment, sources[0][0])
+    firsts = [prompts[0] for prompts in (*sources, *held_out.values())]
+    tools = check_environment(config.environment, *firsts)
     sources = [[with_tools(prompt, tools) for prompt in source] for source in sources]
     held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
     required = reads_reward(config.algorithm) and not config.judged()

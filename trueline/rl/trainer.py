@@ -103,7 +103,8 @@ class RLTrainer:
             with self.timer.phase("score"):
                 self.models.score(samples, fresh=self.fresh())
             self.assess(samples)
-            metrics = self.learn(samples)
+            held = any("agent/structured" in one.metrics for one in trajectories)  # to formats, while it was sampled
+            metrics = self.learn(samples, freely_drawn=not held)
             metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
             metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
             self.example = trajectories[0].tokens[:EXAMPLE].tolist() if self.rollout.max_staleness else []
@@ -186,7 +187,7 @@ class RLTrainer:
         shape_rewards(samples, algorithm, self.rollout.max_new_tokens, self.kl_coefficient())
         assign_advantages(samples, algorithm)
 
-    def learn(self, samples: list[Sample]) -> dict[str, float]:
+    def learn(self, samples: list[Sample], *, freely_drawn: bool = True) -> dict[str, float]:
         """Make one optimizer step of each trained model per minibatch; return the metrics of all of them together."""
         config, episodes = self.config, episodes_of(samples)
         updates: list[dict[str, float]] = []
@@ -194,12 +195,12 @@ class RLTrainer:
             for epoch in range(config.epochs):
                 order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(episodes))
                 for part in np.array_split(order, config.minibatches):
-                    first = not any(updates)
+                    first = freely_drawn and not any(updates)
                     updates.append(self.update([sample for at in part for sample in episodes[at]], first=first))
         return self.test_draws(over_updates(updates))
 
     def update(self, minibatch: list[Sample], *, first: bool = True) -> dict[str, float]:
-        """Make an optimizer step of each model; only in a step's `first` has the policy the weights that sampled."""
+        """Make an optimizer step of each model; the draws of a step's `first`, which has the weights that sampled, are tested."""
         config = self.config
         set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):

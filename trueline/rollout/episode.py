@@ -55,6 +55,7 @@ class Episodes:
             return
         session.add_reward(ending.reward)
         record(trajectory, ending)
+        trajectory.dialogues = session.dialogues()
         if self.budget.turns > 1:
             counts = {"turns": session.turns, "sequences": len(trajectory.sequences())}
             trajectory.metrics |= {f"episode/{name}": float(count) for name, count in counts.items()}

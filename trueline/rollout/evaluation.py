@@ -43,6 +43,7 @@ class Evaluator:
         """Return the metrics of one set of prompts."""
         everything = [one for group in groups for one in group]
         return {
+            **mean_over_prompts(groups, environment_names(groups)),
             **set_metrics([scored(group) for group in groups], self.config.samples, self.config.pass_reward),
             "response_length": fmean(one.sampled_tokens() for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
@@ -63,10 +64,18 @@ def scored(group: Group) -> Scored:
 def part_means(groups: list[Group]) -> dict[str, float]:
     """Return the mean over prompts of every reward that makes up the task reward, where there are several."""
     names = sorted({name for group in groups for one in group for name in one.metrics if name.startswith(PART)})
-    if len(names) < 2:
-        return {}
+    means = mean_over_prompts(groups, names) if len(names) > 1 else {}
+    return {name.replace(PART, "part/", 1): value for name, value in means.items()}
+
+
+def environment_names(groups: list[Group]) -> list[str]:
+    """Return the names of what environments report of an episode, besides rewards."""
+    return sorted({name for group in groups for one in group for name in one.metrics if not name.startswith(PART)})
+
+
+def mean_over_prompts(groups: list[Group], names: list[str]) -> dict[str, float]:
     means = {}
     for name in names:
         values = [[one.metrics[name] for one in group if name in one.metrics] for group in groups]
-        means[f"part/{name.removeprefix(PART)}"] = fmean(fmean(present) for present in values if present)
+        means[name] = fmean(fmean(present) for present in values if present)
     return means

@@ -11,7 +11,7 @@ import numpy as np
 
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Talk, Tool, content_of
-from trueline.data.types import Completion, Prompt, Trajectory
+from trueline.data.types import Completion, Dialogue, Prompt, Trajectory
 from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
@@ -50,7 +50,8 @@ class Thread:
 
     record: Trajectory
     tools: list[Tool]
-    opening: int  # messages before the policy's first reply
+    asked: int  # messages that it began with
+    opening: int  # of these, before the policy's first reply in the episode
     opening_tokens: int  # of the prompt that it began with
     said: list[Message] = field(default_factory=list)  # as those who talk to the policy have it
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as they were sampled, to their stop
@@ -58,8 +59,11 @@ class Thread:
 
     def goes_on(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
         """Tell whether these messages begin with the whole conversation so far, and add to it."""
+        return not self.busy and self.comes_before(messages, tools)
+
+    def comes_before(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
         count = len(self.said)
-        return not self.busy and self.tools == list(tools) and count < len(messages) and self.begins(messages, count)
+        return self.tools == list(tools) and count < len(messages) and self.begins(messages, count)
 
     def begins(self, messages: list[Message], count: int) -> bool:
         return all(map(alike, self.said[:count], self.spelled[:count], messages))
@@ -194,6 +198,22 @@ class Session:
             self.trajectory.talk = self.talk()
             self.trajectory.turns = self._talk(self.last.spelled).after_opening()
 
+    def dialogues(self) -> list[Dialogue]:
+        """Return each conversation that no other goes on from, with all replies in it as they were sampled."""
+        found: dict[Thread, Dialogue] = {}
+        continued: list[Thread] = []
+        for thread in self.threads:
+            before = max(
+                (one for one in found if one.comes_before(thread.said, thread.tools)), key=said_messages, default=None
+            )
+            if before is not None:
+                prompt, said = found[before].prompt, [*found[before].completion, *thread.spelled[len(before.said) :]]
+                continued.append(before)
+            else:
+                prompt, said = thread.spelled[: thread.asked], thread.spelled[thread.asked :]
+            found[thread] = Dialogue(prompt, said, thread.tools)
+        return [dialogue for thread, dialogue in found.items() if thread not in continued]
+
     def _turns(self, count: int, known: Thread | None, messages: list[Message], tools: list[Tool]) -> list[Turn]:
         """Return so many turns of these messages, or refuse all of them where one has no room.
 
@@ -235,7 +255,8 @@ class Session:
                 f"{self.budget.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
             )
         record = Trajectory(self.trajectory.prompt, self.ticket.group)
-        return Turn(Thread(record, tools, self._opening(messages), len(tokens)), messages, tokens)
+        thread = Thread(record, tools, len(messages), self._opening(messages), len(tokens))
+        return Turn(thread, messages, tokens)
 
     def _opening(self, messages: list[Message]) -> int:
         """Count the messages before the policy's first reply: those that another thread began with too, or all."""

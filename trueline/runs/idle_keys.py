@@ -77,6 +77,10 @@ def sharded(section: str) -> Rule:
     return f"{section}.zero_stage", lambda run: TRAIN_ENGINES[engine(run)].several_ranks, why
 
 
+def plays(run: RLConfig | SamplingConfig) -> bool:
+    return bool(run.environment.kind())
+
+
 def never(run: RunConfig) -> bool:
     return False
 
@@ -99,6 +103,7 @@ TRAINING: list[Rule] = [
     ),
 ]
 
+ONE_TURN: Rule = ("environment.", plays, "episodes have one turn")
 GREEDY: Rule = (
     "evaluation.top_p evaluation.top_k evaluation.min_p",
     lambda run: run.evaluation.temperature > 0,
@@ -160,7 +165,8 @@ RULES: dict[type[RunConfig], list[Rule]] = {
             lambda run: run.monitoring.transcripts_per_step > 0,
             "monitoring.transcripts_per_step=0",
         ),
-        ("environment. algorithm.credit", lambda run: bool(run.environment.kind()), "episodes have one turn"),
+        ("algorithm.credit", plays, "episodes have one turn"),
+        ONE_TURN,
         (
             "rollout.on_update rollout.too_old",
             lambda run: run.rollout.max_staleness > 0,
@@ -180,6 +186,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         ("model.attention", lambda run: not run.reward_model.packing, PACKED.format("reward_model")),
         ("model.attention", has_reward_model, "engines have an attention of their own"),
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
+        ONE_TURN,
         (f"checkpoint. health. {TRACKED} {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
     ],
     EvalConfig: [

@@ -5,10 +5,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.rl import ResolvedRollout, SamplingControls
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
+from trueline.environments.opening import OpenEnvironment
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
@@ -56,6 +58,21 @@ def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
         yield loop
     finally:
         loop.stop()
+
+
+@contextmanager
+def started(environment: OpenEnvironment, loop: EventLoop) -> Iterator[None]:
+    """Start the processes of an environment, and end them."""
+    try:
+        loop.run(environment.start(), "starting the environment")
+        yield
+    finally:
+        loop.run(environment.stop(), "stopping the environment")
+
+
+def budget_of(environment: EnvironmentConfig, rollout: ResolvedRollout) -> Budget:
+    turns = environment.max_turns if environment.kind() else 1
+    return Budget(rollout.longest(), turns, environment.max_turn_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,20 @@ def test_an_engine_that_draws_from_another_distribution_is_caught(
     assert z > 10 and effect > 0.1 and rows[-1]["health/sampler"] == 2
 
 
+def test_draws_that_a_format_has_narrowed_are_not_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = RLTrainer.sample
+
+    def held(self: RLTrainer) -> list[Any]:
+        groups = whole(self)
+        if self.state.step == 0:
+            groups[0][-1].metrics["agent/structured"] = 1.0
+        return groups
+
+    monkeypatch.setattr(RLTrainer, "sample", held)
+    assert run_letters(tmp_path, "grpo", "steps=2") == 0
+    assert ["mismatch/sampler_z" in row for row in rows_of(tmp_path)[1:]] == [False, True]
+
+
 @pytest.mark.parametrize(("minibatches", "epochs"), [(2, 1), (4, 2)])
 def test_minibatches_are_parts_of_the_whole(
     minibatches: int, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

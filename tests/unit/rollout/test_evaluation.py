@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.index_engine import FAILS, PARAMS, IndexEngine, TableReward, prompts
@@ -11,7 +12,7 @@ from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
-from trueline.rollout.evaluation import Evaluator, scored
+from trueline.rollout.evaluation import Evaluator, environment_names, scored
 from trueline.rollout.groups import GroupSampler, completion_seed
 from trueline.rollout.pass_at_k import Scored
 from trueline.runtime.event_loop import EventLoop
@@ -119,3 +120,25 @@ def test_seeds_depend_on_the_prompts_place_in_its_set_and_on_the_answer(
     evaluated(episodes, loop, {"other": prompts("a"), "same": prompts("b", "c")}, table, samples=2)
     assert alone < set(engine.requests.values())
     assert ("b", completion_seed(5, 0, 1)) in alone
+
+
+def test_what_environments_report_is_a_mean_over_prompts(episodes: Episodes, loop: EventLoop) -> None:
+    """Prompts weigh the same however many of their episodes report; a name of ours is never overwritten."""
+    (first,), (second,) = prompts("a"), prompts("b")
+    sampled = Trajectory(first, 0, mask=np.array([False, True]))
+
+    def episode(prompt: Prompt, **metrics: float) -> Trajectory:
+        branch = Trajectory(prompt, 0, mask=np.array([True, True]))
+        found = Trajectory(prompt, 0, mask=sampled.mask, reward=1.0, branches=[branch])
+        found.metrics = {name.replace("_", "/"): value for name, value in metrics.items()}
+        return found
+
+    groups = [
+        [episode(first, game_won=1.0, failed=9.0), episode(first)],
+        [episode(second, game_won=0.0, reward_x=1.0), episode(second, game_won=0.0)],
+    ]
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 2, 5, "evaluate")
+    found = Evaluator(sampler, {}, EvaluationConfig(samples=2, temperature=1.0), loop).describe(groups)
+    assert (found["game/won"], found["failed"], found["failed_share"]) == (0.5, 9.0, 0.0)
+    assert found["response_length"] == 3.0  # of all sequences of an episode
+    assert "reward/x" not in found and environment_names(groups) == ["failed", "game/won"]

@@ -22,6 +22,10 @@ def test_what_a_verb_sets_itself_is_never_named(verb: str, runtime: str) -> None
 
 
 IDLE = [
+    ("grpo", "environment.max_turns=3", "episodes have one turn"),
+    ("grpo", "algorithm.credit=turn", "episodes have one turn"),
+    ("generate", "environment.max_turns=3", "episodes have one turn"),
+    ("eval", "environment.processes=3", "episodes have one turn"),
     ("grpo", "critic.learning_rate=0.001", "has no critic"),
     ("grpo", "critic.path=somewhere", "has no critic"),
     ("grpo", "algorithm.gae_lambda=0.5", "algorithm.advantage=group_norm"),
