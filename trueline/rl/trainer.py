@@ -200,7 +200,7 @@ class RLTrainer:
         return self.test_draws(over_updates(updates))
 
     def update(self, minibatch: list[Sample], *, first: bool = True) -> dict[str, float]:
-        """Make an optimizer step of each model; the draws of a step's `first`, which has the weights that sampled, are tested."""
+        """Make an optimizer step of each model; draws are tested in the `first`, which has the weights that sampled."""
         config = self.config
         set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(sample.weight for sample in minibatch):
