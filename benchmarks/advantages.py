@@ -1,10 +1,11 @@
 """Milliseconds of GAE on 64 answers of 8,192 tokens each, on one thread: the median of 50 runs.
 
-    python benchmarks/advantages.py
+    python benchmarks/advantages.py [--answers 64] [--tokens 8192] [--runs 50]
 
 Processor time is that of this process alone; look at it where other programs run beside.
 """
 
+import argparse
 import time
 from statistics import median
 
@@ -14,12 +15,12 @@ from trueline.algorithms.advantages import assign_advantages
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Sample
 
-ANSWERS, TOKENS, PROMPT, RUNS = 64, 8192, 128, 50
+PROMPT = 128
 
 
-def make_samples() -> list[Sample]:
-    length = PROMPT + TOKENS
-    samples = [Sample(torch.zeros(length, dtype=torch.long), torch.arange(length) >= PROMPT) for _ in range(ANSWERS)]
+def make_samples(answers: int, tokens: int) -> list[Sample]:
+    length = PROMPT + tokens
+    samples = [Sample(torch.zeros(length, dtype=torch.long), torch.arange(length) >= PROMPT) for _ in range(answers)]
     for sample in samples:
         sample.token_rewards, sample.values = torch.randn(2, length)
     return samples
@@ -33,12 +34,17 @@ def milliseconds(samples: list[Sample], config: AlgorithmConfig) -> tuple[float,
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--runs", type=int, default=50)
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    samples = make_samples()
+    samples = make_samples(given.answers, given.tokens)
     for whiten in (False, True):
         config = AlgorithmConfig(preset="ppo", whiten=whiten, gae_lambda=0.95)
         assign_advantages(samples, config)
-        wall, processor = zip(*(milliseconds(samples, config) for _ in range(RUNS)), strict=True)
+        wall, processor = zip(*(milliseconds(samples, config) for _ in range(given.runs)), strict=True)
         print(f"GAE, whiten={whiten}: {median(wall):.1f} ms, processor time {median(processor):.1f} ms")
 
 

@@ -33,13 +33,15 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from trueline.config.base import merge
 from trueline.config.model import ModelConfig
-from trueline.config.supervised import TASK_VERBS, SupervisedConfig
+from trueline.config.supervised import SupervisedConfig
 from trueline.data.types import Sample
 from trueline.models.loading import load_tokenizer, padding_token
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.offline import trainer as supervised
+from trueline.offline import build
+from trueline.offline.plan import SupervisedPlan, plan_supervised
 from trueline.offline.reference import fill_reference
+from trueline.verbs import TASK_VERBS
 
 LARGEST_GAP = 1e-4
 MAX_TOKENS = 512
@@ -163,7 +165,7 @@ def make_config(job: Job, folder: str) -> SupervisedConfig:
     return verb.kind.parse(merge(verb.defaults, given))
 
 
-def token_rows(job: Job, plan: supervised.SupervisedPlan) -> list[Row]:
+def token_rows(job: Job, plan: SupervisedPlan) -> list[Row]:
     """The rows that the steps will use, as token ids: what Trueline trains on is what TRL is given."""
     train, needed = plan.material.train, job.steps * job.batch
     if train.rows() < needed:
@@ -205,15 +207,16 @@ def timed_reference() -> Iterator[list[float]]:
         fill_reference(*arguments)
         seconds.append(time.perf_counter() - start)
 
-    with patch.object(supervised, "fill_reference", timed):
+    with patch.object(build, "fill_reference", timed):
         yield seconds
 
 
 def run_trueline(job: Job) -> Result:
     with tempfile.TemporaryDirectory() as folder, timed_reference() as reference:
-        plan = supervised.plan_supervised(make_config(job, folder))
+        plan = plan_supervised(make_config(job, folder))
+        run = RunFolder(Path(folder) / job.task).open(plan.config, job.task, resume=False)
         progress = Progress(job.task, job.steps, Console(quiet=True))
-        with supervised.supervised_trainer(plan, RunFolder.create(plan.config), progress) as trainer:
+        with build.supervised_trainer(plan, run, progress) as trainer:
             trainer.guard.watch()
             losses, ends = [], [clocks()]
             for rows in step_rows(job):
@@ -310,7 +313,7 @@ def prepare(task: str, model: Path, given: argparse.Namespace) -> Job:
     out: Path = given.out
     job = Job(task, model, out / f"{task}.jsonl", out / f"{task}-ids.jsonl", given.steps, given.batch)
     write_jsonl(job.text, TEXT[task](given.data)[: 4 * given.steps * given.batch])  # more than needed: some are long
-    write_jsonl(job.ids, token_rows(job, supervised.plan_supervised(make_config(job, str(out)))))
+    write_jsonl(job.ids, token_rows(job, plan_supervised(make_config(job, str(out)))))
     return job
 
 

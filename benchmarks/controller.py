@@ -3,7 +3,8 @@
     python benchmarks/controller.py [--answers 1024] [--tokens 8192] [--runs 5]
 
 From completions as they come from the engines to what the trainer's ranks are sent, and the metrics. Prints medians of
-the whole and of its parts on one thread.
+the whole and of its parts on one thread. Processor time is that of this process alone; look at it where other programs
+run beside.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.reward_shaping import shape_rewards
 from trueline.config.rl import RLConfig
 from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import Completion, Prompt, Trajectory, pack_samples, to_sample
+from trueline.data.types import Completion, Prompt, Trajectory, pack_samples, to_samples
 from trueline.rl.metrics import describe_models, describe_step
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.rollouts import Dropped
@@ -36,7 +37,7 @@ def part_of(random: np.random.Generator, size: int, version: int) -> Completion:
 
 
 class Step:
-    """The controller's part of one step, in the order of `RLTrainer.fit`."""
+    """The controller's part of one step, in the order of `RLTrainer.step`."""
 
     def __init__(self, answers: int, tokens: int) -> None:
         random = np.random.default_rng(0)
@@ -67,7 +68,8 @@ class Step:
             self.trajectories.append(trajectory)
 
     def make_samples(self) -> None:
-        self.samples = [to_sample(trajectory) for trajectory in self.trajectories]
+        numbered = enumerate(self.trajectories)
+        self.samples = [one for number, episode in numbered for one in to_samples(episode, number)]
         for sample in self.samples:
             sample.old_logprobs = sample.rollout_logprobs
 
@@ -96,12 +98,13 @@ class Step:
         for trajectory in self.trajectories:
             trajectory.oldest_version()
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of each part on the wall's clock, and on the processor's."""
         found = {}
         for name, work in self.parts.items():
-            start = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             work()
-            found[name] = time.perf_counter() - start
+            found[name] = time.perf_counter() - wall, time.process_time() - processor
         return found
 
 
@@ -114,9 +117,10 @@ def main() -> None:
     torch.set_num_threads(1)
     step = Step(given.answers, given.tokens)
     runs = [step.seconds() for _ in range(given.runs)]
-    for name in step.parts:
-        print(f"{name:<26} {median(run[name] for run in runs):.3f} s")
-    print(f"{'all':<26} {median(sum(run.values()) for run in runs):.3f} s")
+    parts = {name: [run[name] for run in runs] for name in step.parts}
+    for name, times in {**parts, "all": [tuple(map(sum, zip(*run.values(), strict=True))) for run in runs]}.items():
+        wall, processor = map(median, zip(*times, strict=True))
+        print(f"{name:<26} {wall:.3f} s, processor time {processor:.3f} s")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Each stands between `<!-- NAME -->` and `<!-- / -->`, NAME being that of a file.
 the exit status is 1 if a table is not what its file says.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -91,8 +92,10 @@ def filled(page: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
     page = PAGE.read_text()
-    if "--check" in sys.argv:
+    if parser.parse_args().check:
         return int(filled(page) != page)
     PAGE.write_text(filled(page))
     return 0

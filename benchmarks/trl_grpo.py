@@ -5,17 +5,15 @@
 On a GPU vLLM samples in the same process and sleeps while the model trains; on a CPU Transformers generates.
 """
 
+import argparse
 import json
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 MICRO_TOKENS = 16 * 1024  # of answers in a pass: more does not fit
 
@@ -44,14 +42,15 @@ class Clock(TrainerCallback):
             self.lengths.append(logs["completions/mean_length"])
 
 
-def make_config(folder: Path, given: dict[str, Any]) -> GRPOConfig:
+def make_config(kind: Any, folder: Path, given: dict[str, Any]) -> Any:
+    """Return a configuration of TRL's class."""
     answers = given["prompts"] * given["group"]
     micro_batch = min(MICRO_TOKENS // given["tokens"], 16)
     place = {"use_cpu": True, "bf16": False} if given["cpu"] else {"bf16": True, "use_vllm": True}
     if not given["cpu"]:
         place |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_enable_sleep_mode": True}
         place["vllm_max_model_length"] = 128 + given["tokens"]
-    return GRPOConfig(
+    return kind(
         output_dir=str(folder / "trl"),
         max_steps=given["steps"],
         per_device_train_batch_size=micro_batch,
@@ -70,13 +69,21 @@ def make_config(folder: Path, given: dict[str, Any]) -> GRPOConfig:
 
 
 def main() -> None:
-    folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("options", type=json.loads)
+    arguments = parser.parse_args()
+    folder, given = arguments.folder, arguments.options
+
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     clock = Clock()
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=reward,
-        args=make_config(folder, given),
+        args=make_config(GRPOConfig, folder, given),
         train_dataset=Dataset.from_list(rows),
         callbacks=[clock],
     )

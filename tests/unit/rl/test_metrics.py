@@ -3,7 +3,14 @@ import torch
 
 from trueline.config.rl import RLConfig
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_samples
-from trueline.rl.metrics import describe_step, first_step_warnings, over_updates, uniform_warning
+from trueline.rl.metrics import (
+    REPEATED,
+    describe_step,
+    first_step_warnings,
+    over_updates,
+    repeated_share,
+    uniform_warning,
+)
 from trueline.rollout.rollouts import Dropped
 
 
@@ -60,6 +67,17 @@ def test_what_an_environment_reports_keeps_its_name_beside_the_parts_of_the_rewa
     found = described([[first, second]])
     assert (found["environment/reward/mean"], found["environment/step"]) == (4.0, 3.0)
     assert (found["reward/part/style"], found["reward/mean"]) == (0.5, 0.5) and "step" not in found
+
+
+@pytest.mark.parametrize("length", [3, REPEATED, REPEATED + 1, 400])
+@pytest.mark.parametrize("words", [1, 2, 3, 50_000])
+def test_runs_of_tokens_that_stood_before_are_counted(length: int, words: int) -> None:
+    tokens = torch.randint(0, words, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    made = Trajectory(Prompt(0, [{"role": "user", "content": "?"}]), 0)
+    made.add_observation([1] * 2 * REPEATED)
+    made.add_action(Completion.of(tokens, [-1.0] * length, 0, "stop"))
+    runs = [tuple(tokens[start : start + REPEATED]) for start in range(length - REPEATED + 1)]
+    assert repeated_share(made) == pytest.approx(1 - len(set(runs)) / len(runs) if runs else 0.0)
 
 
 def test_the_updates_of_a_step_are_reported_together() -> None:

@@ -1,0 +1,120 @@
+"""Every script of benchmarks/ runs here at its smallest size; one that needs a GPU or TRL reads its arguments."""
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.tiny import make_tiny_model
+from trueline.monitoring import trackers
+from trueline.monitoring.events import Events
+from trueline.rl import trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "benchmarks"
+HELP = "--help"
+RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
+
+
+class Try(NamedTuple):
+    """Words that a script is given, FOLDER being one that does not exist yet."""
+
+    words: str
+    apart: bool = False  # in a process of its own, as it starts others; such tests are slow
+
+
+TABLE: dict[str, list[Try]] = {
+    "advantages.py": [Try("--answers 2 --tokens 8 --runs 1")],
+    "against_trl.py": [Try(HELP)],  # and Trueline's side below
+    "agents.py": [Try("FOLDER --episodes 2 --turns 2 --engine hf", apart=True)],
+    "asynchrony.py": [Try("FOLDER --seeds 1 --steps 3 --delay 0 --tokens 8 --modes synchronous", apart=True)],
+    "checkpoints.py": [Try("--mebibytes 1 --rounds 1", apart=True)],
+    "controller.py": [Try("--answers 8 --tokens 16 --runs 1")],
+    "doctor.py": [Try("--rows 10 --rounds 1", apart=True)],
+    "gpu_learning.py": [Try(HELP)],
+    "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],
+    "gpu_rl.py": [Try(HELP), Try(f"FOLDER --tiny --steps 1 {RUN}", apart=True)],
+    "gpu_sft.py": [Try(HELP)],
+    "random_model.py": [],  # is imported by others
+    "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
+    "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --answers 2x2 runtime=local")],
+    "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --answers 1x2 --rounds 2", apart=True)],
+    "tables.py": [Try("--check")],
+    "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
+    "trl_grpo.py": [Try(HELP)],
+    "trl_side.py": [Try(HELP)],
+    "weight_sync.py": [Try("FOLDER --shape tiny --steps 3 runtime=local")],
+}
+
+
+def tried(apart: bool) -> list[Any]:
+    return [
+        pytest.param(name, one.words, id=f"{name}-{place}")
+        for name, tries in TABLE.items()
+        for place, one in enumerate(tries)
+        if one.apart is apart
+    ]
+
+
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def in_folder(words: str, folder: Path) -> list[str]:
+    return [str(folder / "made") if word == "FOLDER" else word for word in words.split()]
+
+
+def test_every_script_is_in_the_table() -> None:
+    assert sorted(file.name for file in SCRIPTS.glob("*.py")) == sorted(TABLE)
+
+
+@pytest.mark.parametrize(("name", "words"), tried(apart=False))
+def test_a_script_runs_in_this_process(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, attribute in ((Events, "add"), (Events, "row"), (trainer, "token_rows"), (trackers, "compact")):
+        monkeypatch.setattr(owner, attribute, vars(owner)[attribute])  # recording.py puts its own in their place
+    monkeypatch.setattr(sys, "argv", [name, *in_folder(words, tmp_path)])
+    try:
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code in (None, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words"), tried(apart=True))
+def test_a_script_runs_by_itself(name: str, words: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / name), *in_folder(words, tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto", "rm"])
+def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) -> None:
+    """Rows of text become the ids that TRL is given, and each step of both rounds leaves the same finite loss."""
+    against_trl = importlib.import_module("against_trl")
+    solved = {"solution": "seven", "is_correct": True}
+    graded = dict.fromkeys(against_trl.GRADED, solved) | {"6b_finetuning": {"solution": "no", "is_correct": False}}
+    for file, row in (("train", {"answer": "seven"}), ("example_model_solutions", graded)):
+        rows = [{"question": f"{number} and one?", **row} for number in range(16)]
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = make_tiny_model(tmp_path / "model", tied=True)
+    if task == "rm":
+        tokenizer = against_trl.load_tokenizer(against_trl.ModelConfig(path=str(model)))
+        model = against_trl.make_classifier(tmp_path / "classifier", model, tokenizer)
+    given = against_trl.argparse.Namespace(out=tmp_path, data=tmp_path, steps=2, batch=2)
+    job = against_trl.prepare(task, model, given)
+    ids = [json.loads(line) for line in job.ids.read_text().splitlines()]
+    assert len(ids) == 4 and set(ids[0]) >= {"prompt_ids", *(f"{name}_ids" for name in against_trl.ANSWERS[task])}
+    first, second = against_trl.run_trueline(job), against_trl.run_trueline(job)
+    assert len(first.losses) == 2 and against_trl.largest_gap(first, second) == 0.0
+    lengths = [sum(len(values) for key, values in row.items() if key.endswith("_ids")) for row in ids]
+    prompts = [len(row["prompt_ids"]) * (len(against_trl.ANSWERS[task]) - 1) for row in ids]
+    assert sum(first.tokens) == sum(lengths) + sum(prompts)  # each of a pair has the prompt
+    assert first.run_seconds > 0
