@@ -45,6 +45,19 @@ def letters(reply):
     return sum("a" <= character <= "z" for character in reply) / 8
 
 
+def digits(reply):
+    return sum(character.isdigit() for character in reply)
+
+
+def phrased(reply):
+    return float("the answer is" in reply)
+
+
+def slow(reply):
+    time.sleep(0.2)
+    return len(reply)
+
+
 def raises(reply, label):
     return {"good": 1.0}[reply]
 

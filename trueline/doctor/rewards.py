@@ -2,20 +2,22 @@
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
+from trueline.data.messages import content_of
 from trueline.data.readers import LABEL_COLUMNS
 from trueline.data.types import Prompt
 from trueline.doctor.case import Case
 from trueline.doctor.findings import Finding
 from trueline.environments.single_turn import reward_call
 from trueline.jobs.try_reward import said
-from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.base import PolicyError, RewardFailure
 from trueline.rewards.combined import kind_of
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.pool import FunctionReward
@@ -25,7 +27,17 @@ MADE_UP = "I do not know."
 REPLIES = (MADE_UP, "<think>One and one.</think>\n<answer>two</answer>", "", "word " * 400)
 FORMS = ("<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")  # that rewards ask of an answer
 TESTED = ("code",)  # rewards whose labels are no replies
-SECONDS = 5.0  # for one call; a check must not wait as long as a run does
+MOST_COLUMNS = 4  # of a row that are tried as a reply
+DIGITS = "12 + 30 = 42"
+PATIENCE_SECONDS = 5.0  # a reward that takes longer for one call is not asked again
+
+
+class TooSlow(Exception):
+    """A call took so long that a check should make no more."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +55,9 @@ class Trial:
 
     compares: bool  # a label; else all replies are made up
     calls: list[Scored]
-    others: list[Scored]  # of a label that got no more than a made-up reply, in other forms
+    others: list[Scored]  # more replies, where those say nothing: a label in other forms, or what the data says
     failure: RewardFailure | None = None
+    slow: float = 0.0  # seconds of a call that ended them
 
     def rewards(self) -> list[float]:
         return [call.reward for call in (*self.calls, *self.others)]
@@ -81,7 +94,7 @@ def two_rows(prompts: list[Prompt]) -> list[Prompt]:
 
 async def tried(part: RewardPartConfig, config: RewardConfig, rows: list[Prompt]) -> Trial | None:
     """Make the calls; None: the function cannot be loaded, as its plan says."""
-    limits = config.replaced({"processes": 1, "timeout_seconds": min(config.timeout_seconds, SECONDS)})
+    limits = config.replaced({"processes": 1})
     with tempfile.TemporaryDirectory() as folder:
         reward = FunctionReward(part, limits, Path(folder, "reward.log"))
         try:
@@ -104,39 +117,58 @@ async def called(reward: FunctionReward, rows: list[Prompt], compared: bool) -> 
     replies = [(row, text) for row in rows for text in (MADE_UP, str(row.label))]
     if not compared:
         replies = list(zip((rows[0], rows[0], rows[1], rows[1]), REPLIES, strict=True))
-    known = compared and reward.part.function in REWARDS  # what a made-up reply gets, which may take seconds to import
-    calls, others = [], []
+    built_in, trial = reward.part.function in REWARDS, Trial(compared, [], [])
     try:
         for row, reply in replies:
-            calls.append(
-                Scored(row, reply, 0.0)
-                if known and reply == MADE_UP != str(row.label)
-                else await score(reward, row, reply)
-            )
-        if compared and calls[1].reward <= calls[0].reward:
-            others = [await score(reward, rows[0], form.format(rows[0].label)) for form in FORMS]
+            known = (
+                compared and built_in and reply == MADE_UP != str(row.label)
+            )  # and a call may take seconds to import
+            trial.calls.append(Scored(row, reply, 0.0) if known else await score(reward, row, reply))
+        for row, reply in more_replies(trial, rows, built_in):
+            trial.others.append(await score(reward, row, reply))
     except RewardFailure as failure:
-        return Trial(compared, calls, others, failure)
-    return Trial(compared, calls, others)
+        return replace(trial, failure=failure)
+    except TooSlow as slow:
+        return replace(trial, slow=slow.seconds)
+    return trial
+
+
+def more_replies(trial: Trial, rows: list[Prompt], built_in: bool) -> list[tuple[Prompt, str]]:
+    """Choose replies that may get another reward: a label in other forms, or digits and the data's own words."""
+    if trial.compares:
+        unpraised = trial.calls[1].reward <= trial.calls[0].reward
+        return [(rows[0], form.format(rows[0].label)) for form in FORMS] if unpraised else []
+    if built_in or len(set(trial.rewards())) > 1:
+        return []
+    own = [str(value) for value in (rows[0].label, *rows[0].columns.values()) if value is not None]
+    said = content_of(rows[0].messages[-1])
+    return [(rows[0], reply) for reply in (DIGITS, *(form.format(DIGITS) for form in FORMS), *own[:MOST_COLUMNS], said)]
 
 
 async def score(reward: FunctionReward, row: Prompt, reply: str) -> Scored:
+    """Ask a reward as a run does, with the same limit, and ask no more of one that takes long."""
+    began = time.monotonic()
     try:
-        return Scored(row, reply, await reward.score(reward_call(row, reply)))
+        value = await reward.score(reward_call(row, reply))
     except PolicyError:
-        return Scored(row, reply, reward.config.policy_error)
+        value = reward.config.policy_error
+    if (seconds := time.monotonic() - began) > PATIENCE_SECONDS:
+        raise TooSlow(seconds)
+    return Scored(row, reply, value)
 
 
 def judged(trial: Trial, part: RewardPartConfig, config: RewardConfig, key: str) -> Iterator[Finding]:
     """Say what is wrong with a reward, the plainest reason alone."""
     values = ", ".join(f"{value:g}" for value in trial.rewards())
-    if trial.failure is not None:
-        slow = isinstance(trial.failure, RewardTimeout) and config.timeout_seconds > SECONDS
+    if trial.slow:
+        what = f"{part.function} took {trial.slow:.0f} s for a call, and was not asked again"
+        yield Finding("fine", what, f"a run waits {config.timeout_seconds:g} s (reward.timeout_seconds)", key)
+    elif trial.failure is not None:
         what = f"{part.function} gave no reward: {said(trial.failure).removeprefix('none: ')}"
         why = "calls that fail leave their group; above reward.max_failure_share the run stops"
-        yield Finding("watch" if slow else "bad", what, why, key)
+        yield Finding("bad", what, why, key)
     elif not trial.compares and len(set(trial.rewards())) == 1 and part.function not in REWARDS:
-        what = f"{part.function} gave {values} to made-up replies: the same whatever they say"
+        what = f"{part.function} gave {values} to made-up replies, digits and what the data says: the same to all"
         yield Finding("watch", what, "rewards that are constant teach nothing", key)
     elif trial.compares:
         yield from judged_labels(trial, part, values, key)

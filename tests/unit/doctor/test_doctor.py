@@ -7,6 +7,7 @@ import pytest
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
 from trueline.config.rl import RLConfig
+from trueline.doctor import rewards
 from trueline.doctor.findings import FAILING, Finding, named_key
 
 MODEL, CHAT, SUMS = "--model model", "--model chat", "--data sums.jsonl"
@@ -37,7 +38,7 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
     # rewards
     "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "bad"),
     "a constant reward": (f"{MINE}:constant", "the same whatever the reply", "reward.function", "bad"),
-    "a blind reward": (f"{MINE}:blind", "the same whatever they say", "reward.function", "watch"),
+    "a blind reward": (f"{MINE}:blind", "the same to all", "reward.function", "watch"),
     "a reward upside down": (f"{MINE}:inverted", "own label no more than", "reward.function", "bad"),
     "a label that is a number": (
         f"{GRPO} --data numbers.jsonl --reward mine.py:equal",
@@ -160,6 +161,25 @@ def test_what_could_not_be_read_is_said(clinic: Path, monkeypatch: pytest.Monkey
     assert len(unread) == 2 and all("rows could not be read" in said for said in unread)
     unread = [one.what for one in diagnosed(f"grpo --model nowhere {SUMS} --reward math") if "left out" in one.what]
     assert [said.split()[-5] for said in unread] == ["tokenizer", "model", "model"]
+
+
+@pytest.mark.parametrize(("data", "reward"), [("bare", "digits"), ("wordy", "phrased")])
+def test_a_reward_is_not_constant_that_praises_digits_or_what_the_data_says(
+    clinic: Path, monkeypatch: pytest.MonkeyPatch, data: str, reward: str
+) -> None:
+    monkeypatch.chdir(clinic)
+    found = diagnosed(f"{GRPO} --data {data}.jsonl --reward mine.py:{reward}")
+    assert not [one.what for one in found if one.key == "reward.function" and one.level != "fine"]
+
+
+def test_a_slow_reward_is_told_without_a_level(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clinic)
+    monkeypatch.setattr(rewards, "PATIENCE_SECONDS", 0.1)  # below what the reward sleeps, however busy the machine is
+    found = [
+        one for one in diagnosed(f"{GRPO} --data bare.jsonl --reward mine.py:slow") if one.key == "reward.function"
+    ]
+    assert [(one.level, "was not asked again" in one.what) for one in found] == [("fine", True)]
+    assert "a run waits 30 s" in found[0].why
 
 
 def test_a_label_that_a_reward_understands_is_not_warned_of(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
