@@ -2,6 +2,7 @@
 
 import json
 from functools import lru_cache
+from typing import Final
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -10,7 +11,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from trueline.environments.base import Structure
 
-BACKEND = "xgrammar"  # of those that vLLM has, an engine takes the first that it is asked for and no other
+BACKEND: Final = "xgrammar"  # of those that vLLM has, an engine takes the first that it is asked for and no other
 KEPT = 1000  # structures that were found to be fine
 
 
