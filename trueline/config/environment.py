@@ -1,10 +1,16 @@
 """What the policy talks to besides prompts: an environment, tools or an agent, and how long an episode may become."""
 
+import re
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from trueline.config.base import Config
+
+BUILT_IN_TOOLS = ("calculator", "python", "search")
+TOOL = re.compile(rf"mcp:|({'|'.join(BUILT_IN_TOOLS)})\s*$|[^\s,]+:\w+\s*$")  # the beginning of one in a list
+VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 class EnvironmentConfig(Config):
@@ -17,7 +23,7 @@ class EnvironmentConfig(Config):
     """file.py:main(prompt, client), or a command that talks to OPENAI_BASE_URL: an agent that knows nothing of us."""
 
     tools: list[str] = []
-    """calculator, python, search, file.py:function, mcp:ADDRESS or mcp:COMMAND: what the model may call, by name."""
+    """calculator, python, search, file.py:function, mcp:URL or mcp:COMMAND (secrets as ${NAME} of the environment)."""
 
     options: dict[str, Any] = {}
     """Values for the class of an environment, the function of one, an agent or tools, by name."""
@@ -49,7 +55,31 @@ class EnvironmentConfig(Config):
     @field_validator("tools", mode="before")
     @classmethod
     def list_tools(cls, tools: Any) -> Any:
-        return [tool.strip() for tool in tools.split(",")] if isinstance(tools, str) else tools
+        return split_tools(tools) if isinstance(tools, str) else tools
+
+    @field_validator("tools")
+    @classmethod
+    def check_addresses(cls, tools: list[str]) -> list[str]:
+        for tool in tools:
+            check_address(tool)
+        return tools
+
+    @model_validator(mode="after")
+    def check_headers(self) -> Self:
+        headers = self.options.get("mcp_headers", {}) if self.tools else {}
+        if not isinstance(headers, dict) or not all(VARIABLE.search(str(value)) for value in headers.values()):
+            raise ValueError(
+                "environment.options.mcp_headers: give names and values, each value with a variable of the "
+                "environment, such as 'Bearer ${MY_TOKEN}': configurations are shown and saved, the value is not"
+            )
+        addresses = [tool.removeprefix("mcp:").strip() for tool in self.tools if tool.startswith("mcp:http")]
+        places = {urlsplit(address).netloc for address in addresses}
+        if headers and len(places) > 1:
+            raise ValueError(
+                f"environment.options.mcp_headers would be sent to all of {', '.join(sorted(places))}: give the "
+                "headers of one server, and put what others need into their addresses, as ${NAME}"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_one(self) -> Self:
@@ -65,3 +95,28 @@ class EnvironmentConfig(Config):
     def kind(self) -> str:
         """Return which of the three is set, or nothing."""
         return next((name for name in ("function", "agent", "tools") if self.model_dump()[name]), "")
+
+
+def split_tools(text: str) -> list[str]:
+    """Split a list at its commas, save those within the command of an MCP server, which no other tool follows."""
+    tools: list[str] = []
+    for piece in text.split(","):
+        if tools and tools[-1].startswith("mcp:") and not TOOL.match(piece.strip()):
+            tools[-1] += f",{piece}"
+        else:
+            tools.append(piece.strip())
+    return tools
+
+
+def check_address(tool: str) -> None:
+    """Refuse an address of an MCP server that may hold a secret, because configurations are shown and saved."""
+    if not tool.startswith("mcp:http"):
+        return
+    address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
+    user = address.netloc.rpartition("@")[0].strip(":")
+    values = [part.rpartition("=")[2] for part in address.query.split("&")]
+    if user or any(values) or address.fragment:
+        raise ValueError(
+            "the address of an MCP server holds a password or a query, which may be secret: put it into a variable of "
+            "the environment, and write ${NAME} in its place, or set environment.options.mcp_headers"
+        )

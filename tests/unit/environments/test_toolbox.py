@@ -60,11 +60,6 @@ def environment(name: str) -> str:
     """Return a variable."""
     return os.environ.get(name, "")
 
-@server.tool()
-def leave() -> None:
-    """End the server."""
-    os._exit(3)
-
 server.run("stdio")
 '''
 
@@ -303,7 +298,6 @@ def test_an_mcp_server_that_is_started(tmp_path: Path, monkeypatch: pytest.Monke
         assert [schema["function"]["name"] for schema in box.schemas()] == [
             "double",
             "environment",
-            "leave",
             "calculator",
         ]
         assert box.schemas()[0]["function"]["description"] == "Double a number."
@@ -318,14 +312,3 @@ def test_an_mcp_server_that_is_started(tmp_path: Path, monkeypatch: pytest.Monke
     asyncio.run(play())
     assert len(started) == 1
     assert not [process for process in started if process.is_running()]
-
-
-def test_an_mcp_server_that_ends_is_no_mistake_of_the_policy(tmp_path: Path) -> None:
-    mcp = pytest.importorskip("mcp")
-    server = tmp_path / "server.py"
-    server.write_text(SERVER)
-    box = Toolbox([f"mcp:{sys.executable} {server}"], {})
-    for name, arguments in (("leave", {}), ("double", {"number": 1})):
-        with pytest.raises(mcp.MCPError, match="Connection closed"):
-            call(box, name, arguments)
-    asyncio.run(box.stop())

@@ -2,78 +2,234 @@
 
 import asyncio
 import os
+import re
 import shlex
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mcp import Client, StdioServerParameters
-from mcp.types import CallToolResult, TextContent
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from mcp.types import Tool as ServerTool
 
+from trueline.environments.tools.built_in import EPISODE
 from trueline.environments.tools.calls import ToolMistake
 
 if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
     from trueline.data.messages import Tool
 
 START_SECONDS, STOP_SECONDS = 60.0, 10.0
+ATTEMPTS, PAUSE_SECONDS = 3, 0.5  # to reach a server again; the pause doubles
+TRIES = 2  # of one call, where the server ends meanwhile
+EVERYBODY = ""  # the connection of all episodes
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+SESSION_OVER = "Session terminated"  # what the client says where a server has forgotten it
+Result = TypeVar("Result")
+
+
+class ServerGone(RuntimeError):
+    """A server cannot be reached, and does not come back."""
+
+
+class Broken(Exception):
+    """A connection ended before the answer to a call came."""
+
+
+class Address:
+    """Where a server is, with variables of the environment filled in; what they hold is in no message."""
+
+    def __init__(self, text: str, headers: Mapping[str, str]) -> None:
+        self.text = text  # as it is configured
+        self.secrets: set[str] = set()
+        self.is_url = text.startswith(("http://", "https://"))
+        self.words = [self._filled(word) for word in ([text] if self.is_url else shlex.split(text))]
+        self.headers = {name: self._filled(value) for name, value in headers.items()} if self.is_url else {}
+
+    def _filled(self, text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            found = os.environ.get(match[1], "")
+            if not found:
+                raise ValueError(f"{match[0]}: the environment has no {match[1]}: export it before the start")
+            self.secrets.add(found)
+            return found
+
+        return VARIABLE.sub(value, text)
+
+    def shown(self, text: str) -> str:
+        """Return a text without secrets, for a server or a library may well repeat what it was given."""
+        for secret in sorted(self.secrets, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Client]:
+        if self.is_url:
+            async with (
+                create_mcp_http_client(headers=self.headers) as http,
+                Client(streamable_http_client(self.words[0], http_client=http)) as client,
+            ):
+                yield client
+        else:  # with this process's environment, in which keys for services are given
+            command = StdioServerParameters(command=self.words[0], args=self.words[1:], env=dict(os.environ))
+            async with Client(command) as client:
+                yield client
+
+
+class Connection:
+    """One connection, in a task of its own, for one task must open it, hold it and close it."""
+
+    def __init__(self, connected: AbstractAsyncContextManager[Client]) -> None:
+        self.client: Client
+        self.there, self.leave = asyncio.Event(), asyncio.Event()
+        self.held = asyncio.create_task(self._hold(connected))
+
+    async def _hold(self, connected: AbstractAsyncContextManager[Client]) -> None:
+        async with connected as self.client:
+            self.there.set()
+            await self.leave.wait()
+
+    async def opened(self) -> str:
+        """Wait until it can be used, and return nothing, or why it cannot."""
+        there = asyncio.create_task(self.there.wait())
+        await asyncio.wait({there, self.held}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        there.cancel()
+        if self.there.is_set():
+            return ""
+        problem = self.problem() if self.held.done() else f"nothing in {START_SECONDS:g} seconds"
+        await self.close()
+        return problem
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """Return the result of a call, or raise Broken where the connection ends before it comes."""
+        work = asyncio.create_task(self.client.call_tool(name, arguments))
+        try:
+            await asyncio.wait({work, self.held}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or work.cancelled():
+                raise Broken(self.problem())
+            error = work.exception()
+            if error is not None and (self.held.done() or is_closed(error)):
+                raise Broken(self.problem() if self.held.done() else str(error))
+            return work.result()
+        finally:
+            work.cancel()
+
+    def problem(self) -> str:
+        """Return why the connection has ended, in words of the innermost error."""
+        error = self.held.exception() if self.held.done() and not self.held.cancelled() else None
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        return f"{type(error).__name__}: {error}" if error else "the connection was closed"
+
+    async def close(self) -> None:
+        self.leave.set()
+        await asyncio.wait({self.held}, timeout=STOP_SECONDS)
+        self.held.cancel()
+        await asyncio.wait({self.held}, timeout=STOP_SECONDS)
+
+
+def is_closed(error: BaseException) -> bool:
+    return isinstance(error, MCPError) and (error.error.code == CONNECTION_CLOSED or SESSION_OVER in str(error))
 
 
 class Server:
-    """A connection in a loop and a thread of its own, for one task must open it, hold it and close it."""
+    """A server's tools, over one connection of all episodes or one of each, in a loop and a thread of their own."""
 
-    def __init__(self, address: str) -> None:
-        self.client = Client(address if address.startswith(("http://", "https://")) else command_of(address))
+    def __init__(self, address: str, headers: Mapping[str, str], connection: str = "auto") -> None:
+        self.address = Address(address, headers)
+        self.by_episode = connection == "episode" or (connection == "auto" and self.address.is_url)
+        self.connections: dict[str, asyncio.Task[Connection]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self._spin, daemon=True).start()
-        self.leave = asyncio.Event()
-        listed: Future[list[Tool]] = Future()
-        self.held = asyncio.run_coroutine_threadsafe(self._hold(listed), self.loop)
-        either: list[Future[Any]] = [listed, self.held]
-        wait(either, START_SECONDS, FIRST_COMPLETED)
-        if not listed.done():
-            cause = self.held.exception() if self.held.done() else TimeoutError(f"nothing in {START_SECONDS:g} seconds")
+        listed = self._run(self._listed())
+        if listed.exception() is not None:
             self.stop()
-            raise RuntimeError(f"the MCP server {address!r} does not answer: check its URL or command") from cause
         self.schemas = listed.result()
 
     def _spin(self) -> None:
         self.loop.run_forever()
         self.loop.close()
 
-    async def _hold(self, listed: "Future[list[Tool]]") -> None:
-        async with self.client:
-            listed.set_result(await self._listed())
-            await self.leave.wait()
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _listed(self) -> "list[Tool]":
-        page = await self.client.list_tools()
-        tools = page.tools
-        while page.next_cursor is not None:
-            page = await self.client.list_tools(cursor=page.next_cursor)
-            tools = [*tools, *page.tools]
+        client = (await self._connection(EVERYBODY, attempts=1)).client
+        async with asyncio.timeout(START_SECONDS):
+            page = await client.list_tools()
+            tools = page.tools
+            while page.next_cursor is not None:
+                page = await client.list_tools(cursor=page.next_cursor)
+                tools = [*tools, *page.tools]
+        if self.by_episode:
+            await self._close(EVERYBODY)
         return [described(tool) for tool in tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a tool's result as text; an error that the server reports is for the policy to see, as MCP has it."""
-        asked = asyncio.run_coroutine_threadsafe(self.client.call_tool(name, arguments), self.loop)
-        result = await asyncio.wrap_future(asked)
+        key = EPISODE.get() if self.by_episode else EVERYBODY
+        result = await asyncio.wrap_future(self._run(self._call(key, name, arguments)))
+        text = self.address.shown(text_of(result))
         if result.is_error:
-            raise ToolMistake(text_of(result))
-        return text_of(result)
+            raise ToolMistake(text)
+        return text
+
+    async def _call(self, key: str, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        """Make a call, once more over a new connection where the server ends meanwhile."""
+        problem = ""
+        for _ in range(TRIES):
+            connection = await self._connection(key, ATTEMPTS)
+            try:
+                return await connection.call(name, arguments)
+            except Broken as broken:
+                problem = str(broken)
+                await connection.close()
+            except MCPError as error:
+                raise RuntimeError(self._says(f"refuses the call of {name!r}: {error}")) from None
+        raise ServerGone(self._says(f"ended {TRIES} times while it worked on a call of {name!r}: {problem}"))
+
+    async def _connection(self, key: str, attempts: int) -> Connection:
+        """Return the connection of an episode, or of all, that is open, or open one."""
+        opening = self.connections.get(key)
+        if opening is None or (opening.done() and (opening.exception() or opening.result().leave.is_set())):
+            opening = self.connections[key] = asyncio.create_task(self._connect(attempts))
+        return await asyncio.shield(opening)  # others may wait for it
+
+    async def _connect(self, attempts: int) -> Connection:
+        problem = ""
+        for attempt in range(attempts):
+            await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) if attempt else 0)
+            connection = Connection(self.address.connected())
+            problem = await connection.opened()
+            if not problem:
+                return connection
+        raise ServerGone(self._says(f"does not answer: check its URL or command ({attempts} attempts; {problem})"))
+
+    def _says(self, what: str) -> str:
+        return self.address.shown(f"the MCP server {self.address.text!r} {what}")
+
+    async def close(self, episode: str) -> None:
+        """End the connection of an episode."""
+        if self.by_episode:
+            await asyncio.wrap_future(self._run(self._close(episode)))
+
+    async def _close(self, key: str) -> None:
+        opening = self.connections.pop(key, None)
+        if opening is not None:
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                await opening.result().close()
 
     def stop(self) -> None:
-        """Close the connection, and end a server that was started for it."""
-        self.loop.call_soon_threadsafe(self.leave.set)
-        wait([self.held], STOP_SECONDS)
-        self.held.cancel()
+        """Close all connections, and end servers that were started for them."""
+        self._run(self._close_all()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
 
-
-def command_of(text: str) -> StdioServerParameters:
-    """Return a server's command. It has this process's environment, in which keys for services are given."""
-    command, *arguments = shlex.split(text)
-    return StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+    async def _close_all(self) -> None:
+        await asyncio.gather(*(self._close(key) for key in list(self.connections)))
 
 
 def described(tool: ServerTool) -> "Tool":

@@ -19,6 +19,8 @@ Arguments = dict[str, Any]
 Run = Callable[[Arguments], Awaitable[Any]]
 
 MCP = "mcp:"
+CONNECTIONS = ("auto", "episode", "shared")  # of MCP servers; auto: of each episode to a URL, shared to a command
+MCP_OPTIONS = ("mcp_headers", "mcp_connection")
 
 
 class Toolbox:
@@ -30,7 +32,7 @@ class Toolbox:
         self.built_in: list[BuiltIn] = []
         self.servers: list[Server] = []
         self.open: set[str] = set()  # episodes
-        check_options([name for name in specifications if name in BUILT_IN], options)
+        check_options(specifications, options)
         for specification in specifications:
             for schema, run in self._loaded(specification, options):
                 self._add(specification, schema, run)
@@ -52,6 +54,8 @@ class Toolbox:
         self.open.discard(episode)
         for tool in self.built_in:
             await tool.close(episode)
+        for server in self.servers:
+            await server.close(episode)
 
     async def stop(self) -> None:
         """End what the tools hold, for single episodes and for all together."""
@@ -68,7 +72,7 @@ class Toolbox:
 
     def _loaded(self, specification: str, options: dict[str, Any]) -> "list[tuple[Tool, Run]]":
         if specification.startswith(MCP):
-            server = connected(specification.removeprefix(MCP).strip())
+            server = connected(specification.removeprefix(MCP).strip(), options)
             self.servers.append(server)
             return [(schema, partial(server.call, schema["function"]["name"])) for schema in server.schemas]
         if specification in BUILT_IN:
@@ -103,8 +107,13 @@ def contained(function: Function, arguments: Arguments) -> Any:
         raise RuntimeError(f"the tool raised {error!r}") from error
 
 
-def check_options(names: list[str], options: dict[str, Any]) -> None:
+def check_options(specifications: list[str], options: dict[str, Any]) -> None:
+    names = [name for name in specifications if name in BUILT_IN]
     known = [option for name in names for option in inspect.signature(BUILT_IN[name]).parameters]
+    if any(one.startswith(MCP) for one in specifications):
+        names, known = [*names, "mcp"], [*known, *MCP_OPTIONS]
+    if (kind := options.get("mcp_connection", "auto")) not in CONNECTIONS:
+        raise ValueError(f"environment.options.mcp_connection={kind!r}: take one of {', '.join(CONNECTIONS)}")
     for option in options:
         if option not in known:
             takes = f"they take {', '.join(known)}" if known else "they take none"
@@ -134,9 +143,9 @@ def load_tool(specification: str) -> Function:
     return function
 
 
-def connected(address: str) -> "Server":
+def connected(address: str, options: dict[str, Any]) -> "Server":
     try:
         from trueline.environments.tools.mcp_servers import Server  # noqa: PLC0415  (an extra; a second to import)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("tools of MCP servers need a package: pip install 'trueline[mcp]'") from error
-    return Server(address)
+    return Server(address, options.get("mcp_headers", {}), options.get("mcp_connection", "auto"))
