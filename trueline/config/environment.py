@@ -35,7 +35,7 @@ class EnvironmentConfig(Config):
     """Replies of the policy in one episode; the next one ends it as truncated."""
 
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest reply of one turn; null: as rollout.max_new_tokens leaves, which is for all that follows the prompt."""
+    """Longest reply of one turn; null: as rollout.max_new_tokens leaves, which is for all replies in a sequence."""
 
     truncated: Literal["judge", "drop"] = "judge"
     """An episode that runs out of turns or tokens: the reward judges what was said so far, or it is left out."""

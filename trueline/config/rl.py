@@ -72,10 +72,10 @@ class RolloutConfig(SamplingControls):
     """Sampling temperature; the trainer divides its logits by the same number."""
 
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest completion; null takes 1024 or half of the model's context, whichever is less."""
+    """Longest completion; of several turns, all replies in one sequence. null: 1024, or half of the model's context."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; longer ones are refused before the start. null: the data's longest, rounded up."""
+    """Longest prompt; longer ones are refused. null: the data's longest; several turns: all that memory leaves."""
 
     max_staleness: int = Field(0, ge=0)
     """How many policy versions a trained completion may lag behind; 0 is synchronous training."""

@@ -64,13 +64,14 @@ def check_environment(config: EnvironmentConfig, *examples: Prompt) -> list[Tool
     return schemas
 
 
-def describe_environment(config: EnvironmentConfig, chat: ChatFormat) -> list[str]:
+def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int) -> list[str]:
     """Return lines for the plan: what is played, and what the chat template does to earlier turns."""
     program = program_of(config)
     if program is None:
         return []
     limits = f"{config.processes} processes, {config.timeout_seconds:g} s a step"
-    lines = [f"turns      up to {config.max_turns}: {program.words()} ({limits})"]
+    turns = f"turns      up to {config.max_turns} in sequences of up to {context} tokens"
+    lines = [f"{turns}: {program.words()} ({limits})"]
     if kind := chat.rewrites():
         lines.append(f"template   rewrites earlier turns ({kind}): each turn becomes a training sequence of its own")
     return lines

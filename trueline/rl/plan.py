@@ -34,6 +34,7 @@ from trueline.runs.preflight import (
     check_parallel,
     check_rollout,
     check_routers,
+    contexts,
     fitting_prompts,
     node_rooms,
     resolve_dtype,
@@ -113,10 +114,20 @@ def plan_rl(config: RLConfig) -> RLPlan:
     return decide(config, look_around(config))
 
 
-def decide(asked: RLConfig, around: Surroundings, *, propose: bool = True) -> RLPlan:
-    """Make the plan, or refuse it and, with `propose`, look for keys that would divide its models so that they fit."""
+def decide(asked: RLConfig, around: Surroundings) -> RLPlan:
+    """Make the plan with the longest context that fits, or refuse it and look for keys with which it would fit."""
+    dtype = resolve_dtype(asked.model.dtype, asked.training, around.machine)
+    *longer, least = contexts(asked.environment, asked.rollout, around.facts, around.machine, dtype)
+    for context in longer:
+        with suppress(ConfigError):
+            return decide_within(asked, around, context)
+    return decide_within(asked, around, least, propose=True)
+
+
+def decide_within(asked: RLConfig, around: Surroundings, context: int, *, propose: bool = False) -> RLPlan:
+    """Make the plan for sequences of several turns that have up to `context` tokens, or refuse it."""
     facts, machine, trained, tested = around.facts, around.machine, around.trained, around.tested
-    config, rollout, layout, roles = resolve(asked, facts, machine, [*trained, *tested.values()])
+    config, rollout, layout, roles = resolve(asked, facts, machine, [*trained, *tested.values()], context)
     check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
     if config.runtime != "local":
         check_devices(layout, machine)
@@ -151,7 +162,7 @@ def dividing_keys(config: RLConfig, around: Surroundings, sections: list[str]) -
     for keys in (merge(model, engine) for model in models for engine in engines if around.machine.gpus):
         with suppress(ConfigError):
             tried = config.replaced(keys)
-            engine = decide(tried, around, propose=False).forecast.room.engine
+            engine = decide_within(tried, around, 0).forecast.room.engine
             if engine.fixed + FEWEST_SEQUENCES * engine.sequence > OWN_GPU * around.machine.gpu_bytes:
                 continue
             before = {key.path: key.default for key in config.leaves()}
@@ -214,7 +225,7 @@ def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:
 
 
 def resolve(
-    config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured]
+    config: RLConfig, facts: ModelFacts, machine: Machine, prompts: list[Measured], context: int
 ) -> tuple[RLConfig, ResolvedRollout, Layout, list[RoleModel]]:
     """Fill in every key that was left to the machine, the model or the data, but for those of memory."""
     dtype = resolve_dtype(config.model.dtype, config.training, machine)
@@ -223,7 +234,7 @@ def resolve(
     roles = roles_of(config)
     ranks, engines, colocated = share_devices(config, machine, own_gpus(roles))
     roles = [role.spread(ranks) for role in roles]
-    rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype, machine.gpus)
+    rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype, machine.gpus, context)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
         "training": {"ranks": ranks},

@@ -37,9 +37,9 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long an episode may become."""
+    """How long an episode may become, besides the tokens that the policy may sample in each sequence."""
 
-    context: int  # tokens of one sequence, its prompt included
+    context: int  # tokens of one sequence, its prompt and all that is inserted included
     turns: int = 1
     turn_tokens: int | None = None
 
@@ -52,10 +52,12 @@ class Thread:
     tools: list[Tool]
     asked: int  # messages that it began with
     opening: int  # of these, before the policy's first reply in the episode
-    opening_tokens: int  # of the prompt that it began with
     said: list[Message] = field(default_factory=list)  # as those who talk to the policy have it
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as they were sampled, to their stop
     busy: bool = False
+
+    def sampled(self) -> int:
+        return int(self.record.mask.sum())
 
     def goes_on(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
         """Tell whether these messages begin with the whole conversation so far, and add to it."""
@@ -238,12 +240,15 @@ class Session:
     def _next_turn(self, thread: Thread, new: list[Message], following: list[int]) -> Turn:
         if thread.record.tokens[-1] in self.chat.stop_ids:
             following = self.chat.without_end(following)
-        turn, end = Turn(thread, new, following), self._end(thread)
-        if turn.length() >= end:
+        turn, longest = Turn(thread, new, following), self.params.max_new_tokens
+        if turn.length() >= self.budget.context:
             raise OutOfBudget(
-                f"{len(following)} more tokens after {turn.length() - len(following)} leave no room for a reply: a "
-                f"sequence may have {end} ({thread.opening_tokens} of its opening and rollout.max_new_tokens="
-                f"{self.params.max_new_tokens} for all that follows, {self.budget.context} in all)"
+                f"{len(following)} more tokens after {len(thread.record.tokens)} leave no room for a reply: "
+                f"{self._context_words()}"
+            )
+        if thread.sampled() >= longest:
+            raise OutOfBudget(
+                f"the policy has said all {longest} tokens of a sequence (rollout.max_new_tokens={longest})"
             )
         return turn
 
@@ -251,24 +256,23 @@ class Session:
         tokens = self.chat.prompt_tokens(messages, tools)
         if len(tokens) >= self.budget.context:
             raise OutOfBudget(
-                f"a conversation of {len(tokens)} tokens leaves no room for a reply: a sequence may have "
-                f"{self.budget.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
+                f"a conversation of {len(tokens)} tokens leaves no room for a reply: {self._context_words()}"
             )
         record = Trajectory(self.trajectory.prompt, self.ticket.group)
-        thread = Thread(record, tools, len(messages), self._opening(messages), len(tokens))
+        thread = Thread(record, tools, len(messages), self._opening(messages))
         return Turn(thread, messages, tokens)
+
+    def _context_words(self) -> str:
+        return f"a sequence may have {self.budget.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
 
     def _opening(self, messages: list[Message]) -> int:
         """Count the messages before the policy's first reply: those that another thread began with too, or all."""
         known = [one.opening for one in self.threads if one.begins(messages, one.opening)]
         return max((count for count in known if count < len(messages)), default=len(messages))
 
-    def _end(self, thread: Thread) -> int:
-        """Return the length that the thread may reach."""
-        return min(thread.opening_tokens + self.params.max_new_tokens, self.budget.context)
-
     def _room(self, turn: Turn) -> int:
-        left = self._end(turn.thread) - turn.length()
+        """Return how many tokens a reply may have."""
+        left = min(self.budget.context - turn.length(), self.params.max_new_tokens - turn.thread.sampled())
         return min(left, self.budget.turn_tokens or left)
 
 

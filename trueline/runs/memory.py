@@ -264,6 +264,28 @@ def engine_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) ->
     return ROLLOUT_ENGINES[rollout.engine].memory(rollout, facts, machine)
 
 
+def engine_weights(rollout: RolloutConfig, facts: ModelFacts) -> float:
+    return facts.parameters * bytes_of(rollout.dtype) / rollout.tensor_parallel
+
+
+def engine_work(rollout: RolloutConfig, facts: ModelFacts) -> float:
+    return ENGINE_WORK + ENGINE_LOGITS * 4 * rollout.max_sequences * facts.vocabulary
+
+
+def cached_token_bytes(rollout: RolloutConfig, facts: ModelFacts) -> float:
+    """Return what a token takes of an engine's KV cache."""
+    return 2 * facts.layers * facts.key_heads * facts.head_size * bytes_of(rollout.dtype) / rollout.tensor_parallel
+
+
+def longest_cached(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> int:
+    """Return the tokens of the longest sequence that the model reads and the KV cache of an engine by itself holds."""
+    cache = rollout.cpu_cache_gib * GIB
+    if machine.gpus:
+        taken = (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
+        cache = taken - engine_weights(rollout, facts) - engine_work(rollout, facts)
+    return min(facts.context, max(int(cache / cached_token_bytes(rollout, facts)), 0))
+
+
 def engine_room(
     rollout: ResolvedRollout, facts: ModelFacts, machine: Machine, completions: float, share: float | None
 ) -> EngineRoom:
@@ -271,10 +293,8 @@ def engine_room(
     if not machine.gpus:
         taken = engine_bytes(rollout, facts, machine)
         return EngineRoom(taken, taken, taken)
-    width = bytes_of(rollout.dtype)
-    weights = facts.parameters * width / rollout.tensor_parallel
-    work = ENGINE_WORK + ENGINE_LOGITS * 4 * rollout.max_sequences * facts.vocabulary
-    cache = 2 * facts.layers * facts.key_heads * facts.head_size * width / rollout.tensor_parallel * rollout.longest()
+    weights, work = engine_weights(rollout, facts), engine_work(rollout, facts)
+    cache = cached_token_bytes(rollout, facts) * rollout.longest()
     many = min(rollout.max_sequences, math.ceil(completions / rollout.engines))
     few = min(many, max(rollout.max_sequences // 8, FEWEST_SEQUENCES))
     most, least = (min(weights + work + count * cache, OWN_GPU * machine.gpu_bytes) for count in (many, few))

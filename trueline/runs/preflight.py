@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
@@ -22,7 +23,7 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.rewards.combined import kind_of
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runs.engines import others
-from trueline.runs.memory import NO_ENGINE, EngineRoom, Room, Tenant
+from trueline.runs.memory import NO_ENGINE, EngineRoom, Room, Tenant, longest_cached
 from trueline.runtime.cluster import Machine
 from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
@@ -92,13 +93,35 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
     return newest / "model", f"{newest.name}, the newest checkpoint"
 
 
+def contexts(
+    environment: EnvironmentConfig, rollout: RolloutConfig, facts: ModelFacts, machine: Machine, dtype: str
+) -> list[int]:
+    """Return what sequences of several turns may have, longest first: all that the model reads and a cache holds, and
+    halves of that. 0 stands for what the data alone needs; other episodes, and whoever sets a limit, need no more.
+    """
+    if not environment.kind() or rollout.max_prompt_tokens is not None:
+        return [0]
+    held = rollout.replaced({"dtype": dtype}) if rollout.dtype == "auto" else rollout
+    longest = longest_cached(held, facts, machine)
+    return [longest >> halvings for halvings in range(longest.bit_length())] + [0]
+
+
 def resolved_rollout(
-    rollout: RolloutConfig, facts: ModelFacts, prompts: list["Measured"], engines: int, dtype: str, gpus: int
+    rollout: RolloutConfig,
+    facts: ModelFacts,
+    prompts: list["Measured"],
+    engines: int,
+    dtype: str,
+    gpus: int,
+    context: int = 0,
 ) -> ResolvedRollout:
-    """Fill in the keys that were left to machine, model and data."""
+    """Fill in the keys that were left to machine, model and data; sequences may have `context` tokens, or as few as the
+    data needs.
+    """
     tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
     room = max(facts.context - tokens, 1)
     longest = max((length for one in prompts for length in one.lengths if length <= room), default=room)
+    needed = max(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, context - tokens)
     slow_seeds = gpus > 0 and ROLLOUT_ENGINES[rollout.engine].slow_seeds
     values = {
         "engines": engines,
@@ -106,7 +129,7 @@ def resolved_rollout(
         "gpu_memory_utilization": rollout.gpu_memory_utilization or OWN_GPU,
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,
-        "max_prompt_tokens": rollout.max_prompt_tokens or min(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, room),
+        "max_prompt_tokens": rollout.max_prompt_tokens or min(needed, room),
     }
     return ResolvedRollout.parse(rollout.model_dump() | values)
 

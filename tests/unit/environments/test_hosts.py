@@ -495,9 +495,10 @@ def test_what_can_be_told_before_the_start_is_refused_then(stage: Stage) -> None
 
 def test_the_plan_says_what_is_played(stage: Stage) -> None:
     table = Table(stage.tokenizer, CHATML)
-    assert describe_environment(EnvironmentConfig(), table.chat) == []
-    (line,) = describe_environment(EnvironmentConfig(tools="calculator,python"), table.chat)
-    assert line == "turns      up to 8: environment.tools=calculator python (4 processes, 60 s a step)"
+    assert describe_environment(EnvironmentConfig(), table.chat, 96) == []
+    (line,) = describe_environment(EnvironmentConfig(tools="calculator,python"), table.chat, 96)
+    said = "turns      up to 8 in sequences of up to 96 tokens: environment.tools=calculator python"
+    assert line == f"{said} (4 processes, 60 s a step)"
     kinds = {"a.py:main": "function", "package.module:main": "function", "node agent.js": "program"}
     for agent, kind in kinds.items():
         program = program_of(EnvironmentConfig(agent=agent))

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
+from tests.unit.data.test_chat import CHATML
+from tests.unit.rollout.test_session import Table
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.environments.base import Ending, Policy
 from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
-from trueline.rl.build import way_of
+from trueline.rl.build import budget_of, way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.rl.metrics import transcript
 from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
@@ -591,3 +595,56 @@ def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> N
     said = describe_plan(plan)
     assert "batch      4 prompts x 8 answers = 32 per step, 2 optimizer steps of 32" in said
     assert "length     3 steps = 12 epochs" in said  # of one prompt
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An agent that no process has to look at."""
+    monkeypatch.setattr(surroundings, "check_environment", lambda config, example: [])
+    return "environment.agent=agent.py:main"
+
+
+SMOLAGENTS_TOKENS = 2120  # of the system prompt of its CodeAgent, without a tool
+
+
+def test_an_agents_own_system_prompt_fits_by_default(
+    elsewhere: Any, agent: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The context is the model's, not that of the data's longest row, and the limit reaches engine and session."""
+    plan = elsewhere(64, agent)
+    assert plan.rollout.longest() == SMOLLM2.context == budget_of(plan).context
+    assert all(
+        spec.context == SMOLLM2.context for spec in engine_specs(plan.config.model, plan.rollout, plan.layout, 0)
+    )
+    assert (plan.rollout.max_new_tokens, plan.longest_prompt) == (1024, 253)
+    assert f"turns      up to 8 in sequences of up to {SMOLLM2.context} tokens: environment.agent=" in describe_plan(
+        plan
+    )
+
+    async def briefed(policy: Policy, prompt: Prompt) -> Ending:
+        system = {"role": "system", "content": "s" * SMOLAGENTS_TOKENS}
+        return Ending(float((await policy.reply([system, *prompt.messages])).text == "2"))
+
+    table = Table(tokenizer, CHATML, "2", context=budget_of(plan).context)
+    assert table.run(briefed, longest=plan.rollout.max_new_tokens).reward == 1.0
+
+
+def test_the_context_of_several_turns_is_bounded_by_memory_and_by_keys(elsewhere: Any, agent: str) -> None:
+    small = elsewhere(8, agent)  # the whole run refuses the model's context here, and not half of it
+    assert small.rollout.longest() == SMOLLM2.context // 2
+    with pytest.raises(ConfigError, match="GiB of memory"):
+        elsewhere(8, agent, f"rollout.max_prompt_tokens={SMOLLM2.context - 1024}")
+    cached = elsewhere(64, agent, "rollout.cpu_cache_gib=0.125").rollout.longest()  # vLLM refuses what it cannot hold
+    token = 2 * SMOLLM2.layers * SMOLLM2.key_heads * SMOLLM2.head_size * 4
+    assert cached == int(0.125 * GIB / token) < SMOLLM2.context
+    assert elsewhere(64, agent, "training.micro_batch_tokens=3000").rollout.longest() == SMOLLM2.context // 4
+    assert elsewhere(64, agent, "rollout.max_prompt_tokens=300").rollout.longest() == 300 + 1024
+    assert elsewhere(64, agent, "rollout.max_new_tokens=300").rollout.max_prompt_tokens == SMOLLM2.context - 300
+    assert elsewhere(80, agent, gpus=1).rollout.longest() == SMOLLM2.context
+    assert elsewhere(64).rollout.longest() == 256 + 1024  # one turn needs no more than its prompt
+
+
+def test_a_run_of_several_turns_that_goes_on_keeps_its_context(elsewhere: Any, agent: str) -> None:
+    before = elsewhere(8, agent).config
+    again = elsewhere(64, agent, *(f"{key}={value}" for key, value in resolved_keys(before).items())).config
+    assert again.rollout.max_prompt_tokens == before.rollout.max_prompt_tokens

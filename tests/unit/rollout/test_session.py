@@ -227,7 +227,7 @@ def test_turns_end_with_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
             policy.add_reward(0.5)
             messages = [*messages, reply.message, MORE]
 
-    for budget, longest, turns in (({"turns": 3}, 200, 3), ({}, 30, 1), ({"context": 60}, 200, 2)):
+    for budget, longest, turns in (({"turns": 3}, 200, 3), ({}, 3, 2), ({"context": 60}, 200, 2)):
         table = Table(tokenizer, CHATML, *"23456789", **budget)
         trajectory = table.run(endless, longest=longest)
         assert (trajectory.outcome, trajectory.truncated) == (Outcome.TRUNCATED, True)
@@ -396,12 +396,8 @@ def test_an_engine_that_fails_fails_the_run(tokenizer: PreTrainedTokenizerFast) 
 def test_the_budget_that_ended_an_episode_is_told_in_full(tokenizer: PreTrainedTokenizerFast) -> None:
     for budget, longest, words in (
         ({"turns": 1}, 200, "the episode has had all its turns (environment.max_turns=1)"),
-        (
-            {},
-            30,
-            r"leave no room for a reply: a sequence may have 53 (23 of its opening and rollout.max_new_tokens=30 ",
-        ),
-        ({"context": 35}, 200, "rollout.max_new_tokens=200 for all that follows, 35 in all)"),
+        ({}, 2, "the policy has said all 2 tokens of a sequence (rollout.max_new_tokens=2)"),
+        ({"context": 35}, 200, " leave no room for a reply: a sequence may have 35 (rollout.max_prompt_tokens + "),
         ({"context": 9}, 200, "a sequence may have 9 (rollout.max_prompt_tokens + rollout.max_new_tokens)"),
     ):
         trajectory = Table(tokenizer, CHATML, *"23456789", **budget).run(two_turns, longest=longest)
