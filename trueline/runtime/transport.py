@@ -221,7 +221,8 @@ def within(seconds: float, work: Callable[[], None]) -> None:
 
     def run() -> None:
         try:
-            done.set_result(work())
+            work()
+            done.set_result(None)
         except RuntimeError as error:
             done.set_exception(error)
 
