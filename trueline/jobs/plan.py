@@ -141,7 +141,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
             engines_line(plan.rollout),
             f"reward     {rewards or ('of the environment' if plan.config.scored() else 'none')}",
-            *describe_environment(plan.config.environment, plan.chat),
+            *describe_environment(plan.config.environment, plan.chat, plan.rollout.longest()),
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",

@@ -17,7 +17,7 @@ from trueline.offline.dataset import Material, check_longest, load_material
 from trueline.offline.tasks import teacher_model
 from trueline.runs.engines import check_engines
 from trueline.runs.learning_rate import rate_warnings
-from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, settled
+from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, place_tokens, settled
 from trueline.runs.preflight import (
     Reading,
     check_parallel,
@@ -113,7 +113,7 @@ def forecast_memory(
     config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int, *, propose: bool = True
 ) -> Forecast:
     """Choose what memory decides; a teacher lives beside its student."""
-    tokens = config.samples_per_step * longest / world
+    tokens = place_tokens(config.samples_per_step, longest, world, config.model)
     tenants = [Tenant("model", "training", facts, config.model, config.training, world, tokens)]
     if isinstance(config, DistillRunConfig):
         teacher, ranks = teacher_model(config), RanksConfig(micro_batch_tokens=config.training.micro_batch_tokens)

@@ -17,7 +17,7 @@ from trueline.planning.seconds import phase_seconds, sync_bytes, train_seconds
 from trueline.rl.estimates import describe_roles, memory_bytes
 from trueline.rl.plan import RLPlan, check_algorithm, decide
 from trueline.rl.surroundings import Surroundings
-from trueline.runs.memory import GIB, Tenant
+from trueline.runs.memory import GIB, Tenant, place_tokens
 from trueline.runs.preflight import MODEL_KEYS, Kind, Measured
 from trueline.runs.summary import engines_line, machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.placement import Layout, check_devices
@@ -89,8 +89,9 @@ def describe_supervised(config: SupervisedConfig, devices: Devices) -> str:
     forecast = offline.forecast_memory(config, facts, machine, world, longest)
     config, layout = config.replaced(forecast.keys()), Layout(world, width=config.model.width())
     check_devices(layout, machine)
-    tokens = config.samples_per_step * longest * (2 if config.task in ("preference", "rm") else 1)
-    one = Tenant("model", "training", facts, config.model, config.training, world, tokens / world)
+    sequences = config.samples_per_step * (2 if config.task in ("preference", "rm") else 1)
+    tokens, share = sequences * longest, place_tokens(sequences, longest, world, config.model)
+    one = Tenant("model", "training", facts, config.model, config.training, world, share)
     return "\n".join(
         [
             machine_line(machine) + f" ({devices.nodes} x {devices.gpus_of_node} x {devices.name})",

@@ -16,7 +16,7 @@ from trueline.planning.hardware import (
 )
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import fresh_old_logprobs
-from trueline.runs.memory import Tenant, bytes_of
+from trueline.runs.memory import Tenant, adapter_elements, bytes_of
 from trueline.training.engines import TRAIN_ENGINES
 
 
@@ -72,8 +72,7 @@ def rollout_seconds(plan: RLPlan, devices: Devices) -> float:
 def sync_bytes(plan: RLPlan) -> float:
     """Return what every engine is sent: all weights, or adapters of all matrices in all layers."""
     facts, lora, width = plan.facts, plan.config.model.lora, bytes_of(plan.rollout.dtype)
-    ends = 7 * facts.hidden_size + 3 * facts.intermediate_size + 2 * (facts.heads + facts.key_heads) * facts.head_size
-    return width * (lora.rank * facts.layers * ends if lora.apart() else facts.parameters)
+    return width * (lora.rank * adapter_elements(facts) if lora.apart() else facts.parameters)
 
 
 def sync_seconds(plan: RLPlan, devices: Devices) -> float:

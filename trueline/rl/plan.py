@@ -7,7 +7,7 @@ from functools import partial
 
 from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits
 from trueline.config.base import ConfigError, Tree, merge
-from trueline.config.model import RanksConfig, check_training
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
@@ -25,6 +25,7 @@ from trueline.runs.memory import (
     Room,
     Tenant,
     engine_room,
+    place_tokens,
     settled,
 )
 from trueline.runs.preflight import (
@@ -310,14 +311,20 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
 
 
 def tenants_of(plan: RLDraft) -> list[Tenant]:
-    config, ranks = plan.config, plan.layout.policy_ranks
-    completions = config.prompts_per_step * config.algorithm.group_size / config.minibatches / ranks
-    tokens = completions * (plan.longest_prompt + plan.rollout.max_new_tokens)
-    policy = Tenant("policy", "training", plan.facts, config.model, config.training, ranks, tokens)
-    roles = plan.roles
+    """Return the models with their share of a step's tokens: trained ones of a minibatch's, others of all."""
+    config, world = plan.config, plan.layout.policy_ranks
+    completions = config.prompts_per_step * config.algorithm.group_size
+    longest = plan.longest_prompt + plan.rollout.max_new_tokens
+
+    def tenant(
+        name: str, section: str, facts: ModelFacts, model: ModelConfig, ranks: RanksConfig, world: int
+    ) -> Tenant:
+        scored = completions / (config.minibatches if isinstance(ranks, TrainingConfig) else 1)
+        return Tenant(name, section, facts, model, ranks, world, place_tokens(scored, longest, world, model))
+
     return [
-        policy,
-        *(Tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world, tokens) for one in roles),
+        tenant("policy", "training", plan.facts, config.model, config.training, world),
+        *(tenant(one.name, one.section, one.facts, one.model, one.ranks, one.world) for one in plan.roles),
     ]
 
 
@@ -325,7 +332,9 @@ def rooms_of(plan: RLDraft, share: float | None) -> list[Room]:
     """Return a room for all processes on a node's CPUs; of GPUs the policy's, and one for each model with its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
     completions = plan.config.prompts_per_step * plan.config.algorithm.group_size
-    engine = engine_room(plan.rollout, plan.facts, machine, completions, share)
+    lora, bucket = plan.config.model.lora, plan.config.sync.bucket_mib * 2**20
+    rank = lora.rank if lora.apart() else 0
+    engine = engine_room(plan.rollout, plan.facts, machine, completions, share, bucket=bucket, adapter_rank=rank)
     if not machine.gpus:
         if plan.config.runtime == "local":
             return [Room(machine.memory_bytes, "cpu", [(one, 1) for one in tenants], layout.engines, engine)]

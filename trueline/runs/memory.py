@@ -11,7 +11,9 @@ from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import ModelFacts
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
+from trueline.training.deepspeed_config import BUCKET, at_once
 from trueline.training.engines import TRAIN_ENGINES
+from trueline.training.optimizer import PIECE
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
@@ -26,7 +28,7 @@ ENGINE_WORK = 4.0 * GIB  # inside an engine's share: its context, and activation
 ENGINE_LOGITS = 4  # float32 rows of logits for each sequence, inside its share: raw, processed, probabilities, sorted
 ENGINE_OUTSIDE = 1.0 * GIB  # above an engine's share: CUDA graphs
 ENGINE_ASLEEP = 2.0 * GIB  # what is left of an engine that sleeps: context, CUDA graphs, buffers
-SYNCING = 0.5 * GIB  # buckets of weights on their way to the engine
+SENDING, LOADING = 2, 2  # pieces of weights: buffers that a rank keeps, and what an engine copies and fills
 FEWEST_SEQUENCES = 8  # that an engine must hold at a time, or an eighth of what it may
 HOST_SHARE = 0.6  # of the machine's free memory that moments may take
 
@@ -81,6 +83,7 @@ class EngineRoom:
     share: float | None = None
     fixed: float = 0.0  # of these, weights and work: the rest is the cache's
     sequence: float = 0.0  # of the cache, one longest sequence: without it an engine does not start
+    piece: float = 0.0  # of the weights on their way to it: a bucket, or the largest tensor
 
     def cache_bytes(self, taken: float) -> int:
         """Return what is left to the KV cache of an engine that takes so much; never less than it can work with."""
@@ -117,8 +120,9 @@ class Room:
     def engine_bytes(self, choice: Choice, phase: str) -> float:
         if self.device == "cpu":
             return self.engine.most
-        asleep = phase == "training" and self.in_turns
-        return self.engine.asleep if asleep else choice.share * self.size + ENGINE_OUTSIDE + SYNCING
+        if phase == "training" and self.in_turns:
+            return self.engine.asleep + SENDING * self.engine.piece
+        return choice.share * self.size + ENGINE_OUTSIDE + (SENDING + LOADING) * self.engine.piece
 
     def phases(self, choice: Choice) -> dict[str, float]:
         """Return the bytes in use by phase: on GPUs an engine and the models beside it take turns."""
@@ -193,7 +197,18 @@ def tenant_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str
     passes = activation_bytes(tenant, min(tokens, tenant.step_tokens), checkpointing, device)
     if device == "cpu":
         return PROCESS_BYTES + model_bytes(tenant) + passes
-    return CONTEXT + model_bytes(tenant) + (1 + SLACK) * passes
+    return CONTEXT + model_bytes(tenant) + (1 + SLACK) * passes + stepping_bytes(tenant)
+
+
+def stepping_bytes(tenant: Tenant) -> float:
+    """Estimate DeepSpeed's bucket of gradients, and the pieces of moments that come from the host in two streams."""
+    if not isinstance(tenant.ranks, TrainingConfig):
+        return 0.0
+    stage = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
+    trained = 0 if tenant.model.lora.rank else tenant.facts.parameters
+    bucket = min(BUCKET, trained) if stage in (1, 2) else 2 * at_once(tenant.facts.parameters) if stage == 3 else 0
+    moments = 2 * 2 * min(PIECE, trained_parameters(tenant)) if tenant.ranks.offload == "moments" else 0
+    return bucket * bytes_of(tenant.model.dtype) + 4 * moments
 
 
 def idle_bytes(tenant: Tenant) -> float:
@@ -228,20 +243,32 @@ def moment_bytes(tenant: Tenant) -> float:
 
 def weight_bytes(tenant: Tenant) -> float:
     each = 0.5 if tenant.model.lora.quantize else bytes_of(tenant.model.dtype)
-    weights = each * tenant.facts.parameters / tenant.model.tensor_parallel / divided(tenant, 3)
+    weights = each * cut_parameters(tenant) / divided(tenant, 3)
     return 0.0 if tenant.ranks.offload == "all" else weights
 
 
 def trained_parameters(tenant: Tenant) -> float:
     """Count what a rank's gradients are of, before ranks divide it; adapters are small beside the model."""
     trained = isinstance(tenant.ranks, TrainingConfig) and not tenant.model.lora.rank
-    return tenant.facts.parameters / tenant.model.tensor_parallel if trained else 0.0
+    return cut_parameters(tenant) if trained else 0.0
+
+
+def cut_parameters(tenant: Tenant) -> float:
+    """Count what tensor parallelism leaves a rank: its part of the layers, and all of embeddings and head."""
+    facts = tenant.facts
+    whole = min(2 * facts.vocabulary * facts.hidden_size, facts.parameters)
+    return whole + (facts.parameters - whole) / tenant.model.tensor_parallel
 
 
 def divided(tenant: Tenant, stage: int) -> int:
-    """Return among how many ranks is divided what this ZeRO stage divides."""
+    """Return among how many ranks is divided what this ZeRO stage divides: those that hold the same parameters."""
     own = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
-    return tenant.world if own >= stage else 1
+    return tenant.world // tenant.model.tensor_parallel if own >= stage else 1
+
+
+def place_tokens(sequences: float, longest: float, world: int, model: ModelConfig) -> float:
+    """Return the tokens of a rank's share of a step: its data place has whole sequences, which a ring divides."""
+    return math.ceil(sequences * model.width() / world) * longest / model.context_parallel
 
 
 def activation_bytes(tenant: Tenant, tokens: float, checkpointing: bool, device: str) -> float:
@@ -273,8 +300,9 @@ def engine_work(rollout: RolloutConfig, facts: ModelFacts) -> float:
 
 
 def cached_token_bytes(rollout: RolloutConfig, facts: ModelFacts) -> float:
-    """Return what a token takes of an engine's KV cache."""
-    return 2 * facts.layers * facts.key_heads * facts.head_size * bytes_of(rollout.dtype) / rollout.tensor_parallel
+    """Return what a token takes of the KV cache on a device, which has at least one key head, if not of its own."""
+    heads = math.ceil(facts.key_heads / rollout.tensor_parallel)
+    return 2 * facts.layers * heads * facts.head_size * bytes_of(rollout.dtype)
 
 
 def longest_cached(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> int:
@@ -286,21 +314,40 @@ def longest_cached(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) 
     return min(facts.context, max(int(cache / cached_token_bytes(rollout, facts)), 0))
 
 
+def adapter_elements(facts: ModelFacts) -> int:
+    """Count the elements of adapters of rank 1 on all matrices of all layers."""
+    ends = 7 * facts.hidden_size + 3 * facts.intermediate_size + 2 * (facts.heads + facts.key_heads) * facts.head_size
+    return facts.layers * ends
+
+
 def engine_room(
-    rollout: ResolvedRollout, facts: ModelFacts, machine: Machine, completions: float, share: float | None
+    rollout: ResolvedRollout,
+    facts: ModelFacts,
+    machine: Machine,
+    completions: float,
+    share: float | None,
+    *,
+    bucket: float = 0.0,
+    adapter_rank: int = 0,
 ) -> EngineRoom:
-    """Return the room of an engine; one beside models on a GPU needs weights, work, and a cache of long sequences."""
+    """Return the room of an engine; one beside models on a GPU needs weights, work, and a cache of long sequences.
+
+    Weights reach it in pieces of a `bucket`, or of their largest tensor; adapters alone have a room of their own.
+    """
     if not machine.gpus:
         taken = engine_bytes(rollout, facts, machine)
         return EngineRoom(taken, taken, taken)
-    weights, work = engine_weights(rollout, facts), engine_work(rollout, facts)
+    width, weights, work = bytes_of(rollout.dtype), engine_weights(rollout, facts), engine_work(rollout, facts)
+    ranks = [one for one in ROLLOUT_ENGINES[rollout.engine].adapter_ranks if one >= adapter_rank > 0]
+    work += width * adapter_elements(facts) * min(ranks, default=0)
     cache = cached_token_bytes(rollout, facts) * rollout.longest()
+    largest = 0 if adapter_rank else width * facts.vocabulary * facts.hidden_size
     many = min(rollout.max_sequences, math.ceil(completions / rollout.engines))
     few = min(many, max(rollout.max_sequences // 8, FEWEST_SEQUENCES))
     most, least = (min(weights + work + count * cache, OWN_GPU * machine.gpu_bytes) for count in (many, few))
     sleeps, size = ROLLOUT_ENGINES[rollout.engine].sleeps, machine.gpu_bytes
     asleep = ENGINE_ASLEEP if sleeps else (share or most / size) * size
-    return EngineRoom(most, least, asleep, share, weights + work, cache)
+    return EngineRoom(most, least, asleep, share, weights + work, cache, max(bucket, largest))
 
 
 def settled(rooms: list[Room], longest: int, lengths: str, divide: Callable[[], str] = str) -> Forecast:

@@ -1,5 +1,6 @@
 """Plans of runs on devices that are not here."""
 
+import math
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from trueline.config.supervised import SftConfig
 from trueline.planning.hardware import read_devices
 from trueline.planning.paper import on_paper, plan_on_paper, plan_rl_on_paper
 from trueline.planning.seconds import phase_seconds, sync_bytes
-from trueline.rl.plan import RLPlan
+from trueline.rl.plan import RLPlan, tenants_of
 from trueline.runs.summary import node_lines
 
 GIB = 2**30
@@ -89,6 +90,24 @@ def test_more_devices_take_less_time_and_more_models_more() -> None:
     adapters = planned("qwen2.5-7b", "8xH100", "model.lora.rank=16", "model.lora.sync=adapter")
     assert sync_bytes(adapters) < 0.02 * sync_bytes(planned("qwen2.5-7b", "8xH100"))
     assert expected_of(adapters, "8xH100")["train"] < one["train"]  # neither gradients of weights nor their exchange
+
+
+def test_models_have_the_tokens_of_their_data_places() -> None:
+    """128 answers to prompts of 512 tokens: a rank of a tensor width of 4 has those of its half of eight GPUs."""
+    words = ["rollout.max_new_tokens=512", "minibatches=2", "algorithm.preset=ppo", "critic.tensor_parallel=1"]
+    made = planned("qwen2.5-7b", "8xH100", "model.tensor_parallel=4", "reference.tensor_parallel=2", *words)
+    tokens = {one.name: one.step_tokens for one in tenants_of(made)}
+    completions = made.config.prompts_per_step * made.config.algorithm.group_size
+    each = {"policy": completions / 2 / 2, "reference": completions / 4, "critic": completions / 2 / 8}
+    assert tokens == {name: math.ceil(count) * 1024 for name, count in each.items()}
+
+
+def test_pieces_of_weights_and_room_for_adapters_are_planned() -> None:
+    plain, wide = (planned("qwen2.5-7b", "1xH200", *words) for words in ((), ("sync.bucket_mib=4096",)))
+    assert (plain.forecast.room.engine.piece, wide.forecast.room.engine.piece) == (2 * 152064 * 3584, 2**32)
+    adapted = planned("qwen2.5-7b", "1xH200", "model.lora.rank=64")
+    assert adapted.forecast.room.engine.piece == 256 * 2**20
+    assert adapted.forecast.room.engine.fixed - plain.forecast.room.engine.fixed == pytest.approx(sync_bytes(adapted))
 
 
 def test_sampling_while_training_costs_the_longer_of_the_two() -> None:

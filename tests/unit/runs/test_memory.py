@@ -18,7 +18,6 @@ from trueline.runs.memory import (
     ENGINE_OUTSIDE,
     ENGINE_WORK,
     GIB,
-    SYNCING,
     Choice,
     EngineRoom,
     Room,
@@ -27,11 +26,15 @@ from trueline.runs.memory import (
     engine_room,
     fitting,
     idle_bytes,
+    kept_bytes,
     model_bytes,
+    place_tokens,
     settled,
+    stepping_bytes,
     tenant_bytes,
 )
 from trueline.runtime.cluster import Machine
+from trueline.training.deepspeed_config import deepspeed_config
 
 SMOLLM2 = ModelFacts(
     134_515_008,
@@ -84,7 +87,7 @@ def test_the_estimate_is_not_below_what_a_gpu_showed() -> None:
         (TrainingConfig(zero_stage=1), {}, 4, 4 + 4 + 8 / 4),
         (TrainingConfig(offload="optimizer"), {}, 1, 4 + 4),
         (TrainingConfig(zero_stage=0, optimizer="muon"), {}, 4, 4 + 4 + 4 + 4 * 2 * 49_152 * 576 / 134_515_008),
-        (TrainingConfig(), {"tensor_parallel": 2}, 2, (4 + (4 + 8) / 2) / 2),
+        (TrainingConfig(), {"tensor_parallel": 2}, 2, (4 + 4 + 8) * (1 + 2 * 49_152 * 576 / 134_515_008) / 2),
         (TrainingConfig(), {"lora": {"rank": 8}}, 1, 4),
         (TrainingConfig(), {"lora": {"rank": 8, "quantize": True}}, 1, 0.5),
         (FrozenConfig(), {}, 4, 4),
@@ -141,7 +144,7 @@ def room(gib: float, *tenants: Tenant, device: str = "cpu", engines: int = 0) ->
         (5, "cpu", (4096, True)),  # a CPU likes 1024 and more
         (24, "cuda", (8192, False)),
         (11, "cuda", (16384, True)),  # a GPU likes 4096 and more
-        (5, "cuda", (1277, True)),
+        (5.5, "cuda", (1277, True)),
     ],
 )
 def test_passes_follow_memory(gib: float, device: str, expected: tuple[int, bool]) -> None:
@@ -213,16 +216,78 @@ def test_phases_take_turns() -> None:
     room, choice = shared_gpu(QWEN, share=0.5), Choice({"training": 16384}, False, share=0.5)
     phases = room.phases(choice)
     one = room.tenants[0][0]
-    assert phases["training"] == tenant_bytes(one, 16384, False, "cuda") + ENGINE_ASLEEP
-    assert phases["rollout"] == 0.5 * room.size + ENGINE_OUTSIDE + SYNCING + CONTEXT + (2 + 12) * QWEN.parameters
+    piece = 2 * QWEN.vocabulary * QWEN.hidden_size  # the largest tensor, which travels whole
+    assert phases["training"] == tenant_bytes(one, 16384, False, "cuda") + ENGINE_ASLEEP + 2 * piece
+    assert phases["rollout"] == 0.5 * room.size + ENGINE_OUTSIDE + 4 * piece + CONTEXT + (2 + 12) * QWEN.parameters
     assert room.needed(choice) == max(phases.values())
     assert settled([room], 640, "").largest() == f"{phases['rollout'] / GIB:.1f} GiB (rollout)"
     moved = room.phases(replace(choice, on_host=True))
-    assert phases["training"] - moved["training"] == 8 * QWEN.parameters
+    assert phases["training"] - moved["training"] == 8 * QWEN.parameters - GIB  # pieces of them are on their way
     judge = replace(one, name="reward_model", section="reward_model", ranks=FrozenConfig())
     judged = replace(room, tenants=[(one, 1), (judge, 1)])
     working = judged.each(Choice({"training": 16384, "reward_model": 4096}, False), "rollout")["reward_model"][1]
     assert working == tenant_bytes(judge, 4096, False, "cuda") > idle_bytes(judge)  # it scores while engines sample
+
+
+def test_the_cache_of_a_device_has_a_key_head_at_least() -> None:
+    """Four key heads on eight devices: each holds one whole head, as two of them hold the same."""
+    facts, keys = replace(QWEN, key_heads=4), {"max_sequences": 1}
+    of = {width: shared_gpu(facts, tensor_parallel=width, **keys).engine for width in (1, 2, 4, 8)}
+    assert of[1].sequence == 2 * of[2].sequence == 4 * of[4].sequence == 4 * of[8].sequence
+
+
+def test_tensor_parallel_ranks_share_out_layers_and_no_optimizer() -> None:
+    """ZeRO divides among ranks that hold the same parameters; embeddings and head stay whole on each."""
+    for stage in (1, 2, 3):
+        ranks = TrainingConfig(zero_stage=stage)  # type: ignore[arg-type]
+        whole = 2 * LLAMA.vocabulary * LLAMA.hidden_size
+        cut = whole + (LLAMA.parameters - whole) / 4
+        alone, two = (tenant(ranks, LLAMA, world, tensor_parallel=4, dtype="bfloat16") for world in (4, 8))
+        assert kept_bytes(alone) == pytest.approx((2 + 4 + 8) * cut)
+        assert kept_bytes(two) == pytest.approx((2 / (2 if stage == 3 else 1) + (4 + 8) / 2) * cut)
+
+
+def test_a_rank_has_the_sequences_of_its_data_place() -> None:
+    """Eight ranks in two places of a ring of two and tensor width two."""
+    mesh = ModelConfig(tensor_parallel=2, context_parallel=2)
+    assert place_tokens(10, 100, 8, mesh) == 5 * 100 / 2
+    assert place_tokens(10, 100, 8, ModelConfig()) == 2 * 100  # one place has a second sequence
+    assert place_tokens(10, 100, 8, ModelConfig(tensor_parallel=8)) == 10 * 100
+
+
+def test_what_an_update_takes_besides_the_model_is_counted() -> None:
+    """DeepSpeed's bucket of gradients, and pieces of moments that are on the host."""
+
+    def stepping(offload: str, **ranks: Any) -> float:
+        return stepping_bytes(tenant(TrainingConfig(offload=offload, **ranks), LLAMA, dtype="bfloat16"))  # type: ignore[arg-type]
+
+    assert stepping("none") == 2 * 5e8
+    assert stepping("moments") == 2 * 5e8 + GIB
+    assert stepping("none", zero_stage=3) == 2 * 2 * 2**26
+    assert stepping_bytes(tenant(FrozenConfig(), LLAMA)) == 0
+    assert stepping_bytes(tenant(facts=replace(LLAMA, parameters=1000))) == 4 * 1000
+    for elements, bucket in ((0, 5e8), (1000, 1000), (10**9, 5e8)):
+        settings = deepspeed_config(TrainingConfig(), "bfloat16", elements=elements)
+        assert settings["zero_optimization"]["reduce_bucket_size"] == bucket
+
+
+def test_the_forecast_of_a_7b_shape_is_what_an_h200_showed() -> None:
+    """137.5 GiB were in use by a policy, its reference and an engine of 0.405 of the GPU, with moments on the host."""
+    room = shared_gpu(LLAMA, share=0.405)
+    reference = replace(room.tenants[0][0], name="reference", section="reference", ranks=FrozenConfig())
+    both = replace(room, tenants=[*room.tenants, (reference, 1)])
+    choice = Choice({"training": 4096, "reference": 4096}, False, on_host=True, share=0.405)
+    assert both.needed(choice) / GIB == pytest.approx(137.5, rel=0.015)
+
+
+def test_adapters_have_their_room_in_an_engine() -> None:
+    """vLLM keeps room for the next rank that it knows, and no whole tensor travels."""
+    rollout = ResolvedRollout.parse(
+        {"engines": 1, "dtype": "bfloat16", "max_new_tokens": 512, "max_prompt_tokens": 128}
+    )
+    plain, apart = (engine_room(rollout, LLAMA, H200, 8, 0.5, bucket=2**20, adapter_rank=rank) for rank in (0, 9))
+    assert apart.fixed - plain.fixed == 2 * 32 * 16 * (4 * 2 * 4096 + 3 * (4096 + 11_008))
+    assert (plain.piece, apart.piece) == (2 * 32_000 * 4096, 2**20)
 
 
 def test_an_engine_takes_what_it_can_use_of_what_models_leave() -> None:
