@@ -151,6 +151,10 @@ def test_score_is_that_of_the_plain_model(engine: Actor[RolloutEngine], plain: A
     torch.testing.assert_close(torch.tensor(scores), true_logprobs(plain, PROMPT, 1.0), atol=1e-4, rtol=0)
 
 
+def test_all_but_one_token_of_a_context_can_be_scored(engine: Actor[RolloutEngine], run: Run) -> None:
+    assert len(run(engine.call(RolloutEngine.score, [3 + at % 250 for at in range(127)]))) == 126
+
+
 def test_controls_shape_the_distribution_alike(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
     """Tokens and log-probs are those that PyTorch alone computes from all logits; a greedy one only has the penalty."""
     cases: list[dict[str, Any]] = [
@@ -307,13 +311,32 @@ def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor[RolloutE
 def test_what_goes_wrong_inside_vllm_is_told() -> None:
     """A stand-in does what the real one does only by chance: it fails in a step, and keeps its prefix cache."""
     code = """
-import asyncio, time
+import asyncio, threading, time
+from types import SimpleNamespace
 import pytest
+from vllm.logprobs import Logprob
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec, SamplingParams
 
+class Output:
+    finished, num_cached_tokens, prompt_logprobs = True, 0, [None, {1: Logprob(-0.5)}]
+    def __init__(self, request):
+        self.request_id = request
+
+class State:
+    def __init__(self, request):
+        self.external_req_id = request
+    def make_request_output(self, *args):
+        return Output(self.external_req_id)
+
 class StandIn(list):
-    aborted = []
+    aborted, slept = [], []
+    busy, go_on = threading.Event(), threading.Event()
+    @property
+    def output_processor(self):
+        return SimpleNamespace(request_states={one: State(one) for one in self})
+    def sleep(self, level):
+        self.slept.append(list(self))
     @classmethod
     def from_engine_args(cls, options):
         return cls()
@@ -324,14 +347,60 @@ class StandIn(list):
     def step(self):
         time.sleep(0.01)
         assert "bad" not in self, "a broken step"
+        if "dying" in self:
+            self.busy.set()
+            self.go_on.wait()
+            ended = [Output(one) for one in self]
+            self.clear()
+            return ended
         return []
     def abort_request(self, requests):
         self.aborted += requests
-        self.clear()
+        self[:] = [one for one in self if one not in requests]
     def collective_rpc(self, method, args):
         return [[]]
     def reset_prefix_cache(self):
         return False
+
+async def cancel_while_it_ends(engine):
+    # A step ends two requests, of which one was cancelled meanwhile: the other has its answer.
+    dying = asyncio.create_task(engine._run([1], None, "dying"))
+    other = asyncio.create_task(engine._run([1], None, "other"))
+    await asyncio.to_thread(StandIn.busy.wait)
+    while "other" not in engine.waiting:
+        await asyncio.sleep(0)
+    engine.llm.append("other")  # its own call waits behind the step
+    dying.cancel()
+    await asyncio.sleep(0)
+    StandIn.go_on.set()
+    assert (await other).request_id == "other"
+    await asyncio.wait([dying])
+    engine.llm.clear()
+
+async def cancel_while_it_is_cut_off(engine):
+    # A pause cuts two requests off, of which one is cancelled in that moment: the other hands back what it has.
+    both = [asyncio.create_task(engine._run([1], None, name)) for name in ("cancelled", "kept")]
+    while len(engine.llm) < 2:
+        await asyncio.sleep(0.01)
+    cut_off = engine._cut_off
+    def cancel_then_cut():
+        engine.waiting["cancelled"].cancel()
+        return cut_off()
+    engine._cut_off = cancel_then_cut
+    await engine.pause("keep")
+    assert (await both[1]).request_id == "kept" and engine.idle.is_set()
+    engine._cut_off = cut_off
+    await engine.resume()
+
+async def sleep_while_one_runs(engine):
+    # What dynamic sampling has no use for may still run when the engine shall sleep.
+    engine.sleeps = True
+    running = asyncio.create_task(engine._run([1], None, "unneeded"))
+    while not engine.llm:
+        await asyncio.sleep(0.01)
+    await engine.sleep()
+    assert engine.llm.slept == [[]] and running.done() and not engine.open.is_set()
+    await engine.resume()
 
 async def main():
     engine = vllm_engine.VllmEngine(EngineSpec("", "float32", 64, 1, 8, 0, 0.3, False, False, False))
@@ -340,6 +409,9 @@ async def main():
     endless.cancel()
     await asyncio.wait([endless])
     assert engine.llm.aborted == ["endless"] and engine.idle.is_set()
+    await cancel_while_it_ends(engine)
+    await cancel_while_it_is_cut_off(engine)
+    await sleep_while_one_runs(engine)
     with pytest.raises(AssertionError, match="a broken step"):
         await engine.generate([1], SamplingParams(1.0, 8, ()), "bad")
     with pytest.raises(RuntimeError, match="prefix cache"):

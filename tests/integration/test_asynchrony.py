@@ -153,6 +153,23 @@ def test_an_engine_that_hangs_in_its_second_start_is_started_once_more(home: Pat
     assert set(fates_of(home, "harmed-twice").values()) == {1}
 
 
+@pytest.mark.slow
+def test_the_only_engine_is_killed_twice_at_once_and_the_run_goes_on(home: Path) -> None:
+    """The second time while it is started again."""
+    words = ["rollout.max_staleness=1", "rollout.on_update=keep", "rollout.engines=1"]
+    with started(home, "twice", *words, "steps=6", "timeout_seconds=240") as run:
+        metrics = home / "runs" / "twice" / "metrics.jsonl"
+        wait_for(run, lambda: metrics.exists() and len(steps_of(home, "twice")) > 1)
+        (engine,) = engines_of(run)
+        engine.kill()
+        (again,) = wait_for(run, lambda: [one for one in engines_of(run) if one.pid != engine.pid])
+        again.kill()
+        said, _ = run.communicate()
+    assert run.returncode == 0, said
+    assert said.count("the engine is started again") == 2, said
+    assert len(steps_of(home, "twice")) == 6 and set(fates_of(home, "twice").values()) == {1}
+
+
 VICTIMS = {"driver": "", "rank": "ray::Host", "engine": "ray::AsyncHost"}  # by the first words of its processes
 
 

@@ -37,6 +37,7 @@ from trueline.rollout.pool import EnginePool
 from trueline.rollout.session import Budget
 from trueline.runs.processes import opened_loop
 from trueline.runs.rewards import open_rewards
+from trueline.runtime import actors
 from trueline.runtime.actors import RayActor, Spot, wait_all
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
@@ -280,3 +281,25 @@ def test_an_engine_that_is_stopped_and_then_one_that_is_dead(ray_logs: Path) -> 
     assert line.startswith("stuck: engine-0 is stopped (state T)")
     assert asked.startswith("engine-0 is stopped (state T)")  # from another terminal, the same
     assert line_of_dead.startswith("stuck: engine-0's process is gone")
+
+
+@pytest.mark.slow
+def test_an_engine_whose_slots_are_all_taken_is_alive_and_can_be_told_to_pause(
+    ray_logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests take all slots and queue for more; what the run tells its engine does not wait behind them."""
+    monkeypatch.setattr(actors, "CONCURRENT_CALLS", 2)
+    engine = RayActor("engine-full", ENGINE, [], spot(), ray_logs / "engine-full.log")
+
+    async def ask() -> list[int]:
+        requests = [asyncio.ensure_future(engine.call(Engine.wait)) for _ in range(2)]
+        later = [asyncio.ensure_future(engine.call(Engine.wait)) for _ in range(6)]
+        await asyncio.wait_for(engine.alive().awaited(), LONG)
+        assert await asyncio.wait_for(engine.call(Engine.let_go, 2), LONG) == 2  # in the loop of those who wait
+        found = list(await asyncio.gather(*requests))
+        for one in later:
+            one.cancel()
+        return found
+
+    assert asyncio.run(ask()) == [2, 2]
+    engine.stop()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -38,6 +39,8 @@ TIMEOUT = 400.0
 TOLERANCE = 1e-4
 UPDATES = 5
 PROMPTS = [[10, 20, 30, 40], [50, 60, 70], [80, 90, 100, 110, 120], [33, 44]]
+CANARY = list(range(5, 37))
+BLOCK = 128  # tokens of a cache block of vLLM on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
     return EngineSpec(
         model=model,
         dtype="float32",
-        context=64,
+        context=BLOCK + 72,
         tensor_parallel=tensor_parallel,
         max_sequences=32,
         seed=0,
@@ -157,7 +160,7 @@ def test_engines_follow_the_trainer(
 ) -> None:
     model, pool = engines
     restart(trainer, model, stage)
-    canary = Canary(list(range(5, 37)), 1e-3)
+    canary = Canary(CANARY, 1e-3)
     loop.run(pool.actors[0].call(RolloutEngine.scramble), "noise")  # left by an earlier stage: all is sent anew
     WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo")).publish(0)
     sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo"))
@@ -187,14 +190,17 @@ def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
     model, pool = engines
     restart(trainer, model, 2)
     way = Way("float32", "gloo", on_update=mode)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), Canary(list(range(5, 37)), 1e-3), way)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), Canary(CANARY, 1e-3), way)
     sync.publish(0)
+    sync.verify()
     samples = sample_all(pool, loop, 1.0, 11)
     loop.run(pool.call(Breakable.be_slow, 0.1), "slowing down")  # type: ignore[arg-type]
     params = SamplingParams(1.0, 50, (), seed=5)
+    shared = (CANARY * BLOCK)[: BLOCK + 10]  # answers that go on fill the canary's block again: no alarm
+    prompts = [*PROMPTS, *[[*shared, number] for number in range(4)]]
     asked = [
         asyncio.run_coroutine_threadsafe(pool.generate(prompt, params, number, f"{mode}-{number}"), loop.loop)
-        for number, prompt in enumerate(PROMPTS)
+        for number, prompt in enumerate(prompts)
     ]
     answers: list[Completion] = []
     scores: list[list[torch.Tensor]] = []  # by version, of each answer's tokens
@@ -210,7 +216,7 @@ def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for state in weights:
         plain.load_state_dict(state, strict=False)
-        scores.append([rescored(plain, prompt, answer) for prompt, answer in zip(PROMPTS, answers, strict=True)])
+        scores.append([rescored(plain, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)])
     for number, answer in enumerate(answers):
         versions = torch.tensor(answer.versions)
         assert len(versions) == len(answer.tokens) and (versions.diff() >= 0).all()
@@ -252,12 +258,30 @@ def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, Engine
     """An update that is never published leaves engine and trainer apart, and the check says so."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     train_once(trainer, sample_all(pool, loop, 1.0, 7), 7)
     with pytest.raises(SyncFailure, match="does not compute with the weights that were sent"):
         sync.verify()
+
+
+def test_a_prefix_cache_that_is_not_emptied_is_noticed_on_a_cpu_too(
+    trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
+) -> None:
+    """Its blocks are longer than the canary."""
+    model, pool = engines
+    restart(trainer, model, 2)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync.publish(0)
+    sync.verify()
+    loop.run(pool.actors[1].call(Breakable.break_with, "cached"), "cached")
+    sync.publish(1)
+    with pytest.raises(SyncFailure, match=f"engine 1 answers {BLOCK} tokens of a prompt from its prefix cache"):
+        sync.verify()
+    loop.run(pool.actors[1].call(Breakable.break_with, ""), "healing")
+    sync.publish(2)
+    sync.verify()
 
 
 def test_what_vllm_loads_wrongly_is_noticed(
@@ -266,7 +290,7 @@ def test_what_vllm_loads_wrongly_is_noticed(
     """vLLM on a CPU packs its matrices away: what it loads wrongly shows in its log-probs, or in what is left plain."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(list(range(5, 37)), 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     for number, fault in enumerate(FAULTS):
@@ -280,6 +304,44 @@ def test_what_vllm_loads_wrongly_is_noticed(
         assert sync.verify()["sync/canary_gap"] < TOLERANCE, fault
 
 
+@pytest.mark.slow
+def test_an_engine_whose_worker_is_killed_is_started_again(
+    trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
+) -> None:
+    """One of the processes that compute for an engine of two devices: what it had to answer is answered elsewhere."""
+    model, pool = engines
+    restart(trainer, model, 2)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync.publish(1)
+    sync.verify()
+    wide = pool.actors[1]
+    assert isinstance(wide, RayActor)
+    family = psutil.Process(wide.home().result(TIMEOUT).pid).children(recursive=True)
+    workers = [one for one in family if "Worker" in " ".join([one.name(), *one.cmdline()])]
+    assert len(workers) == 2, [one.cmdline() for one in family]
+    loop.run(wide.call(Breakable.be_slow, 0.1), "slowing down")
+    params = SamplingParams(1.0, 40, (), seed=5)
+    pool.homes |= dict.fromkeys(range(4), 1)  # all go to the wide one
+    asked = [
+        asyncio.run_coroutine_threadsafe(pool.generate([10, 20, number], params, number, f"train-{number}"), loop.loop)
+        for number in range(4)
+    ]
+    while pool.loads[1].requests < 4:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    workers[1].kill()
+    answers = [one.result(TIMEOUT) for one in asked]
+    assert [len(answer.tokens) for answer in answers] == [40] * 4
+    assert "a worker process of vLLM is gone" in pool.gone()[1] and 0 not in pool.lost
+    sync.renew()
+    sync.publish(2)
+    assert sync.verify()["sync/canary_gap"] < TOLERANCE
+    sync.found()
+    assert not pool.lost
+    assert largest_gap(trainer, sample_all(pool, loop, 1.0, 500), 1.0) < TOLERANCE
+    assert all(load.served for load in pool.loads)
+
+
 @pytest.mark.soak
 def test_adapters_alone_reach_an_engine_that_holds_them(
     trainer: ModelGroup, cluster: None, loop: EventLoop, tmp_path: Path
@@ -290,7 +352,7 @@ def test_adapters_alone_reach_an_engine_that_holds_them(
     spec = replace(engine_spec(model, 1), adapter_rank=4)
     pool = EnginePool([RayActor("engine-adapters", ENGINE, [spec], spot, tmp_path / "engine.log")])
     restart(trainer, model, 2, LoraConfig(rank=4, alpha=12, sync="adapter"))
-    canary = Canary(list(range(5, 37)), 1e-3)
+    canary = Canary(CANARY, 1e-3)
     sync = WeightSync(trainer, pool, loop, SyncConfig(), canary, Way("float32", "gloo", apart=True))
     assert "stay as loaded, and adapters are sent" in sync.attest()
     for version in range(1, 4):

@@ -42,10 +42,26 @@ class Rank:
 
 
 class Engine:
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[int]] = []
+
     async def generate(self) -> int:
         await asyncio.sleep(0)
         return 1
 
+    async def wait(self) -> int:
+        """Return once another call lets it."""
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        return await self.waiting[-1]
+
+    async def let_go(self, count: int) -> int:
+        """Let those go on that wait, once there are so many; return how many there were."""
+        while len(self.waiting) < count:
+            await asyncio.sleep(0.01)
+        for one in self.waiting:
+            one.set_result(2)
+        return len(self.waiting)
+
 
 RANK: Target[Rank] = Target("tests.support.stuck:Rank")
-ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True)
+ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True, crowded="wait")

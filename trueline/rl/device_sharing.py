@@ -57,12 +57,15 @@ class DeviceSharing:
     @contextmanager
     def training(self) -> Iterator[None]:
         self._release("training")
-        self._engines(RolloutEngine.sleep)
+        if self.shared:
+            self.loop.run(self.pool.sleep(), "sleep of the engines")
         yield
 
     @contextmanager
-    def syncing(self) -> Iterator[None]:
+    def syncing(self, revive: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Wake engines for new weights; `revive` starts lost ones again, in memory that models have given back."""
         self._release("rollout")
+        revive()
         self._engines(RolloutEngine.wake, "weights")
         yield
         self._engines(RolloutEngine.wake, "kv_cache")

@@ -22,7 +22,16 @@ AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports i
 REPEATED = 8  # tokens of a run that is said twice by no chance
 UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
 CUT_OFF, UNIFORM = 0.5, 0.9  # shares of answers, and of groups, above which a first step is warned of
+EXAMPLE = 512  # tokens that engines and trainer score under the same weights
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
+
+
+def excerpt(sample: Sample, context: int) -> Sample:
+    """Cut out what engines of this context can score: sampled tokens, behind as many of those before as have room."""
+    room = min(EXAMPLE, context - 1)  # a prompt must leave an engine room for one token
+    first = int(sample.mask.nonzero()[0])
+    start = max(min(first - room // 2, sample.length() - room), 0)
+    return Sample(sample.tokens[start : start + room], sample.mask[start : start + room])
 
 
 def over_updates(updates: list[Metrics]) -> Metrics:

@@ -3,7 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ from trueline.rl.metrics import (
     AIMS,
     describe_models,
     describe_step,
+    excerpt,
     first_step_warnings,
     over_updates,
     transcript,
@@ -46,8 +47,6 @@ from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.report import LossSettings
 
-EXAMPLE = 512  # tokens of it
-
 
 @dataclass(slots=True)
 class RLTrainer:
@@ -67,7 +66,7 @@ class RLTrainer:
     critic_guard: Guard | None
     watch: MemoryWatch
     care: Care
-    example: list[int] = field(default_factory=list)  # tokens of an answer, of runs whose answers may be stale
+    example: Sample | None = None  # of an answer, in runs whose answers may be stale
     pieces: Pieces | None = None  # texts of tokens, where transcripts tell of each
     uniform: int = 0  # steps in a row in which all completions had the same reward
 
@@ -107,7 +106,7 @@ class RLTrainer:
             metrics = self.learn(samples, freely_drawn=not held)
             metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
             metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
-            self.example = trajectories[0].tokens[:EXAMPLE].tolist() if self.rollout.max_staleness else []
+            self.example = excerpt(samples[0], self.rollout.longest()) if self.rollout.max_staleness else None
             state.advance([group[0].group for group in groups], learns)
             self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
             self.judge_critic(metrics)
@@ -156,11 +155,7 @@ class RLTrainer:
         with self.timer.phase("sync"):
             while True:
                 try:
-                    for cause in self.sync.pool.lost.values():
-                        self.progress.note(f"warning: {cause}; the engine is started again, its answers go on")
-                    if self.sync.pool.lost:
-                        self.sync.renew()
-                    with self.sharing.syncing():
+                    with self.sharing.syncing(self.revive):
                         metrics = self.sync.publish(self.state.version)
                     metrics |= self.sync.verify() | self.numerics()
                 except EnginesDie:
@@ -169,12 +164,21 @@ class RLTrainer:
                     if not self.sync.lost_engines():
                         raise
                 else:
-                    self.sync.pool.found()
+                    self.sync.found()
                     return metrics | self.sharing.metrics()
+
+    def revive(self) -> None:
+        """Start lost engines again, as often as they die before they are ready."""
+        while gone := self.sync.pool.gone():
+            for cause in gone.values():
+                self.progress.note(f"warning: {cause}; the engine is started again, its answers go on")
+            self.sync.renew()
 
     def numerics(self) -> dict[str, float]:
         """Score an answer of the last step by engines and trainer under the same weights, if answers may be stale."""
-        return {"mismatch/numerics": self.sync.gap(self.example)} if self.example and self.sync.check else {}
+        if self.example is None or not self.sync.check:
+            return {}
+        return {"mismatch/numerics": self.sync.gap(self.example.tokens.tolist(), self.example.mask.tolist())}
 
     def kl_coefficient(self) -> float:
         """Return the KL coefficient, fixed or as it has adapted so far."""

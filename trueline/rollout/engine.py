@@ -69,7 +69,7 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give device memory back, if it can."""
+        """Give device memory back, if it can; what still runs is cut off, and the next update resumes the engine."""
 
     async def wake(self, part: str) -> None:
         """Take memory again for `weights` or `kv_cache`."""
@@ -101,7 +101,10 @@ class RolloutEngine(Protocol):
         """Load noise as weights are loaded, under their names: every process gets the same, and keeps its part."""
 
     async def cached(self, tokens: list[int]) -> int:
-        """Return how many tokens of a prompt are answered from what was computed before."""
+        """Return how many tokens of a prompt of one cache block are answered from what was computed before.
+
+        The prompt begins with `tokens`, is cached by this, and is asked also of an engine that is paused.
+        """
         return 0
 
 

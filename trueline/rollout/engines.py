@@ -39,7 +39,8 @@ class RolloutRow:
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
-        return Target(self.path, asynchronous=True, environment=partial(self.environment, rollout))
+        environment = partial(self.environment, rollout)
+        return Target(self.path, asynchronous=True, crowded=RolloutEngine.generate.__name__, environment=environment)
 
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's

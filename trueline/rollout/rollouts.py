@@ -87,7 +87,6 @@ class Rollouts:
     def release(self, version: int) -> None:
         """Admit new groups in place of those taken, once the new weights are live."""
         self.version, self.dropped = version, Dropped(self.plan.dynamic.reward)
-        self.sampler.episodes.pool.deaths.clear()
         self.loop.run(self._renew(), "admitting prompts")
 
     def take(self, count: int) -> list[Group]:
@@ -99,6 +98,7 @@ class Rollouts:
 
     async def _renew(self) -> None:
         """Drop groups that are too old by now, and fill the line."""
+        self.sampler.episodes.pool.deaths.clear()
         late = [flight for flight in self.running if self._last_version(flight) < self.version]
         self.dropped.lengths += [length for flight in late for length in self._drawn(flight)]
         self._end(late)

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, Completion
@@ -31,6 +32,7 @@ from trueline.sync.vllm import ADAPTER, PlainBucket
 
 CPU_TOKENS_PER_STEP = 4096
 RECEIVER = "trueline.sync.vllm.WeightReceiver"
+WORKER_SECONDS = 5.0  # that the end of a worker may come behind the error of others who wait for it
 
 
 class VllmEngine:
@@ -56,6 +58,8 @@ class VllmEngine:
         self.thread = ThreadPoolExecutor(1)
         options = engine_options(spec, on_gpu)
         self.llm = self.thread.submit(LLMEngine.from_engine_args, EngineArgs(**options)).result()
+        if self.workers > 1:
+            self.llm.model_executor.register_failure_callback(end_process)
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         return await in_parts(self._sample, tokens, params, request, lambda: self.keeps)
@@ -91,8 +95,9 @@ class VllmEngine:
         entries = output.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
-    async def _run(self, tokens: list[int], settings: VllmParams, request: str) -> Any:
-        await self.open.wait()
+    async def _run(self, tokens: list[int], settings: VllmParams, request: str, *, paused: bool = False) -> Any:
+        if not paused:
+            await self.open.wait()
         self.running += 1
         self.idle.clear()
         done = self.waiting[request] = asyncio.get_running_loop().create_future()
@@ -117,15 +122,33 @@ class VllmEngine:
         """Have vLLM's thread make a call, behind the step under way."""
         self.asked += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, partial(method, *args, **named))
+            return await self._in_thread(partial(method, *args, **named))
         finally:
             self.asked -= 1
 
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._guarded, work)
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Call vLLM; where it fails because one of its workers is gone, this process ends, to be started again."""
+        done = False
+        try:
+            result = work()
+            done = True
+            return result
+        finally:
+            if not done and self.workers > 1 and worker_gone(self.llm.model_executor):
+                end_process()
+
     async def _step(self) -> None:
         while self.waiting:
-            for output in await asyncio.get_running_loop().run_in_executor(self.thread, self._steps):
-                if output.request_id in self.waiting:
-                    self.waiting[output.request_id].set_result(output)
+            self._answer(await self._in_thread(self._steps))
+
+    def _answer(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            done = self.waiting.get(output.request_id)
+            if done is not None and not done.done():  # who asked may have been cancelled
+                done.set_result(output)
 
     def _steps(self) -> list[Any]:
         """Step until a request is finished, or something else is to be done."""
@@ -138,8 +161,6 @@ class VllmEngine:
     def _stopped(self, stepping: asyncio.Task[None]) -> None:
         """Tell those who wait of an error that ended the steps."""
         error = None if stepping.cancelled() else stepping.exception()
-        if isinstance(error, EngineDeadError):  # the process beside this one, which computes, is gone
-            os._exit(1)
         for done in self.waiting.values():
             if error is not None and not done.done():
                 done.set_exception(error)
@@ -149,9 +170,7 @@ class VllmEngine:
         self.open.clear()
         self.keeps = mode == "keep"
         if mode != "wait":
-            for output in await self._ask(self._cut_off):
-                if output.request_id in self.waiting:
-                    self.waiting[output.request_id].set_result(output)
+            self._answer(await self._ask(self._cut_off))
         await self.idle.wait()
 
     def _cut_off(self) -> list[Any]:
@@ -166,6 +185,7 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         if self.sleeps:
+            await self.pause("interrupt")  # a request that goes on would compute on memory that is gone
             await self._ask(self.llm.sleep, level=1 if self.apart else 2)  # 1 keeps a copy, of what is not sent again
             self.asleep = True
 
@@ -209,8 +229,24 @@ class VllmEngine:
         await self._ask(self.llm.collective_rpc, "load_noise", args=(plain_buckets(buckets),))
 
     async def cached(self, tokens: list[int]) -> int:
+        if self.asleep:
+            return 0  # with its memory the cache is given up
+        config = self.llm.vllm_config
+        length = min(config.cache_config.block_size + 1, config.model_config.max_model_len - 1)
+        prompt = (tokens * length)[:length]  # whole blocks alone are cached, and the last token never
         settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return int((await self._run(tokens, settings, f"cached-{self.version}")).num_cached_tokens or 0)
+        return int((await self._run(prompt, settings, f"cached-{self.version}", paused=True)).num_cached_tokens or 0)
+
+
+def worker_gone(executor: Any) -> bool:
+    """Tell whether one of vLLM's worker processes has ended, or ends in this moment."""
+    return executor.is_failed or bool(wait([worker.proc.sentinel for worker in executor.workers], WORKER_SECONDS))
+
+
+def end_process() -> None:
+    sys.stderr.write("a worker process of vLLM is gone\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def plain_buckets(buckets: list[Bucket]) -> list[PlainBucket]:

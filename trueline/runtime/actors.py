@@ -16,13 +16,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, NodeDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trueline.monitoring.beats import BEAT, WORK, Doing
 from trueline.runtime.host import AsyncHost, Home, Host
 
-CONCURRENT_CALLS = 4096
+CONCURRENT_CALLS = 4096  # of the one method that is called by the thousand
+CONTROL, CONTROL_CALLS = "control", 64  # Ray's concurrency group of all others, which must not queue behind those
+DEATHS = (RayActorError, ObjectLostError, NodeDiedError)  # an answer is lost with the node that held it, too
 HOME_SECONDS = 10  # that a process has to say where it is, once it is to be ended
 
 Given = ParamSpec("Given")
@@ -132,7 +134,7 @@ class RayPending(Generic[Result]):
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
-        except (RayActorError, RayTaskError) as error:
+        except (*DEATHS, RayTaskError) as error:
             raise failure(self.who, error, self.log, self.address) from error
 
     async def awaited(self) -> Result:
@@ -140,7 +142,7 @@ class RayPending(Generic[Result]):
             value: Result = await self.reference
             self._returned()
             return value
-        except (RayActorError, RayTaskError) as error:
+        except (*DEATHS, RayTaskError) as error:
             raise failure(self.who, error, self.log, self.address) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
@@ -187,22 +189,29 @@ class RayActor(Generic[Object]):
 
     def begin(self) -> None:
         """Start the process, anew where the one before is gone."""
-        options = self.spot.options() | ({"max_concurrency": CONCURRENT_CALLS} if self.target.asynchronous else {})
-        host: Any = ray.remote(AsyncHost if self.target.asynchronous else Host)
+        remote: Any = ray.remote  # whose types know no concurrency groups
+        options = self.spot.options()
+        if self.target.asynchronous:
+            host = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(AsyncHost)
+            options["max_concurrency"] = CONCURRENT_CALLS
+        else:
+            host = remote(Host)
         self.handle = host.options(**options).remote(str(self.log))
-        self.at_home = self.handle.home.remote()  # known before the object is made, which takes long
-        self.handle.make.remote(self.target.path, self.args)
+        # Known before the object is made, which takes long; neither may wait behind calls that wait for it.
+        self.at_home = self._remote(self.handle.home, crowded=False).remote()
+        self._remote(self.handle.make, crowded=False).remote(self.target.path, self.args)
 
     def kill(self) -> None:
         """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
+        handle, at_home = self.handle, self.at_home  # not those of a process that is begun meanwhile
         with suppress(RayError):  # it died or was stopped before it could say where it is, or its node is gone
-            home: Home = ray.get(self.at_home, timeout=HOME_SECONDS)
+            home: Home = ray.get(at_home, timeout=HOME_SECONDS)
             if home.node == ray.get_runtime_context().get_node_id():
                 kill_family(home.pid)
             else:
                 there = NodeAffinitySchedulingStrategy(home.node, soft=False)
                 ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
-        ray.kill(self.handle)
+        ray.kill(handle)
 
     def submit(
         self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
@@ -220,12 +229,17 @@ class RayActor(Generic[Object]):
 
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
         doing, address = WORK.begin("call", self.name, method), self.spot.address
-        called = self.handle.call.remote(method, *args, **named)
+        called = self._remote(self.handle.call, crowded=method == self.target.crowded).remote(method, *args, **named)
         return RayPending(f"{self.name}.{method}", called, self.log, doing, address)
+
+    def _remote(self, method: Any, *, crowded: bool) -> Any:
+        """Return the host's method, in the concurrency group of the call."""
+        return method if crowded or not self.target.asynchronous else method.options(concurrency_group=CONTROL)
 
     def alive(self) -> Pending[None]:
         """Ask a process with coroutines for a sign of life."""
-        return RayPending(f"{self.name}.alive", self.handle.alive.remote(), self.log, address=self.spot.address)
+        asked = self._remote(self.handle.alive, crowded=False).remote()
+        return RayPending(f"{self.name}.alive", asked, self.log, address=self.spot.address)
 
     def home(self) -> Pending[Home]:
         return RayPending(f"{self.name}.home", self.at_home, self.log, address=self.spot.address)
@@ -241,6 +255,7 @@ class Target(Generic[Object]):
 
     path: str
     asynchronous: bool = False
+    crowded: str = ""  # the method that is called by the thousand: others have slots of their own
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
 
 

@@ -5,7 +5,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,22 +67,35 @@ class AsyncHost(Host):
 
     def __init__(self, log: str) -> None:
         super().__init__(log)
+        self.loop = asyncio.get_running_loop()  # the object's
         self.asked, self.made = asyncio.Event(), asyncio.Event()
 
     def home(self) -> "Home":
-        self.asked.set()
+        self.loop.call_soon_threadsafe(self.asked.set)
         return super().home()
 
     async def make(self, target: str, args: Sequence[Any]) -> None:  # type: ignore[override]
+        await self._at_home(self._make(target, args))
+
+    async def _make(self, target: str, args: Sequence[Any]) -> None:
         await self.asked.wait()  # who has to end this process must know it before something here can hang
         super().make(target, args)
         self.made.set()
 
     async def alive(self) -> None:
         """Answer once the object is made; not counted as something that the process does."""
-        await self.made.wait()
+        await self._at_home(self.made.wait())
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
+        return await self._at_home(self._call(method, *args, **named))
+
+    async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run it in the object's loop: calls of another concurrency group come in a loop and thread of their own."""
+        if asyncio.get_running_loop() is self.loop:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def _call(self, method: str, *args: Any, **named: Any) -> Any:
         await self.made.wait()
         with WORK.doing("call", "", method):
             return await methodcaller(method, *args, **named)(self.target)

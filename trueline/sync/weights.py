@@ -49,12 +49,17 @@ class Way:
     nodes: tuple[int, ...] = ()  # of the rank that sends and of each engine; empty: one
     or_gloo: bool = False  # where NCCL cannot form a group
 
+    def crossings(self) -> int:
+        """Return how often the weights go from node to node; within a process or a GPU they never do."""
+        return 0 if self.transport in ("local", "ipc") else max(len(set(self.nodes)) - 1, 0)
+
 
 class WeightSync:
     """Publish a policy version: pause, send, prove that it is held, resume, compare log-probs."""
 
     floor = 0.0  # the gap on the same weights
     remark = ""  # on the transport, where it is not the one that was meant
+    held = False  # engines are paused, with an update that is not proven yet
 
     def __init__(
         self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, way: Way
@@ -118,11 +123,15 @@ class WeightSync:
         return self.loop.run(self.pool.seek(self.policy.timeout_seconds / SILENCE), "looking for engines")
 
     def renew(self) -> None:
-        """Start engines that are lost again, in their places; the next `publish` sends to them as to all."""
+        """Start engines that are gone again, in their places; the next `publish` sends to them as to all."""
         patience = self.policy.timeout_seconds
         self.loop.run(self.pool.renew(patience), "starting engines again", bounded=False)
-        if self.transport != "local":
+        if self.transport != "local" and not self.pool.gone():
             self._connect()
+
+    def found(self) -> None:
+        """Let requests go to engines that were started again, once they hold the newest weights."""
+        self.loop.run(self.pool.found(), "asking engines again")
 
     def attest(self) -> str:
         """Prove, while trainer and engines were started from one checkpoint, that what is sent arrives in its place.
@@ -145,6 +154,7 @@ class WeightSync:
             proof.check_same(self._engines(RolloutEngine.holdings))
         proof.start(*self._bits())
         self.proof = proof
+        self._resume()
         return f"{proof.describe(self.way.differs)}; {self._calibrate()}{self.remark}"
 
     def _bits(self) -> tuple[tuple[int, int], Sums]:
@@ -175,32 +185,42 @@ class WeightSync:
         return self.canary.tolerance or max(self.canary.least, NOISE * self.floor)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Make the trainer's weights live in every engine."""
+        """Make the trainer's weights live in every engine, all of which wait then for `verify`."""
         start = time.perf_counter()
         self._engines(RolloutEngine.pause, self.way.on_update)
+        self.held = True
+        if self.check:
+            self._engines(RolloutEngine.cached, self.canary.tokens)  # so that a cache that stays is seen to answer
+        begun = time.perf_counter()
         if self.transport == "local":
             self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
         else:
             self._send(version)
-        sent = time.perf_counter() - start
+        sent = time.perf_counter() - begun
         if self.proof is not None:
             self.proof.check_sum(*self._bits())
-        self._engines(RolloutEngine.resume)
         seconds = time.perf_counter() - start
         speed = self.bytes / 1e9 / sent
-        wire = self.bytes / 1e9 * max(len(set(self.way.nodes)) - 1, 0)  # from node to node
+        wire = self.bytes / 1e9 * self.way.crossings()
         return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/wire_gb": wire, "sync/version": version}
 
-    def verify(self) -> dict[str, float]:
-        """Compare the log-probs of trainer and engines, which must be fully awake, on the same tokens."""
-        if not self.check:
-            return {}
-        for engine, tokens in enumerate(self._engines(RolloutEngine.cached, self.canary.tokens)):
+    def _resume(self) -> None:
+        """Let engines go on that do not answer from what old weights cached; once they go on, new weights have."""
+        for engine, tokens in enumerate(self._engines(RolloutEngine.cached, self.canary.tokens) if self.check else ()):
             if tokens:
                 raise SyncFailure(
                     f"after the update engine {engine} answers {tokens} tokens of a prompt from its prefix cache, "
                     "which the old weights filled: it was not emptied"
                 )
+        self._engines(RolloutEngine.resume)
+        self.held = False
+
+    def verify(self) -> dict[str, float]:
+        """Let engines, which must be fully awake, go on, and compare their log-probs with the trainer's."""
+        if self.held:
+            self._resume()
+        if not self.check:
+            return {}
         gap = self.gap(self.canary.tokens)
         if not gap <= self.limit():
             raise SyncFailure(
@@ -226,12 +246,16 @@ class WeightSync:
                         f"{names[0]} to {names[-1]})"
                     )
 
-    def gap(self, tokens: list[int]) -> float:
-        """Return how far the log-probs of trainer and engines are apart on these tokens, under the weights of now."""
-        sample = Sample(torch.tensor(tokens), torch.arange(len(tokens)) > 0)
-        ours = self.policy.score([sample], temperature=1.0)[0][1:]
-        theirs = self._engines(RolloutEngine.score, tokens)
-        return torch.stack([(ours - torch.tensor(scores)).abs().mean() for scores in theirs]).max().item()  # NaN too
+    def gap(self, tokens: list[int], counted: list[bool] | None = None) -> float:
+        """Return how far the log-probs of trainer and engines are apart, under the weights of now.
+
+        The mean is over the `counted` ones of these tokens, or over all but the first.
+        """
+        mask = torch.arange(len(tokens)) > 0
+        sample = Sample(torch.tensor(tokens), mask if counted is None else mask & torch.tensor(counted))
+        ours, where = self.policy.score([sample], temperature=1.0)[0][1:], sample.mask[1:]
+        theirs = [torch.tensor(scores) for scores in self._engines(RolloutEngine.score, tokens)]
+        return torch.stack([(ours - scores)[where].abs().mean() for scores in theirs]).max().item()  # NaN too
 
     def _engines(
         self,

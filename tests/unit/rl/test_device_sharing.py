@@ -5,7 +5,7 @@ import pytest
 
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import LocalActor
+from trueline.runtime.actors import ActorDeath, LocalActor
 from trueline.runtime.event_loop import EventLoop
 
 
@@ -55,6 +55,25 @@ def test_engines_sleep_while_models_train_and_get_their_cache_back_after_the_wei
     first, second = heard(loop, shared=True)
     assert first == ["sleep", "train", "weights", "send", "kv_cache"]
     assert second == ["sleep", "weights", "kv_cache"]
+
+
+def test_an_engine_that_died_unnoticed_is_left_to_the_next_update(loop: EventLoop) -> None:
+    """It is started again in memory that models have given back, before engines wake for the weights."""
+
+    class Dead(Sleeper):
+        async def sleep(self) -> None:
+            raise ActorDeath("engine-1.sleep: its process died")
+
+    engines: list[Any] = [Sleeper(), Dead()]
+    pool = EnginePool([LocalActor("engine", engine) for engine in engines])
+    model: Any = Holder(engines[0].heard, 1.0)
+    sharing = DeviceSharing(pool, loop, True, [model])
+    with sharing.training():
+        engines[0].heard.append("train")
+    assert pool.gone() == {1: "engine-1.sleep: its process died"}
+    with sharing.syncing(lambda: engines[0].heard.append("revive")):
+        engines[0].heard.append("send")
+    assert engines[0].heard == ["release", "sleep", "train", "release", "revive", "weights", "send", "kv_cache"]
 
 
 def test_engines_with_gpus_of_their_own_stay_awake(loop: EventLoop) -> None:

@@ -6,6 +6,7 @@ from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory,
 from trueline.rl.metrics import (
     REPEATED,
     describe_step,
+    excerpt,
     first_step_warnings,
     over_updates,
     repeated_share,
@@ -78,6 +79,27 @@ def test_runs_of_tokens_that_stood_before_are_counted(length: int, words: int) -
     made.add_action(Completion.of(tokens, [-1.0] * length, 0, "stop"))
     runs = [tuple(tokens[start : start + REPEATED]) for start in range(length - REPEATED + 1)]
     assert repeated_share(made) == pytest.approx(1 - len(set(runs)) / len(runs) if runs else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "context", "start", "length"),
+    [
+        (12, 16, 128, 0, 28),  # all of it
+        (12, 16, 28, 0, 27),  # an answer that fills the context: engines refuse a prompt without room for a token
+        (600, 40, 700, 128, 512),  # behind a long prompt: all of the answer
+        (600, 400, 1000, 344, 512),  # and of a long answer as much as of its prompt
+        (256, 1, 257, 1, 256),
+        (3, 2000, 2003, 0, 512),
+    ],
+)
+def test_what_is_scored_again_are_sampled_tokens_within_the_context(
+    prompt: int, answer: int, context: int, start: int, length: int
+) -> None:
+    tokens = torch.arange(prompt + answer)
+    piece = excerpt(Sample(tokens, tokens >= prompt), context)
+    assert piece.tokens.tolist() == list(range(start, start + min(length, prompt + answer - start)))
+    assert piece.mask.tolist() == [token >= prompt for token in piece.tokens.tolist()]
+    assert piece.mask.any() and piece.length() < context
 
 
 def test_the_updates_of_a_step_are_reported_together() -> None:

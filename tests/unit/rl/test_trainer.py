@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,15 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import LossOutput, Sample
+from trueline.monitoring.timing import Timer
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.hf_engine import Request
+from trueline.rollout.pool import EnginePool
 from trueline.runs.guard import Guard
 from trueline.runs.state import RLState
+from trueline.runtime.actors import ActorDeath
+from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings
@@ -91,6 +96,70 @@ def test_a_synchronous_run_is_the_same_whatever_updates_do_to_running_answers(tm
         weights = folder / "run" / "checkpoints" / "step_000003" / "model" / "model.safetensors"
         found.append((hashlib.sha256(weights.read_bytes()).hexdigest(), [row.get("loss") for row in rows_of(folder)]))
     assert found[0] == found[1] == found[2]
+
+
+def test_an_asynchronous_run_scores_sampled_tokens_again_that_leave_engines_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one length and answers that are all cut off fill the context of the engine."""
+    asked: list[tuple[list[int], list[bool]]] = []
+    gap = WeightSync.gap
+
+    def spy(self: WeightSync, tokens: list[int], counted: list[bool] | None = None) -> float:
+        if counted is not None:
+            asked.append((tokens, counted))
+        return gap(self, tokens, counted)
+
+    monkeypatch.setattr(WeightSync, "gap", spy)
+    stops = ["rollout.max_staleness=1", "rollout.max_prompt_tokens=2", "rollout.max_new_tokens=3", "steps=2"]
+    assert run_letters(tmp_path, "grpo", *stops, prompts=10) == 0
+    assert len(asked) == 2
+    for tokens, counted in asked:
+        assert len(tokens) == 4 and counted[:2] == [False, False] and all(counted[2:])
+    assert all(0 < row["mismatch/numerics"] < 1e-4 for row in rows_of(tmp_path)[1:])
+
+
+def test_engines_that_are_gone_are_started_until_they_are_there_and_then_asked_again() -> None:
+    """One dies in its start, and one in the update itself; the update is made again, and requests go on behind it."""
+    said: list[str] = []
+
+    class Sync:
+        check, pool = True, property(lambda self: self)
+        deaths = [{0: "killed"}, {0: "killed in its start"}, {}, {0: "half", 1: "half"}, {}]
+
+        def gone(self) -> dict[int, str]:
+            return self.deaths.pop(0)
+
+        def renew(self) -> None:
+            said.append("renew")
+
+        def publish(self, version: int) -> dict[str, float]:
+            said.append(f"publish {version}")
+            if len(self.deaths) == 2:
+                raise ActorDeath("engine-1.receive: its process died")
+            return {"sync/version": version}
+
+        def lost_engines(self) -> bool:
+            return True
+
+        def verify(self) -> dict[str, float]:
+            said.append("verify")
+            return {}
+
+        def found(self) -> None:
+            said.append("found")
+
+    def note(text: str) -> None:
+        said.append(text.split(";")[0])
+
+    trainer: Any = RLTrainer.__new__(RLTrainer)
+    loop: Any = None
+    trainer.sync, trainer.sharing = Sync(), DeviceSharing(EnginePool([]), loop, False)
+    trainer.timer, trainer.example = Timer(), None
+    trainer.progress, trainer.state = SimpleNamespace(note=note), SimpleNamespace(version=7)
+    assert trainer.publish() == {"sync/version": 7}
+    started = ["warning: killed", "renew", "warning: killed in its start", "renew", "publish 7"]
+    assert said == [*started, "warning: half", "warning: half", "renew", "publish 7", "verify", "found"]
 
 
 def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() -> None:

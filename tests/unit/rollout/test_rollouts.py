@@ -627,6 +627,12 @@ class MortalEngine(FakeEngine):
         return await super().generate(tokens, params, request)
 
 
+async def come_back(pool: EnginePool) -> None:
+    """As if lost engines had been started again, and sent the newest weights."""
+    pool.renewed.update(pool.lost)
+    await pool.found()
+
+
 def test_what_a_lost_engine_had_to_answer_another_does() -> None:
     engines = [MortalEngine(), MortalEngine()]
     pool = EnginePool(engines)
@@ -657,7 +663,7 @@ def test_without_engines_training_waits_and_all_else_is_told(loop: EventLoop) ->
     async def mend() -> bool:
         await asyncio.sleep(0.05)
         before = waiting.done()
-        pool.found()
+        await come_back(pool)
         return before
 
     assert not loop.run(mend(), "mending")
@@ -671,7 +677,7 @@ def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loo
 
     def lose_after_the_first(flight: Any) -> bool:
         rollouts._trainable = judge
-        pool.lose(0, "gone")
+        pool.lose(0, "gone", 0)
         return bool(judge(flight))
 
     rollouts._trainable = lose_after_the_first
@@ -679,7 +685,7 @@ def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loo
     with pytest.raises(EngineLost, match="gone"):
         rollouts.take(3)
     assert len(rollouts.ready) == 1
-    pool.found()
+    loop.run(come_back(pool), "mending")
     assert prompt_ids(rollouts.take(3)) == [0, 1, 2]
     assert not rollouts.ready and len(engine.requests) == 9
 
@@ -687,9 +693,9 @@ def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loo
 def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLoop) -> None:
     pool = EnginePool([FakeEngine(), FakeEngine()])
     for number in (1, 2, 3):
-        pool.found()
+        loop.run(come_back(pool), "mending")
         for place in (0, 1):
-            pool.lose(place, f"error {number} of 5")
+            pool.lose(place, f"error {number} of 5", 0)
         with pytest.raises(EnginesDie if number == 3 else AssertionError) as caught:  # these cannot be started again
             loop.run(pool.renew(1), "renewing")
     assert "engines died 3 times in one step, at last: error 3 of 5" in str(caught.value)

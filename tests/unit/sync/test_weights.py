@@ -377,11 +377,118 @@ class Remembering(HFEngine):
 
 
 def test_a_prefix_cache_that_was_not_emptied_is_noticed(model_folder: Path, loop: EventLoop) -> None:
-    sync = make_sync(make_policy(model_folder), make_pool(model_folder, Remembering), loop)
-    sync.attest()
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, Remembering), loop)
+    with pytest.raises(SyncFailure, match="engine 1 answers 16 tokens of a prompt from its prefix cache"):
+        sync.attest()
     sync.publish(1)
-    with pytest.raises(SyncFailure, match="answers 16 tokens of a prompt from its prefix cache"):
+    with pytest.raises(SyncFailure, match="engine 1 answers 16 tokens of a prompt from its prefix cache"):
         sync.verify()
+
+
+class Busy(HFEngine):
+    """Has answers under way that share a prefix with the canary: whenever it goes on, they fill the cache again."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self.filled = False
+        self.heard: list[str] = []
+
+    async def pause(self, mode: str = "wait") -> None:
+        self.heard.append("pause")
+        await super().pause(mode)
+
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        self.heard.append("receive")
+        self.filled = False
+        return await super().receive(buckets, version)
+
+    async def cached(self, tokens: list[int]) -> int:
+        self.heard.append("cached")
+        found, self.filled = self.filled, True
+        return 16 if found else 0
+
+    async def resume(self) -> None:
+        self.heard.append("resume")
+        self.filled = True
+        await super().resume()
+
+
+def test_answers_under_way_that_fill_the_prefix_cache_again_are_no_alarm(model_folder: Path, loop: EventLoop) -> None:
+    pool = make_pool(model_folder, Busy, Busy)
+    sync = make_sync(make_policy(model_folder), pool, loop)
+    sync.attest()
+    for version in (1, 2):
+        sync.publish(version)
+        assert sync.verify()["sync/canary_gap"] < 1e-5
+    for actor in pool.actors:
+        assert actor.target.heard == ["pause", "cached", "receive", "cached", "resume"] * 3  # type: ignore[attr-defined]
+
+
+def test_engines_that_are_not_compared_go_on_all_the_same(model_folder: Path, loop: EventLoop) -> None:
+    pool = make_pool(model_folder, Busy)
+    sync = make_sync(make_policy(model_folder), pool, loop, check=False)
+    sync.publish(1)
+    assert sync.verify() == {}
+    assert pool.actors[0].target.heard == ["pause", "receive", "resume"]  # type: ignore[attr-defined]
+
+
+class Clock:
+    """Time that passes only where an engine says so."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
+
+class Draining(HFEngine):
+    """Needs long until its answers have ended, then two seconds for the weights."""
+
+    async def pause(self, mode: str = "wait") -> None:
+        await super().pause(mode)
+        Clock.now += 1000
+
+    async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
+        prints = await super().receive(buckets, version)
+        Clock.now += 2
+        return prints
+
+
+def test_the_speed_of_sending_is_that_of_sending_alone(
+    model_folder: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueline.sync.weights.time", Clock)
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, Draining), loop)
+    found = sync.publish(1)
+    assert found["sync/gb_per_second"] == pytest.approx(sync.bytes / 1e9 / 2)
+    assert found["sync/seconds"] == 1002
+
+
+def test_only_bytes_that_go_from_node_to_node_are_counted(model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
+    sync = make_sync(policy, pool, loop)
+    for nodes, crossings in (((0, 0, 0), 0), ((0, 1, 1), 1), ((0, 1, 2), 2), ((1, 0, 1), 1), ((), 0)):
+        for transport in ("local", "ipc", "gloo", "nccl"):
+            sync.way = Way("float32", transport, nodes=nodes)
+            assert sync.way.crossings() == (crossings if transport in ("gloo", "nccl") else 0)
+    sync.way = Way("float32", "gloo", nodes=(0, 1, 1))
+    assert sync.publish(1)["sync/wire_gb"] == pytest.approx(sync.bytes / 1e9)
+    sync.way = Way("float32", "local", nodes=(0, 1, 1))
+    assert sync.publish(2)["sync/wire_gb"] == 0
+
+
+def test_a_gap_is_that_of_the_counted_tokens(model_folder: Path, loop: EventLoop) -> None:
+    class Wrong(HFEngine):
+        """On every token of `TOKENS[1:]` by another amount."""
+
+        async def score(self, tokens: list[int]) -> list[float]:
+            return [score + at for at, score in enumerate(await super().score(tokens), 1)]
+
+    sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, Wrong), loop)
+    counted = [at in (0, 4, 6) for at in range(len(TOKENS))]
+    assert sync.gap(TOKENS, counted) == pytest.approx(5, abs=1e-4)  # the first token has no log-prob
+    assert sync.gap(TOKENS) == pytest.approx(16, abs=1e-4)
 
 
 def test_the_run_says_what_is_proven(model_folder: Path, loop: EventLoop) -> None:
