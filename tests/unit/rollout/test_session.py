@@ -273,11 +273,11 @@ def test_replies_asked_for_together_without_room_for_one_are_not_sampled(tokeniz
 
     async def several(policy: Policy, prompt: Prompt) -> Ending:
         first = await policy.reply(prompt.messages)
-        with pytest.raises(OutOfBudget, match="leave no room"):
+        with pytest.raises(OutOfBudget, match="max_new_tokens"):
             await policy.replies(2, [*prompt.messages, first.message, MORE])
         return Ending(1.0)
 
-    trajectory = table.run(several, longest=20)
+    trajectory = table.run(several, longest=2)
     assert len(table.engine.asked) == len(trajectory.sequences()) == 1
     check_recorded(table, trajectory)
 
