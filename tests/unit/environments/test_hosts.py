@@ -634,6 +634,22 @@ def test_more_than_a_process_takes_wait_without_being_judged(kind: str, stage: S
     assert here(stage) == 5
 
 
+def test_a_process_has_a_thread_for_each_call_that_it_takes(stage: Stage) -> None:
+    count = 140
+
+    async def watch(made: OpenEnvironment) -> None:
+        for _ in range(6000):
+            await asyncio.sleep(0.01)
+            if here(stage) == count:
+                break
+        assert here(stage) == count
+        Path(os.environ["CLOSED"] + ".open").touch()
+
+    config = stage.config("tools", ["wait"], episodes_per_process=count)
+    (played,) = stage.play(config, calling("wait", "{}") * count, "done", reward=Told(), watch=watch, context=40_000)
+    assert (played.outcome, played.metrics["tools/calls"]) == (Outcome.FINISHED, count)
+
+
 @pytest.mark.slow
 def test_a_long_line_of_episodes_loses_none(stage: Stage) -> None:
     """Ten of them wait for each that plays, for longer than any of them may take."""
@@ -643,7 +659,7 @@ def test_a_long_line_of_episodes_loses_none(stage: Stage) -> None:
 
 
 def opened(stage: Stage, **keys: Any) -> Hosts:
-    program = program_of(stage.config("tools", ["add", "crash", "spin"], **keys))
+    program = program_of(stage.config("tools", ["add", "crash", "spin", "wait"], **keys))
     assert program is not None
     return Hosts(program, stage.folder / "environment.log")
 
@@ -688,7 +704,12 @@ def test_silence_before_a_process_has_started_is_not_an_agents(stage: Stage) -> 
     async def play() -> None:
         hosts = opened(stage)
         place = await hosts.place(alone=False)
-        assert await added(place, since=lambda: time.monotonic() - 1000) == "3"
+        asked = asyncio.create_task(place.ask("call", lambda: time.monotonic() - 1000, name="wait", arguments={}))
+        while not here(stage):
+            await asyncio.sleep(0.01)
+        await asyncio.wait([asked], timeout=0.5)  # in which it would be killed
+        Path(os.environ["CLOSED"] + ".open").touch()
+        assert (await asked, hosts.hosts[0].life) == ("1.0", 1)
         await hosts.stop()
         with pytest.raises(EnvironmentFailure, match="its process was stopped"):
             await added(await hosts.place(alone=False))  # of an episode that waited for its place

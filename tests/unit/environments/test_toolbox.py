@@ -239,6 +239,11 @@ def test_the_policys_mistakes(tools: str, name: str, arguments: dict[str, Any], 
         call(Toolbox([f"{tools}:exact", f"{tools}:stop"], {}), name, arguments)
 
 
+def test_users_tools_are_known_from_built_in_ones(tools: str) -> None:
+    """What they raise is told to the model; what ours raise is a failure."""
+    assert Toolbox(["calculator", f"{tools}:exact", f"{tools}:later"], {}).users == {"exact", "later"}
+
+
 def test_what_a_tool_raises_comes_through(tools: str) -> None:
     box = Toolbox([f"{tools}:stop", f"{tools}:leave"], {})
     with pytest.raises(KeyError):

@@ -402,3 +402,11 @@ def test_the_budget_that_ended_an_episode_is_told_in_full(tokenizer: PreTrainedT
     ):
         trajectory = Table(tokenizer, CHATML, *"23456789", **budget).run(two_turns, longest=longest)
         assert words in trajectory.cut_off and trajectory.truncated
+
+
+def test_the_replies_of_a_sequence_share_its_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    """What the environment inserts counts towards the context alone."""
+    table = Table(tokenizer, CHATML, "2", "forty-two")
+    trajectory = table.run(two_turns, longest=6)
+    assert table.text(trajectory.tokens[trajectory.mask]) == "2</s>fort" and trajectory.truncated
+    assert len(trajectory.tokens) > 6 + 2 * len("1+1=")
