@@ -3,11 +3,16 @@
 import asyncio
 import gc
 import os
+import queue
+import socket
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
-from trueline.monitoring.beats import Row, Work, clear_beats, read_beat, write_beat
+from trueline.monitoring import beats
+from trueline.monitoring.beats import Row, Work, clear_beats, read_beat, start_beating, write_beat
 
 
 def told(work: Work) -> list[tuple[str, str, int, bool]]:
@@ -99,3 +104,82 @@ def test_thousands_of_calls_are_few_rows() -> None:
     for call in calls:
         work.end(call)
     assert work.rows() == []
+
+
+def test_the_oldest_of_a_kind_is_told_and_the_oldest_kind_first() -> None:
+    work = Work()
+    calls = [work.begin("call", who, "generate") for who in ("late", "early", "early")]
+    for call, since in zip(calls, (30.0, 20.0, 10.0), strict=True):
+        call.since = since
+    assert [(row.who, row.count, row.since) for row in work.rows()] == [("early", 2, 10.0), ("late", 1, 30.0)]
+
+
+def test_what_has_ended_inside_is_not_waited_for_and_what_follows_is_beside_it() -> None:
+    work = Work()
+    with work.doing("environment", "Game"):
+        for _ in range(2):
+            with work.doing("reward", "judge"):
+                assert told(work)[0] == ("environment", "Game", 1, True)
+            assert told(work) == [("environment", "Game", 1, False)]
+    with work.doing("reward", "judge"):  # begun in nothing
+        assert told(work) == [("reward", "judge", 1, False)]
+
+
+def test_whoever_records_is_told_once_of_everything_that_ends() -> None:
+    work, ended = Work(), []
+    work.recorder = lambda doing: ended.append((doing.who, work.lock.locked()))
+    call = work.begin("call", "policy-0")
+    work.end(call)
+    work.end(call)
+    with pytest.raises(OSError), work.doing("reward", "judge"):
+        raise OSError
+    assert ended == [("policy-0", True), ("judge", True)]
+
+
+def test_a_beat_says_who_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work()
+    work.moved = 5.0
+    monkeypatch.setattr("trueline.monitoring.beats.time.time", lambda: 7.0)
+    beat = work.beat("engine-0")
+    assert (beat.name, beat.written, beat.moved) == ("engine-0", 7.0, 5.0)
+    assert (beat.born, beat.host) == (psutil.Process().create_time(), socket.gethostname())
+    work.move()
+    assert work.beat("engine-0").moved == 7.0
+
+
+def test_stacks_are_written_where_they_are_asked_for_and_once(tmp_path: Path) -> None:
+    beat = Work().beat("policy-0")
+    write_beat(tmp_path, beat)
+    assert [file.name for file in tmp_path.iterdir()] == ["policy-0.beat"]  # nothing is left beside it
+    (tmp_path / "policy-0.asked").touch()
+    (tmp_path / "policy-1.asked").touch()
+    write_beat(tmp_path, beat)
+    stacks = (tmp_path / "policy-0.stacks").read_text()
+    assert "Thread MainThread, the innermost first:" in stacks
+    assert (
+        f'  File "{__file__}", line ' in stacks
+        and f"in {os.environ['PYTEST_CURRENT_TEST'].split('::')[1].split()[0]}" in stacks
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["policy-0.beat", "policy-0.stacks", "policy-1.asked"]
+    (tmp_path / "policy-1.beat.77").touch()  # of a process that was killed while it wrote
+    (tmp_path / "run.log").touch()
+    clear_beats(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["run.log"]
+
+
+def test_a_process_beats_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(beats, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(beats, "write_beat", lambda folder, beat: written.put(f"{folder.name} {beat.name}"))
+    naps: queue.Queue[float] = queue.Queue()
+    asleep = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        naps.put(seconds)
+        if naps.qsize() > 3:
+            asleep.wait()  # it is a daemon, and ends with the tests
+
+    monkeypatch.setattr("trueline.monitoring.beats.time.sleep", sleep)
+    start_beating(tmp_path, "critic-1")
+    assert [written.get(timeout=60) for _ in range(3)] == [f"{tmp_path.name} critic-1"] * 3
+    assert naps.get(timeout=60) == 0.001

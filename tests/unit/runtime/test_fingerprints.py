@@ -1,5 +1,6 @@
 """Bit patterns as numbers: equal for equal weights, another number for anything else."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -91,3 +92,34 @@ def test_tied_weights_count_once_and_packed_ones_stay_named() -> None:
     scramble(model)
     after = holdings(model)
     assert all(before[name] != after[name] for name in ("one.weight", "three.weight", "three.bias"))
+
+
+def test_sums_are_of_the_type_that_is_asked_for() -> None:
+    """A trainer's float32 is compared with what an engine holds in bfloat16, and the other way round."""
+    model = nn.Linear(8, 8)
+    wide = bit_sums(model, torch.float32)
+    narrow = bit_sums(model, torch.bfloat16)
+    assert narrow == {name: int(bit_sum(weight.detach().bfloat16())) for name, weight in model.named_parameters()}
+    assert all(narrow[name] != wide[name] for name in wide)
+    model.bfloat16()
+    assert bit_sums(model, torch.bfloat16) == narrow
+    assert bit_sums(model, torch.float32) == {
+        name: int(bit_sum(weight.detach().float())) for name, weight in model.named_parameters()
+    }
+
+
+def test_a_sum_is_that_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums above 32 bits too; and a minus zero in each piece counts as zero."""
+    tensor = torch.full((1000,), -1e30)
+    tensor[::7] = -0.0
+    wanted = sum(int(value) for value in tensor.view(torch.int32) if int(value) != -(2**31))
+    assert int(bit_sum(tensor)) == wanted < -(2**32)
+    monkeypatch.setattr(fingerprints, "PIECE", 256)
+    assert int(bit_sum(tensor)) == wanted
+
+
+def test_whole_numbers_are_no_weights() -> None:
+    model = nn.Linear(2, 2)
+    model.register_parameter("packed", nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False))
+    assert list(bit_sums(model, torch.float32)) == ["weight", "bias"]
+    assert fingerprints.as_numbers([]) == []

@@ -1,0 +1,68 @@
+"""The bookkeeping of a DeepSpeed step, with what DeepSpeed does written down; tests/contract/ has it on real ranks."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trueline.config.model import TrainingConfig
+from trueline.training.deepspeed_engine import DeepSpeedEngine
+from trueline.training.optimizer import learning_rate_at
+
+COURSE = TrainingConfig.parse({"learning_rate": 1.0, "schedule": "linear"})
+STEPS = 10
+
+
+class Recorded:
+    """What is asked of DeepSpeed and of the moving average, in order."""
+
+    def __init__(self, norm: float, *, plain: bool, average: bool = True) -> None:
+        self.calls: list[str] = []
+        self.norm = norm
+        self.groups: list[dict[str, float]] = [{"lr": 0.0}, {"lr": 0.0}]
+        kept: Any = {"left over": torch.ones(1)}
+        self.optimizer: Any = SimpleNamespace(
+            param_groups=self.groups, overflow=not math.isfinite(norm), averaged_gradients=kept
+        )
+        engine: Any = object.__new__(DeepSpeedEngine)
+        engine.config, engine.total_steps, engine.steps, engine.plain = COURSE, STEPS, 4, plain
+        engine.optimizer, engine.engine = self.optimizer, self
+        engine.trained = {"weight": SimpleNamespace(grad="gradient")}
+        engine.cuts = SimpleNamespace(norm=lambda grads: self.norm if grads == {"weight": "gradient"} else math.nan)
+        engine.average = SimpleNamespace(update=lambda: self.calls.append("average")) if average else None
+        self.made: DeepSpeedEngine = engine
+
+    def step(self) -> None:
+        assert {group["lr"] for group in self.groups} == {learning_rate_at(4, COURSE, STEPS)}
+        self.calls.append("step")
+
+    def zero_grad(self) -> None:
+        self.calls.append("zero_grad")
+
+    def get_global_grad_norm(self) -> float:
+        return self.norm
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_finite_step_is_counted_and_averaged_once(plain: bool) -> None:
+    seen = Recorded(0.5, plain=plain)
+    rate = learning_rate_at(4, COURSE, STEPS)
+    assert seen.made.step() == {"grad_norm": 0.5, "learning_rate": rate, "skipped": 0.0}
+    assert (seen.calls, seen.made.steps) == (["step", "average"], 5)
+    assert seen.optimizer.averaged_gradients
+    without = Recorded(0.5, plain=plain, average=False)
+    assert without.made.step()["skipped"] == 0.0 and without.calls == ["step"]
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_step_that_is_not_finite_counts_nowhere(plain: bool, norm: float) -> None:
+    """Without ZeRO, DeepSpeed would step; with it, it has not, and keeps gradients that must not stay."""
+    seen = Recorded(norm, plain=plain)
+    found = seen.made.step()
+    assert found["skipped"] == 1.0 and not math.isfinite(found["grad_norm"])
+    assert found["learning_rate"] == learning_rate_at(4, COURSE, STEPS) and seen.made.steps == 4
+    assert seen.calls == (["zero_grad"] if plain else ["step"])
+    assert plain or not seen.optimizer.averaged_gradients
