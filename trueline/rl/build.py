@@ -98,7 +98,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             guard=guard,
             critic_guard=Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None,
             watch=MemoryWatch(plan.forecast, timer),
-            care=care_of(config.health, folder, checkpoints),
+            care=care_of(config.health, folder, checkpoints, config.rollout.max_staleness),
             pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
         )
 
