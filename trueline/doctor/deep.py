@@ -95,7 +95,7 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
         samples = sampled.samples()
         metrics = describe_step(sampled.groups, samples, trainer.rollouts.dropped, trainer.state.version)
         yield from truncation(metrics, asked)
-        yield from rewards(sampled, metrics, asked) if asked.judged() else ()
+        yield from rewards(sampled, metrics) if asked.judged() else ()
         with trainer.sharing.training():
             yield from gaps(trainer, samples)
             yield from training_step(trainer, samples)
@@ -140,14 +140,14 @@ def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
     )
 
 
-def rewards(sampled: Sampled, metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
+def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     found = [one.reward for one in sampled.answers() if one.reward is not None]
     mean, spread = metrics["reward/mean"], metrics["reward/std"]
     what = f"{len(found)} rewards from {min(found):.3g} to {max(found):.3g}, mean {mean:.3g}, deviation {spread:.2g}"
     same = "" if spread else "all are equal, so there is nothing to learn from: `trueline reward try`"
     yield Finding("fine" if spread else "bad", what, same, "reward.function")
-    share = metrics["reward/uniform_groups_share"]
-    if config.algorithm.group_size > 1:
+    share = metrics.get("reward/uniform_groups_share")
+    if share is not None:
         level = "watch" if share > UNIFORM else "fine"
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == "watch" else ""
         words = f"in {share:.0%} of {len(sampled.groups)} groups all answers have one reward"

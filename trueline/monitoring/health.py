@@ -3,14 +3,22 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, median
+from math import exp, isclose, isfinite, log
+from statistics import fmean
+
+from trueline.monitoring.series import WINDOW, Series
 
 OK, WATCH, BAD = 0, 1, 2
 LEVELS = ("OK", "WATCH", "BAD")
-WINDOW = 5  # steps at the start and at the end that are compared
-REMEMBERED = 200  # steps, for the best that a run had
-SPIKE = 10.0  # times the median
-SURE = 5.0  # standard deviations
+# Standard errors that a change is beyond chance, for whoever looks after each of 300 steps: docs/metrics.md has the
+# shares of sound runs that get there.
+SURE, LIKELY, GAINED = 5.0, 3.5, 3.0
+HELD_OUT_SURE = 4.5  # as above, for the few looks at evaluations
+STREAK = 2 * WINDOW  # steps in a row
+RARE = 1e-5  # chance of a streak
+SPIKE = 10.0  # times what gradients seldom exceed
+LEAST_GAP = 1e-8  # nats; smaller ones are rounding
+GAP, UNIFORM = "mismatch/logprob_gap_mean", "reward/uniform_groups_share"
 Row = dict[str, float]
 Verdict = tuple[int, str]  # level, and why
 FINE: Verdict = (OK, "")
@@ -20,33 +28,44 @@ FINE: Verdict = (OK, "")
 class History:
     """What a run has reported so far, metric by metric."""
 
-    series: dict[str, list[float]] = field(default_factory=dict)
+    max_staleness: int = 0  # that the run allows
+    series: dict[str, Series] = field(default_factory=dict)
     last: Row = field(default_factory=dict)
+    equal: int = 0  # steps in which all rewards are equal
+    still: int = 0  # such steps in a row, up to the last, with one and the same reward
 
     def add(self, row: Row) -> None:
+        self._count_equal(row)
         self.last = row
-        for key, _ in RULES.values():
-            if key in row:
-                self.series.setdefault(key, []).append(row[key])
+        for key in WATCHED:
+            if key in row and isfinite(row[key]):
+                value = log(max(row[key], LEAST_GAP)) if key == GAP else row[key]
+                if key not in self.series:
+                    self.series[key] = Series()
+                self.series[key].add(value)
+
+    def _count_equal(self, row: Row) -> None:
+        if row.get("reward/std") != 0:
+            self.still = 0
+            return
+        same = isclose(row["reward/mean"], self.last.get("reward/mean", row["reward/mean"]), abs_tol=1e-12)
+        self.equal, self.still = self.equal + 1, self.still + 1 if same else 1
 
     def values(self, key: str) -> list[float]:
-        return self.series.get(key, [])
+        return self.series[key].values() if key in self.series else []
 
     def start(self, key: str) -> float:
-        return fmean(self.values(key)[:WINDOW])
+        return self.series[key].start() if key in self.series else 0.0
 
     def recent(self, key: str) -> float:
-        return fmean(self.values(key)[-WINDOW:])
-
-    def noise(self, key: str) -> float:
-        """Return how far the mean of a few steps may be off by chance, by what changes from step to step."""
-        changes = [later - before for before, later in pairwise(self.values(key)[-4 * WINDOW :])]
-        return 3 * (fmean(change**2 for change in changes) / 2 / WINDOW) ** 0.5
+        return self.series[key].recent if key in self.series else 0.0
 
     def gains(self) -> bool:
-        """Tell whether the reward is above that of the first steps; of a run without rewards nothing else is known."""
-        key = "reward/mean"
-        return not self.values(key) or self.recent(key) > self.start(key) + self.noise(key)
+        """Tell whether the reward was ever above that of the first steps; who cannot know yet is given credit."""
+        series = self.series.get("reward/mean")
+        if series is None or series.count < 2 * WINDOW:
+            return True
+        return series.sigmas(series.best - series.start()) > GAINED
 
 
 def moved(history: History, key: str) -> str:
@@ -55,41 +74,52 @@ def moved(history: History, key: str) -> str:
 
 def reward(history: History) -> Verdict:
     key = "reward/mean"
-    values, start, recent = history.values(key), history.start(key), history.recent(key)
-    fall = max(history.noise(key), 0.3 * abs(start), 0.01)
-    if recent < start - fall:
+    series, spread = history.series[key], history.start("reward/std")
+    start, recent = series.start(), series.recent
+    fall, lost = series.sigmas(start - recent), series.sigmas(series.best - recent)
+    if fall > SURE and start - recent > 0.2 * spread:
         return BAD, f"{moved(history, key)}: lower training.learning_rate, and look at what the reward says"
-    past = values[-REMEMBERED:]
-    best = max(fmean(past[at : at + WINDOW]) for at in range(len(past) - WINDOW + 1))
-    if recent < best - max(0.5 * (best - start), history.noise(key), 0.05):
-        return WATCH, f"{key} had {best:.3g} and has {recent:.3g}: lower training.learning_rate"
+    if fall > LIKELY and start - recent > 0.1 * spread:
+        return WATCH, f"{moved(history, key)}: lower training.learning_rate"
+    if lost > SURE and recent < (start + series.best) / 2:
+        return WATCH, f"{key} had {series.best:.3g} and has {recent:.3g}: lower training.learning_rate"
     return FINE
 
 
 def entropy(history: History) -> Verdict:
     key = "policy/entropy"
-    start, recent = history.start(key), history.recent(key)
-    remedy = "lower training.learning_rate, or set algorithm.entropy_coefficient"
+    start, recent, values = history.start(key), history.recent(key), history.values(key)
+    lower, risen = "lower training.learning_rate", history.gains()
+    before = min(values[-WINDOW - 2 : -WINDOW])
+    if before > 0.1 * start and max(values[-2:]) < 0.01 * before:
+        return BAD, f"{key} fell from {before:.3g} to {values[-1]:.3g} in {WINDOW} steps: {lower}"
     if recent > 1.5 * start + 0.5:
-        return BAD, f"{moved(history, key)}, towards chance: lower training.learning_rate"
+        return (WATCH if risen else BAD), f"{moved(history, key)}, towards chance: {lower}"
     if recent < 0.1 * start:
-        return (WATCH if history.gains() else BAD), f"{moved(history, key)}, nothing is tried any more: {remedy}"
+        remedy = f"{lower}, or set algorithm.entropy_coefficient"
+        return (WATCH if risen else BAD), f"{moved(history, key)}, nothing is tried any more: {remedy}"
     return FINE
 
 
 def gap(history: History) -> Verdict:
-    key = "mismatch/logprob_gap_mean"
+    """Compare the gap with that of the first step, whose weights are proven, and of the first window."""
     if history.last.get("rollout/staleness_max", 0.0) > 0:
         return FINE  # what is stale differs by right
-    floor, last = history.values(key)[0], min(history.values(key)[-2:])
-    why = f"engine and trainer differ by {last:.2g} nats a token, {floor:.2g} at the start: see mismatch/ and sync/"
-    level = gap_level(last, floor)
-    return (level, why) if level else FINE
+    series = history.series[GAP]
+    recent, found = series.recent, FINE
+    for start, steps in ((series.first[0], 1), (series.start(), WINDOW)):
+        beyond = series.sigmas(recent - start, steps)
+        level = min(gap_level(exp(recent), exp(start)), BAD if beyond > SURE else WATCH if beyond > LIKELY else OK)
+        words = f"differ by {exp(recent):.2g} nats a token, {exp(start):.2g} at the start: see mismatch/ and sync/"
+        found = max(found, (level, f"engine and trainer {words}" if level else ""))
+    return found
 
 
 def gap_level(found: float, floor: float) -> int:
     """Judge a mean gap of log-probs by that on weights which are known to be the same."""
-    return BAD if found > 5 * floor + 0.02 else WATCH if found > 2 * floor + 0.01 else OK
+    if found > 5 * floor + 0.02:
+        return BAD
+    return WATCH if found > 2 * floor + 0.01 or found > 10 * floor + 1e-4 else OK
 
 
 def sampler(history: History) -> Verdict:
@@ -114,10 +144,10 @@ def draw_level(z: float, effect: float) -> int:
 
 
 def staleness(history: History) -> Verdict:
-    values = history.values("rollout/staleness_max")
-    if len(values) >= 3 * WINDOW and values[-1] - values[-1 - WINDOW] >= WINDOW:
-        return BAD, f"answers lag {values[-1]:.0f} versions behind, one more in every step: engines get no new weights"
-    return FINE
+    values, most = history.values("rollout/staleness_max"), history.max_staleness
+    lag, always = max(values[-WINDOW:]), min(values[-WINDOW:]) > most
+    why = f"answers lag {lag:.0f} versions behind, and rollout.max_staleness={most}: engines miss new weights"
+    return (BAD, why) if always else (WATCH, why) if lag > most else FINE
 
 
 def effective_samples(history: History) -> Verdict:
@@ -127,28 +157,36 @@ def effective_samples(history: History) -> Verdict:
 
 
 def equal_rewards(history: History) -> Verdict:
-    shares = history.values("reward/uniform_groups_share")[-2 * WINDOW :]
-    rewards = history.values("reward/mean")[-2 * WINDOW :]
-    if len(rewards) == 2 * WINDOW and len(set(rewards)) == 1 and min(shares) == 1:
-        return (
-            BAD,
-            f"all rewards of {len(rewards)} steps are {history.recent('reward/mean'):.3g}: `trueline reward try`",
-        )
-    share = history.recent("reward/uniform_groups_share")
+    """Judge rewards that say one thing; groups of one answer have no spread, and report no share of uniform groups."""
+    still, before = history.still, history.series["reward/std"].count - history.still
+    if still >= STREAK:
+        chance = ((history.equal - still + 1) / (before + 2)) ** still  # by how often all were equal before
+        found = history.last["reward/mean"]
+        why = f"all rewards of {still} steps are {found:.3g}: "
+        if not before or (chance < RARE and found < history.start("reward/mean")):
+            return BAD, f"{why}`trueline reward try`"
+        return WATCH, f"{why}harder prompts, or the run is done"
+    share = history.recent(UNIFORM)
     if share > 0.9:
         return WATCH, f"in {share:.0%} of the groups all rewards are equal: easier or harder prompts"
+    equal = history.values("reward/std")[-2 * STREAK :].count(0.0)
+    if equal >= 0.2 * 2 * STREAK:
+        return WATCH, f"in {equal} of {2 * STREAK} steps all rewards are equal: `trueline reward try`"
     return FINE
 
 
 def truncation(history: History) -> Verdict:
     key = "response_length/truncated_share"
-    values, start, recent = history.values(key), history.start(key), history.recent(key)
-    always = len(values) >= 2 * WINDOW and min(values[-2 * WINDOW :]) > 0.95
-    if always or (recent > 0.8 and recent > start + 0.5):
+    series = history.series[key]
+    start, recent = series.start(), series.recent
+    never = series.lowest == 1 and series.count >= STREAK
+    if never or (recent > 0.8 and recent > start + 0.5):
         why = f"{recent:.0%} of the answers are cut off: raise rollout.max_new_tokens, or see whether they can end"
         return (WATCH if history.gains() else BAD), why
     if recent > start + 0.3:
         return WATCH, f"{moved(history, key)}: answers stop ending"
+    if recent > 0.2:
+        return WATCH, f"{recent:.0%} of the answers are cut off: raise rollout.max_new_tokens"
     return FINE
 
 
@@ -162,20 +200,38 @@ def repetition(history: History) -> Verdict:
 
 
 def held_out(history: History) -> Verdict:
-    values = history.values("evaluation/reward")
-    if len(values) < 2 or values[-1] >= max(values) - 0.05:
+    """Compare the last two evaluations with the first two and with the best two, by the noise of one."""
+    key = "evaluation/reward"
+    values, series = history.values(key), history.series[key]
+    if series.count < 4:
         return FINE
-    why = f"held-out reward had {max(values):.3g} and has {values[-1]:.3g}"
-    gamed = history.gains() and values[-1] < values[0] - 0.05
-    return (BAD, f"{why} while the reward in training rises: it is gamed") if gamed else (WATCH, why)
+    first, last = fmean(series.first[:2]), fmean(values[-2:])
+    best = max(fmean(pair) for pair in pairwise(values))
+    error = held_out_error(history, series)
+    if history.gains() and first - last > HELD_OUT_SURE * error:
+        return (
+            BAD,
+            f"held-out reward had {first:.3g} and has {last:.3g} while the reward in training rises: it is gamed",
+        )
+    return (
+        (WATCH, f"held-out reward had {best:.3g} and has {last:.3g}") if best - last > HELD_OUT_SURE * error else FINE
+    )
+
+
+def held_out_error(history: History, series: Series) -> float:
+    """Return the standard error of an evaluation: as it was reported, or by what changes from one to the next."""
+    interval = history.series.get("evaluation/reward_ci95")
+    if interval is None:
+        return series.noise() * (1 + WINDOW / series.count)
+    return max(*interval.first[:2], *interval.values()[-2:]) / 1.96
 
 
 def gradient(history: History) -> Verdict:
     values = history.values("grad_norm")
     if len(values) < 4 * WINDOW:
         return FINE  # gradients grow while the rate warms up
-    usual = median(values[: -WINDOW or None])
-    spikes = [value for value in values[-WINDOW:] if value > SPIKE * max(usual, 1e-6)]
+    usual = sorted(values[:-WINDOW])[-len(values) // 10]  # where rewards are sparse most steps have none
+    spikes = [value for value in values[-WINDOW:] if value > SPIKE * usual > 0]
     why = f"gradients of {max(values[-WINDOW:]):.3g} beside {usual:.3g}: lower training.learning_rate"
     return (BAD, why) if len(spikes) >= 3 else (WATCH, why) if spikes else FINE
 
@@ -197,20 +253,22 @@ def loss(history: History) -> Verdict:
     """Judge a task's own loss, which has to fall; that of a policy has no such meaning."""
     if "reward/mean" in history.last:
         return FINE
-    start, recent = history.start("loss"), history.recent("loss")
-    if recent > start + max(history.noise("loss"), 0.3 * abs(start)):
-        return BAD, f"{moved(history, 'loss')}: lower training.learning_rate"
+    series = history.series["loss"]
+    rise = series.recent - series.start()
+    if series.sigmas(rise) > SURE and rise > 0.1 * abs(series.start()):
+        bad = rise > 0.3 * abs(series.start())
+        return (BAD if bad else WATCH), f"{moved(history, 'loss')}: lower training.learning_rate"
     return FINE
 
 
 RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the metric that it needs, and the rule
     "reward": ("reward/mean", reward),
     "entropy": ("policy/entropy", entropy),
-    "gap": ("mismatch/logprob_gap_mean", gap),
+    "gap": (GAP, gap),
     "sampler": ("mismatch/sampler_z", sampler),
     "staleness": ("rollout/staleness_max", staleness),
     "effective_samples": ("mismatch/effective_share", effective_samples),
-    "equal_rewards": ("reward/uniform_groups_share", equal_rewards),
+    "equal_rewards": ("reward/std", equal_rewards),
     "truncation": ("response_length/truncated_share", truncation),
     "repetition": ("response_length/repeated_share", repetition),
     "held_out": ("evaluation/reward", held_out),
@@ -219,19 +277,20 @@ RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the me
     "length": ("response_length/mean", length),
     "loss": ("loss", loss),
 }
+WATCHED = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
 
 
 class Health:
     """Judge each step by the steps before it; say what changes."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self.note, self.history = note, History()
+    def __init__(self, note: Callable[[str], None], max_staleness: int = 0) -> None:
+        self.note, self.history = note, History(max_staleness)
         self.known: dict[str, int] = {}  # levels of the last step, by rule
 
     def judge(self, step: int, metrics: Row) -> Row:
         """Return the verdicts on a step as metrics: the level of each rule that is not OK, and the worst of all."""
         self.history.add(metrics)
-        found = {name: self._verdict(key, rule) for name, (key, rule) in RULES.items()}
+        found = {name: self._verdict(name, key, rule) for name, (key, rule) in RULES.items()}
         for name, (level, why) in found.items():
             if level > self.known.get(name, OK):
                 self.note(f"health     {LEVELS[level]} in step {step}, {name}: {why}")
@@ -240,11 +299,12 @@ class Health:
             f"health/{name}": float(level) for name, level in self.known.items()
         }
 
-    def _verdict(self, key: str, rule: Callable[[History], Verdict]) -> Verdict:
-        few = 1 if key.startswith("evaluation/") else WINDOW
-        if key not in self.history.last or len(self.history.values(key)) <= few:
-            return FINE
-        return rule(self.history)
+    def _verdict(self, name: str, key: str, rule: Callable[[History], Verdict]) -> Verdict:
+        if key not in self.history.last:
+            return self.known.get(name, OK), ""  # no evaluation in this step: the last one counts
+        series = self.history.series.get(key)
+        judged = series is not None and (series.count > WINDOW or key.startswith("evaluation/"))
+        return rule(self.history) if judged else FINE
 
     def recall(self, rows: Iterable[Row]) -> None:
         """Take up what a run that goes on has reported before."""

@@ -104,7 +104,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             guard=guard,
             critic_guard=critic_guard,
             watch=MemoryWatch(plan.forecast, timer),
-            care=care_of(config.health, folder, checkpoints),
+            care=care_of(config.health, folder, checkpoints, config.rollout.max_staleness),
             pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
         )
 

@@ -53,12 +53,11 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     scored = [part_reward(trajectory, dropped.part) for trajectory in trajectories]
     lengths = [trajectory.sampled_tokens() for trajectory in trajectories]
-    uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups]
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/shaped_mean": fmean(sample.reward for sample in samples),
-        "reward/uniform_groups_share": fmean(uniform),
+        **describe_spread(groups),
         "reward/failed": dropped.completions,
         "reward/left_out": dropped.left_out,
         "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
@@ -81,6 +80,12 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         **describe_parts(trajectories),
         **describe_sources(trajectories),
     }
+
+
+def describe_spread(groups: list[Group]) -> Metrics:
+    """Return the share of groups in which all rewards are equal; a group of one has no spread that it could lack."""
+    uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups if len(group) > 1]
+    return {"reward/uniform_groups_share": fmean(uniform)} if uniform else {}
 
 
 def repeated_share(trajectory: Trajectory) -> float:
@@ -185,8 +190,7 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
             f"{metrics['tools/errors']:.2g} calls an episode ended in an exception of a tool: the model is told, and "
             "logs/environment.log has the tracebacks"
         )
-    grouped = config.algorithm.group_size > 1 and config.judged()
-    if grouped and metrics["reward/uniform_groups_share"] > UNIFORM:
+    if config.judged() and metrics.get("reward/uniform_groups_share", 0.0) > UNIFORM:
         warnings.append(
             f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
             f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "

@@ -118,9 +118,9 @@ class Care:
         self.known |= bad
 
 
-def care_of(config: HealthConfig, folder: RunFolder, checkpoints: Checkpoints) -> Care:
+def care_of(config: HealthConfig, folder: RunFolder, checkpoints: Checkpoints, max_staleness: int = 0) -> Care:
     """Judge a run from what it has reported before it was taken up."""
-    health = Health(checkpoints.note)
+    health = Health(checkpoints.note, max_staleness)
     health.recall(row for row in folder.rows() if row["step"] > 0)
     return Care(config, health, checkpoints, folder.path)
 

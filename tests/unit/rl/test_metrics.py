@@ -39,6 +39,13 @@ def test_staleness_is_the_largest_and_a_sample_is_as_old_as_its_oldest_token() -
     assert found["rollout/staleness_max"] == 4
 
 
+def test_groups_of_one_have_no_spread_to_lack() -> None:
+    ones = [[trajectory(1.0, 7)], [trajectory(0.0, 7, group=1)]]
+    assert "reward/uniform_groups_share" not in described(ones)
+    pair = [trajectory(1.0, 7, group=2), trajectory(0.0, 7, group=2)]
+    assert described([*ones, pair])["reward/uniform_groups_share"] == 0
+
+
 def test_rewards_lengths_and_outcomes_of_a_step() -> None:
     wrong = trajectory(0.0, 7, tokens=4)
     wrong.outcome = Outcome.POLICY_ERROR

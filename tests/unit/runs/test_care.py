@@ -89,11 +89,11 @@ def test_a_healthy_checkpoint_outlives_newer_ones_and_is_gone_back_to(tmp_path: 
     sound = [{"reward/mean": 0.5}] * 20
     with pytest.raises(RolledBack):
         patient.live([*sound, *[{"reward/mean": 0.0}] * 10])
-    healthy = patient.steps()
-    assert len(healthy) == 1 and 0 < healthy[0] <= patient.state.step - PROVEN
-    assert (patient.checkpoints.finished()[0] / "weights").read_text() == str(healthy[0])
-    ledger = Ledger.of(patient.checkpoints.read_state(patient.checkpoints.finished()[0])["ledger"])
-    assert ledger.fates == {"trained": healthy[0], "rolled_back": patient.state.step - healthy[0]}
+    healthy, newest = patient.steps()[-1], patient.checkpoints.finished()[-1]
+    assert 0 < healthy <= patient.state.step - PROVEN
+    assert (newest / "weights").read_text() == str(healthy)
+    ledger = Ledger.of(patient.checkpoints.read_state(newest)["ledger"])
+    assert ledger.fates == {"trained": healthy, "rolled_back": patient.state.step - healthy}
     ledger.balance()
     assert ledger.row() == {"rolled_back": list(range(healthy[0], patient.state.step))}
 
