@@ -43,7 +43,7 @@ class Rank:
 
 class Engine:
     def __init__(self) -> None:
-        self.waiting: list[asyncio.Future[int]] = []
+        self.waiting, self.open = 0, asyncio.Event()
 
     async def generate(self) -> int:
         await asyncio.sleep(0)
@@ -51,16 +51,16 @@ class Engine:
 
     async def wait(self) -> int:
         """Return once another call lets it."""
-        self.waiting.append(asyncio.get_running_loop().create_future())
-        return await self.waiting[-1]
+        self.waiting += 1
+        await self.open.wait()
+        return 2
 
     async def let_go(self, count: int) -> int:
-        """Let those go on that wait, once there are so many; return how many there were."""
-        while len(self.waiting) < count:
+        """Let all go on, once so many wait; return how many do."""
+        while self.waiting < count:
             await asyncio.sleep(0.01)
-        for one in self.waiting:
-            one.set_result(2)
-        return len(self.waiting)
+        self.open.set()
+        return self.waiting
 
 
 RANK: Target[Rank] = Target("tests.support.stuck:Rank")
