@@ -205,8 +205,7 @@ def stepping_bytes(tenant: Tenant) -> float:
     if not isinstance(tenant.ranks, TrainingConfig):
         return 0.0
     stage = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
-    trained = 0 if tenant.model.lora.rank else tenant.facts.parameters
-    bucket = min(BUCKET, trained) if stage in (1, 2) else 2 * at_once(tenant.facts.parameters) if stage == 3 else 0
+    bucket = BUCKET if stage in (1, 2) else 2 * at_once(tenant.facts.parameters) if stage == 3 else 0
     moments = 2 * 2 * min(PIECE, trained_parameters(tenant)) if tenant.ranks.offload == "moments" else 0
     return bucket * bytes_of(tenant.model.dtype) + 4 * moments
 

@@ -7,7 +7,7 @@ import torch
 from trueline.config.model import RanksConfig, TrainingConfig
 
 NO_LIMIT = 1e30  # with no clipping at all DeepSpeed does not compute the gradient's norm
-BUCKET = 500_000_000  # most elements of gradients that ranks exchange at a time at ZeRO 1 and 2; DeepSpeed's default
+BUCKET = 500_000_000  # elements of gradients that ranks exchange at a time at ZeRO 1 and 2: DeepSpeed's own default
 PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank under ZeRO 3
 # Under ZeRO 3, how many elements are whole or under way at a time: this part of the model, within these limits. By
 # DeepSpeed's own defaults a model of less than 1e9 parameters is whole on every rank after its first pass.
@@ -20,10 +20,7 @@ GATHERING_ON_CPU = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "THP_MEM_ALLOC_ENABLE"
 def deepspeed_config(
     config: RanksConfig, dtype: str, cuts: dict[str, Any] | None = None, elements: int = 0
 ) -> dict[str, Any]:
-    """Return DeepSpeed's settings, with one accumulation step: the worker itself marks the last micro-batch.
-
-    `elements` are those of the model under ZeRO 3, else those that are trained.
-    """
+    """Return DeepSpeed's settings, with one accumulation step: the worker itself marks the last micro-batch."""
     stage = effective_stage(config, dtype)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -33,7 +30,7 @@ def deepspeed_config(
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": PARTITION_ABOVE,
-            **(buckets(elements) if stage == 3 else {"reduce_bucket_size": min(BUCKET, elements or BUCKET)}),
+            **(buckets(elements) if stage == 3 else {"reduce_bucket_size": BUCKET}),
         },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

@@ -74,8 +74,6 @@ class DeepSpeedEngine:
         cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
         elements = sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
         self.gathered = at_once(elements)
-        if self.stage < 3:
-            elements = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         optimizer = make_optimizer(module.named_parameters(), config) if isinstance(config, TrainingConfig) else None
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves what it leaves of each layer
