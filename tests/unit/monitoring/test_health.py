@@ -184,6 +184,8 @@ def test_rewards_that_become_one_are_bad_where_that_is_no_chance_and_no_gain() -
     for value, level in ((0.0, BAD), (1.0, WATCH)):
         for still, found in ((9, WATCH), (10, level)):
             assert equal_rewards_after([0.3] * 10 + [0.0] * still, [0.5] * 10 + [value] * still) == found
+    broken = [0.3] * 10 + [0.0] * 9 + [0.3, 0.0]
+    assert equal_rewards_after(broken, [0.5] * 10 + [0.0] * 11) == WATCH  # a step between two streaks ends the first
     often = [0.0, 0.3] * 19  # half of the steps: 0.5 ** 16 is no rare chance, 0.5 ** 17 is
     for still, level in ((16, WATCH), (17, BAD)):
         assert equal_rewards_after(often + [0.0] * still, [0.5] * 38 + [0.1] * still) == level
@@ -193,7 +195,7 @@ def test_four_of_twenty_steps_with_equal_rewards_are_watched() -> None:
     for equal, level in ((3, OK), (4, WATCH)):
         stds = [0.0 if step % 5 == 0 and step < 5 * equal else 0.3 for step in range(20)]
         assert equal_rewards_after(stds, [0.5] * 20) == level
-    assert equal_rewards_after([0.0, *[0.3] * 17, 0.0, 0.0, 0.3], [0.5] * 21) == OK  # the first of 21 is forgotten
+    assert equal_rewards_after([0.0, *[0.3] * 16, *[0.0] * 3, 0.3], [0.5] * 21) == OK  # the first of 21 is forgotten
 
 
 def test_answers_of_which_none_ended_in_ten_steps_are_bad() -> None:
@@ -222,6 +224,14 @@ def test_a_sudden_end_of_entropy_is_bad_though_the_reward_rises() -> None:
     assert after_steps(0.03, 2.0) == OK
     assert [after_steps(*[1.0] * 3, 0.03, 0.03), after_steps(*[1.0] * 4, 0.03, 0.03)] == [BAD, OK]
     assert [after_steps(0.039, 0.039), after_steps(0.041, 0.041)] == [BAD, OK]
+    assert after_steps(1.0, 4.0, 1.0, 1.0, 1.0, 0.03, 0.03) == OK  # it was high for one step
+    assert after_steps(*[0.02] * 8, 1e-4, 1e-4) == WATCH  # there was little left
+
+
+def test_a_reward_that_may_still_rise_is_given_credit_for_nine_steps() -> None:
+    fallen = [4.0] * 3 + [0.3] * 7
+    levels = [level_after("entropy", "policy/entropy", fallen[:steps], reward__mean=[0.3] * steps) for steps in (9, 10)]
+    assert levels == [WATCH, BAD]
 
 
 def test_four_evaluations_are_needed_to_judge_them_and_the_last_counts_until_the_next() -> None:

@@ -1,6 +1,6 @@
 """How often the rules of health are wrong: sound runs that they call BAD, faults that they do not see.
 
-With its slow tests and `-s` this file shows the shares that docs/metrics.md gives, of 200 runs of every shape.
+With its soak tests and `-s` this file shows the shares that docs/metrics.md gives, of 200 runs of every shape.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def test_at_most_one_sound_run_of_a_hundred_is_ever_bad_in_300_steps() -> None:
     assert len(bad) <= RUNS / 100, [shapes[seed % len(shapes)] for seed in bad]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("shape", SOUND)
 def test_no_shape_of_sound_runs_is_bad_more_often(shape: str) -> None:
     found = [worst(shape, seed) for seed in range(RUNS)]
