@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trueline.rl import trainer
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks"
 HELP = "--help"
+DAY_AND_COMMIT = re.compile(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{7}\b")
 RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
 
 
@@ -69,6 +71,21 @@ def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_folder(words: str, folder: Path) -> list[str]:
     return [str(folder / "made") if word == "FOLDER" else word for word in words.split()]
+
+
+def figures() -> list[str]:
+    """Return what names a command behind a figure: paragraphs of the page of benchmarks, and rows of the README."""
+    paragraphs = (ROOT / "docs" / "benchmarks.md").read_text().split("\n\n")
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ")]
+    commands = ("benchmarks/", "`make ", "-m pytest ")
+    return [text for text in (*paragraphs[2:], *rows) if any(word in text for word in commands)]
+
+
+def test_every_figure_names_a_command_that_is_there_its_day_and_its_commit() -> None:
+    found = figures()
+    assert len(found) > 15
+    assert not [text for text in found if not DAY_AND_COMMIT.search(text)]
+    assert {name for text in found for name in re.findall(r"benchmarks/(\w+\.py)", text)} <= TABLE.keys()
 
 
 def test_every_script_is_in_the_table() -> None:
