@@ -630,10 +630,10 @@ def test_an_agents_own_system_prompt_fits_by_default(
 
 
 def test_the_context_of_several_turns_is_bounded_by_memory_and_by_keys(elsewhere: Any, agent: str) -> None:
-    small = elsewhere(8, agent)  # the whole run refuses the model's context here, and not half of it
-    assert small.rollout.longest() == SMOLLM2.context // 2
-    with pytest.raises(ConfigError, match="GiB of memory"):
-        elsewhere(8, agent, f"rollout.max_prompt_tokens={SMOLLM2.context - 1024}")
+    small = elsewhere(8, agent).rollout.longest()
+    assert small < SMOLLM2.context and SMOLLM2.context % small == 0
+    with pytest.raises(ConfigError, match="GiB of memory"):  # twice as much is refused
+        elsewhere(8, agent, f"rollout.max_prompt_tokens={2 * small - 1024}")
     cached = elsewhere(64, agent, "rollout.cpu_cache_gib=0.125").rollout.longest()  # vLLM refuses what it cannot hold
     token = 2 * SMOLLM2.layers * SMOLLM2.key_heads * SMOLLM2.head_size * 4
     assert cached == int(0.125 * GIB / token) < SMOLLM2.context

@@ -410,3 +410,14 @@ def test_the_replies_of_a_sequence_share_its_tokens(tokenizer: PreTrainedTokeniz
     trajectory = table.run(two_turns, longest=6)
     assert table.text(trajectory.tokens[trajectory.mask]) == "2</s>fort" and trajectory.truncated
     assert len(trajectory.tokens) > 6 + 2 * len("1+1=")
+
+
+def test_what_was_heard_before_another_reply_closes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        reply = await policy.reply(prompt.messages)
+        policy.hear([MORE])
+        await policy.reply([*prompt.messages, reply.message, MORE])
+        return Ending(1.0)
+
+    trajectory = Table(tokenizer, CHATML, "2", "4").run(play)
+    assert [turn["content"] for turn in trajectory.turns] == ["2", "and 2+2?", "4"]
