@@ -17,6 +17,7 @@ from trueline.runs.preflight import (
     PromptSet,
     Reading,
     check_rollout,
+    contexts,
     fitting_prompts,
     load_prompts,
     measured,
@@ -99,7 +100,8 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     engines = engine_count(config, reward_roles, machine)
     chat = load_chat(config.model, config.data.chat_template)
     sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
-    rollout = resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype, machine.gpus)
+    context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
+    rollout = resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype, machine.gpus, context)
     config = config.replaced({"rollout": rollout.model_dump()})
     layout = Layout(0, engines, rollout.tensor_parallel, roles=tuple(role.layout() for role in reward_roles))
     check_place(config, layout, reward_roles, machine)

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from tests.support.clinic import diagnosed
 from tests.support.letters import letters_command
 from trueline.cli import main
+from trueline.data.types import Sample
 from trueline.doctor.findings import Finding
+from trueline.runs.guard import Guard
 
 REWARD = """
 
@@ -41,12 +44,22 @@ def deep(command: list[str]) -> dict[str, Finding]:
     return {one.key: one for one in found[first:]}
 
 
-def test_a_step_of_reinforcement_learning_is_tried(tmp_path: Path, scratch: Path) -> None:
+def test_a_step_of_reinforcement_learning_is_tried(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, update = [], Guard.update
+
+    def counted(self: Guard, samples: list[Sample], *args: Any) -> dict[str, float]:
+        updates.append(len(samples))
+        return update(self, samples, *args)
+
+    monkeypatch.setattr(Guard, "update", counted)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     found = deep(letters_command(tmp_path, "grpo", "steps=50", "algorithm.group_size=2", "minibatches=8"))
     levels = {key: one.level for key, one in found.items()}
     assert levels.pop("rollout.max_new_tokens") in ("watch", "bad")  # a random model hardly ends
     assert set(levels.values()) == {"fine"}, found
+    assert updates == [32]  # one of all samples, however many minibatches the run has
     assert "proven" in found["sync.check"].what
     assert "cut off at 8 tokens" in found["rollout.max_new_tokens"].what
     assert "32 rewards from 0 to" in found["reward.function"].what

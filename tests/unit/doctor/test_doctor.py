@@ -1,6 +1,8 @@
 """Broken set-ups are named with the key to change; sound ones are left in peace."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from trueline.cli import main
 from trueline.config.rl import RLConfig
 from trueline.doctor import rewards
 from trueline.doctor.findings import FAILING, Finding, named_key
+from trueline.doctor.training import short_answers
 
 MODEL, CHAT, SUMS = "--model model", "--model chat", "--data sums.jsonl"
 GRPO = f"grpo {CHAT} training.learning_rate=1e-3"
@@ -229,3 +232,17 @@ def test_what_is_no_run_is_refused_at_once(words: list[str], capsys: pytest.Capt
 )
 def test_the_key_of_a_message(message: str, key: str) -> None:
     assert named_key(message, RLConfig) == key
+
+
+@pytest.mark.parametrize(("long", "levels"), [(1, []), (2, ["watch"]), (10, ["watch"]), (11, ["bad"])])
+def test_labels_longer_than_an_answer_are_told_of_from_a_twentieth_on(long: int, levels: list[str]) -> None:
+    """Of 20 labels so many have five tokens, and an answer may have four."""
+    case: Any = SimpleNamespace(
+        rollout=SimpleNamespace(max_new_tokens=4),
+        rewards=SimpleNamespace(named_parts=dict),
+        chat=SimpleNamespace(text_tokens=list),
+        rows=[SimpleNamespace(label="x" * (5 if row < long else 4)) for row in range(20)],
+    )
+    found = list(short_answers(case))
+    assert [one.level for one in found] == levels
+    assert all(f"{long} of 20 labels looked at" in one.what for one in found)

@@ -274,7 +274,9 @@ def test_a_stream_of_calls_and_logprobs_as_the_client_puts_them_together(host: H
 
 def test_one_model(host: Host) -> None:
     _, seat, client = at_table(host)
-    assert [model.id for model in client.models.list()] == ["my model"]
+    assert [model.to_dict() for model in client.models.list()] == [
+        {"id": "my model", "object": "model", "created": 0, "owned_by": "trueline"}
+    ]
     assert host.post(seat, {"messages": HELLO}).json()["model"] == "my model"
 
 

@@ -190,6 +190,11 @@ async def refuse(how: str) -> str:
     raise PermissionError("not for you")
 
 
+def question() -> str:
+    """Read what somebody types, though nobody does."""
+    return repr(sys.stdin.read())
+
+
 def broken() -> str:
     """Break."""
     raise RuntimeError("the tool is broken")
@@ -454,6 +459,13 @@ def test_what_a_users_tool_raises_is_told_to_the_model_and_counted(stage: Stage)
     names = ("tools/calls", "tools/errors", "tools/mistakes")
     assert [played.metrics[name] for name in names] == [4.0, 4.0, 0.0]
     assert "return a / b" in (stage.folder / "environment.log").read_text()  # the traceback, for whoever wrote it
+
+
+def test_code_that_reads_its_input_finds_nothing_there(stage: Stage) -> None:
+    """The pipe of requests is not its input: it would wait there for ever, or take what others ask."""
+    config = stage.config("tools", ["question"], timeout_seconds=20)
+    (played,) = stage.play(config, calling("question", "{}"), "done", reward=Told())
+    assert [turn["content"] for turn in played.turns if turn["role"] == "tool"] == ["''"], played.error
 
 
 def test_what_a_built_in_tool_refuses_is_a_mistake_and_no_error(stage: Stage) -> None:

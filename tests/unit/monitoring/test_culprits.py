@@ -1,10 +1,13 @@
 """Each rule finds its culprit, and the more telling rule comes first."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from trueline.monitoring.beats import Beat, Row
 from trueline.monitoring.culprits import CULPRITS, Situation, culprit
-from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen
+from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, spied
 
 NOW, PLENTY = 1_000_000.0, 500 * 2**30
 IN_ALL_REDUCE = """Thread 0x00007f (most recent call first):
@@ -137,3 +140,14 @@ def test_the_run_itself() -> None:
 @pytest.mark.parametrize("rule", CULPRITS)
 def test_rules_are_silent_where_all_is_well(rule: object) -> None:
     assert callable(rule) and rule(Situation(seen("run"), [seen("policy-0")], "/runs/first", PLENTY, NOW)) == ""
+
+
+@pytest.mark.parametrize(("status", "found"), [(0, "thread of 4711\n"), (1, "")])
+def test_what_py_spy_prints_of_a_process_is_taken_as_text(
+    status: int, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "py-spy"
+    tool.write_text(f'#!/bin/sh\necho "thread of $4"\nexit {status}\n')
+    tool.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: str(tool))
+    assert spied(4711) == found

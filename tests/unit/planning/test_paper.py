@@ -14,8 +14,9 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 from trueline.planning.hardware import read_devices
-from trueline.planning.paper import on_paper, plan_on_paper, plan_rl_on_paper
+from trueline.planning.paper import describe_rl, on_paper, plan_on_paper, plan_rl_on_paper
 from trueline.planning.seconds import phase_seconds, sync_bytes
+from trueline.rl.estimates import memory_bytes
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.runs.summary import node_lines
 
@@ -167,3 +168,12 @@ def test_a_plan_starts_without_what_samples_and_trains() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_says_what_each_process_takes_in_gibibytes() -> None:
+    plan = planned("qwen2.5-7b", "8xH100")
+    said = dict(
+        re.findall(r"^(\w+) .*, about ([\d.]+) GiB each", describe_rl(plan, read_devices("8xH100")), re.MULTILINE)
+    )
+    expected = {name: f"{size / GIB:.1f}" for name, size in memory_bytes(plan).items()}
+    assert said["policy"] == expected["policy"] and said["engines"] == expected["engine"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic
 
 import pytest
 import torch
@@ -546,3 +546,20 @@ def test_a_whole_run_stops_by_name(
     small = ["prompts_per_step=2", "rollout.max_new_tokens=4", "training.learning_rate=1e-2", "runtime=local"]
     assert main(["grpo", *words, "--reward", f"{tmp_path}/reward.py:reward", *small, "steps=3"]) == 1
     assert message in capsys.readouterr().out
+
+
+class Noting(Worker):
+    patience: ClassVar[list[float]] = []
+
+    def connect(self, link: Link) -> str:
+        self.patience.append(link.timeout_seconds)
+        return super().connect(link)
+
+
+@pytest.mark.parametrize(("seconds", "patience"), [(1200.0, 120.0), (120.0, 30.0), (20.0, 20.0)])
+def test_a_broadcast_waits_a_tenth_of_the_runs_patience(
+    seconds: float, patience: float, model_folder: Path, loop: EventLoop
+) -> None:
+    """But 30 seconds at least, and never longer than the run itself."""
+    make_sync(make_policy(model_folder, Noting, seconds), make_pool(model_folder, HFEngine), loop)
+    assert Noting.patience.pop() == patience

@@ -32,9 +32,10 @@ from trueline.models.divergence import load_teacher
 from trueline.runtime.actors import ActorFailure, LocalActor
 from trueline.runtime.fingerprints import bit_sum, wrapped
 from trueline.training.checkpoints import digest
+from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec, rank_environment
 
 SETTINGS = LossSettings(0.8, AlgorithmConfig(preset="grpo", entropy_coefficient=0.01))
 FULL, LORA = LoraConfig(), LoraConfig(rank=2, alpha=8.0)
@@ -270,6 +271,20 @@ def test_a_checkpoint_of_another_kind_is_refused_by_name(model_folder: Path, tmp
     for settings in ({"lora": LORA}, {"head": "reward"}):
         with pytest.raises(ConfigError, match=f"{checkpoint}: a checkpoint of another model or task"):
             resumed(checkpoint, model_folder, **settings)
+
+
+def test_a_checkpoint_with_one_tensor_too_many_is_refused_by_its_name(model_folder: Path, tmp_path: Path) -> None:
+    worker = make_worker(model_folder)
+    shapes = worker._trained_shapes()
+    with pytest.raises(ConfigError, match=r"there: .*\(extra of shape \[2, 3\] is only in one of the two\)"):
+        worker._check_names("there", shapes | {"extra": (2, 3)})
+    worker._check_names("there", shapes)
+
+
+@pytest.mark.parametrize(("stage", "gpus", "gathers"), [(3, 0, True), (2, 0, False), (3, 1, False)])
+def test_ranks_that_gather_weights_on_cpus_give_large_allocations_back(stage: int, gpus: int, gathers: bool) -> None:
+    ranks = TrainingConfig(engine="deepspeed", zero_stage=stage)
+    assert (GATHERING_ON_CPU.items() <= rank_environment(ranks, gpus).items()) is gathers
 
 
 def test_a_checkpoint_of_another_size_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
