@@ -42,27 +42,27 @@ def make_data(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
-def engines() -> list[psutil.Process]:
-    """Return the processes that Ray has started for engines."""
+def ray_processes(words: str) -> list[psutil.Process]:
+    """Return Ray's processes below this one whose command begins with, or names, these words."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if " ".join(one.cmdline()).startswith("ray::AsyncHost"):
+            if words in " ".join(one.cmdline()):
                 found.append(one)
     return found
 
 
 def kill_engine_twice(metrics: Path, step: int) -> None:
-    """Wait for a step; kill the engine, and the one in its place as soon as it is there."""
+    """Wait for a step; kill the engine, and the process that is started for it as soon as Ray has made one."""
     while not metrics.exists() or sum('"loss"' in line for line in metrics.read_text().splitlines()) < step:
         time.sleep(0.1)
-    (first,) = engines()
-    first.kill()
+    (engine,), known = ray_processes("ray::AsyncHost"), ray_processes("ray")
+    engine.kill()
     began = time.monotonic()
-    while not (again := [one for one in engines() if one.pid != first.pid]):
-        time.sleep(0.02)
+    while not (again := [one for one in ray_processes("default_worker.py") if one not in known]):
+        time.sleep(0.01)
     again[0].kill()
-    print(f"killed the engine {first.pid}, and {time.monotonic() - began:.2f} s later {again[0].pid}", flush=True)
+    print(f"killed the engine {engine.pid}, and {time.monotonic() - began:.2f} s later {again[0].pid}", flush=True)
 
 
 def report(folder: Path, least: float) -> int:
