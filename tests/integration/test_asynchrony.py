@@ -131,7 +131,7 @@ def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]]
     return said
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_engines_that_die_or_hang_are_started_again_and_no_prompt_is_lost(home: Path) -> None:
     harms = [(signal.SIGKILL, 0.1), (signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.6)]
     said = harmed_run(home, "harmed", 10, harms, "rollout.on_update=interrupt")

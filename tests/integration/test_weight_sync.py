@@ -342,7 +342,7 @@ def test_an_engine_whose_worker_is_killed_is_started_again(
     assert all(load.served for load in pool.loads)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_adapters_alone_reach_an_engine_that_holds_them(
     trainer: ModelGroup, cluster: None, loop: EventLoop, tmp_path: Path
 ) -> None:

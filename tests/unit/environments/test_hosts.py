@@ -712,6 +712,27 @@ def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage
     asyncio.run(play())
 
 
+def test_an_overdue_call_is_blamed_alone_where_its_process_still_answers(stage: Stage) -> None:
+    async def play() -> None:
+        program = program_of(stage.config("tools", ["wait"], timeout_seconds=3))
+        assert program is not None
+        hosts = Hosts(program, stage.folder / "environment.log")
+        overdue, other = await hosts.place(alone=False), Place(hosts.hosts[0], hosts)
+        first = asyncio.create_task(overdue.ask("call", name="wait", arguments={}))
+        while here(stage) < 1:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)  # so that the deadline of the other is far
+        second = asyncio.create_task(other.ask("call", name="wait", arguments={}))
+        with pytest.raises(EnvironmentFailure, match="`call` took more than 3 s and was killed") as failed:
+            await first
+        with pytest.raises(EnvironmentLost, match="its process was ended for another episode"):
+            await second
+        assert not isinstance(failed.value, EnvironmentLost) and not other.suspect
+        await hosts.stop()
+
+    asyncio.run(play())
+
+
 def test_silence_before_a_process_has_started_is_not_an_agents(stage: Stage) -> None:
     async def play() -> None:
         hosts = opened(stage)

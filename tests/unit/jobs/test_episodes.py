@@ -148,14 +148,20 @@ def test_episodes_with_a_tool_are_written_whole_and_sft_learns_their_replies(run
     assert chat.tokenizer.decode(sample.tokens[sample.mask]) == f"{CALL}</s>7</s>"
 
 
-def test_eval_reports_what_an_environment_says(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def load_settings(home: Path) -> dict[str, Any]:
+    return dict(json.loads((home / "model/config.json").read_text()))
+
+
+def test_eval_reports_what_an_environment_says(run: Run, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run("eval", "draws.jsonl", "--environment", "mine.py:Game", "environment.options={worth: 0.5}")
     metrics = json.loads((folder / "evaluation.json").read_text())["metrics"]
     wanted = {"reward": 0.75, "environment/game/turns": 2.0, "episode/turns": 2.0, "failed_share": 0.0}
     wanted["response_length"] = 4.0
     assert {name: metrics[f"evaluation/{name}"] for name in wanted} == wanted
     shown = capsys.readouterr().out
-    assert "reward     of the environment" in shown and "turns      up to 8: environment.function=mine.py:Game" in shown
+    assert "reward     of the environment" in shown
+    context = load_settings(home)["max_position_embeddings"]
+    assert f"turns      up to 8 in sequences of up to {context} tokens: environment.function=mine.py:Game" in shown
     assert "game/turns" in shown and "2.000" in shown and "0.750" in shown
     (talk,) = lines(folder / "transcripts.jsonl")[0]["completions"][0]["conversations"]
     assert [*talk["prompt"], *talk["completion"]] == messages_of(GAME_TALK)  # not the row's prompt, but what was said

@@ -137,7 +137,10 @@ def test_a_sync_is_what_is_sent_and_what_is_gathered_first() -> None:
     assert sync_seconds(plan, DEVICES) == pytest.approx(SYNC_SECONDS + full / IPC_RATE)
     apart = planned("qwen2.5-7b", "8xH100", *WORDS, "placement=separate", "training.zero_stage=3")
     (gathered,) = (2 * apart.facts.parameters / LINK,)
-    assert sync_seconds(apart, DEVICES) == pytest.approx(SYNC_SECONDS + full / GLOO_RATE + gathered)
+    assert apart.transport() == "nccl"
+    assert sync_seconds(apart, DEVICES) == pytest.approx(SYNC_SECONDS + full / DEVICES.send_rate() + gathered)
+    slow = planned("qwen2.5-7b", "8xH100", *WORDS, "placement=separate", "sync.transport=gloo")
+    assert sync_seconds(slow, DEVICES) == pytest.approx(SYNC_SECONDS + full / GLOO_RATE)
     lora = planned("qwen2.5-7b", "8xH100", *WORDS, "model.lora.rank=4", "model.lora.sync=adapter")
     shape = lora.facts
     ends = 3 * (shape.hidden_size + shape.intermediate_size)  # gate, up and down

@@ -17,7 +17,7 @@ from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import Ending, Policy
 from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
-from trueline.rl.build import budget_of, way_of
+from trueline.rl.build import way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
 from trueline.rl.metrics import transcript
 from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
@@ -25,7 +25,7 @@ from trueline.rl.recipe import describe_recipe
 from trueline.runs import roles as role_planning
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
-from trueline.runs.processes import engine_specs
+from trueline.runs.processes import budget_of, engine_specs
 from trueline.runtime.cluster import Machine
 from trueline.sync.weights import Way
 
@@ -600,7 +600,7 @@ def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> N
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> str:
     """An agent that no process has to look at."""
-    monkeypatch.setattr(surroundings, "check_environment", lambda config, example: [])
+    monkeypatch.setattr(surroundings, "check_environment", lambda config, *examples: [])
     return "environment.agent=agent.py:main"
 
 
@@ -612,7 +612,7 @@ def test_an_agents_own_system_prompt_fits_by_default(
 ) -> None:
     """The context is the model's, not that of the data's longest row, and the limit reaches engine and session."""
     plan = elsewhere(64, agent)
-    assert plan.rollout.longest() == SMOLLM2.context == budget_of(plan).context
+    assert plan.rollout.longest() == SMOLLM2.context == budget_of(plan.config.environment, plan.rollout).context
     assert all(
         spec.context == SMOLLM2.context for spec in engine_specs(plan.config.model, plan.rollout, plan.layout, 0)
     )
@@ -625,7 +625,7 @@ def test_an_agents_own_system_prompt_fits_by_default(
         system = {"role": "system", "content": "s" * SMOLAGENTS_TOKENS}
         return Ending(float((await policy.reply([system, *prompt.messages])).text == "2"))
 
-    table = Table(tokenizer, CHATML, "2", context=budget_of(plan).context)
+    table = Table(tokenizer, CHATML, "2", context=budget_of(plan.config.environment, plan.rollout).context)
     assert table.run(briefed, longest=plan.rollout.max_new_tokens).reward == 1.0
 
 

@@ -106,6 +106,20 @@ def test_an_engine_that_dies_while_another_is_started_again_is_started_too() -> 
     asyncio.run(both_die())
 
 
+def test_each_death_counts_once_by_its_cause() -> None:
+    """Three of one cause within a step end a run: an engine that died before of something else does not count again."""
+
+    async def twice() -> None:
+        pool, _ = engines(1)
+        for cause in ("out of memory", "no sign of life"):
+            pool.lose(0, cause, pool.incarnations[0])
+            await pool.renew(60)
+            await pool.found()
+        assert pool.deaths == {"out of memory": 1, "no sign of life": 1}
+
+    asyncio.run(twice())
+
+
 def test_the_late_death_of_an_earlier_process_is_not_the_new_ones() -> None:
     async def late() -> None:
         pool, (engine,) = engines(1)
