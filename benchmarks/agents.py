@@ -62,13 +62,12 @@ class Lockstep(Environment):
     async def play(self, policy: Policy, prompt: Prompt) -> Ending:
         outer = self
 
-        class Waiting:
+        class Waiting(Policy):
+            add_reward, hear, talk, replies = policy.add_reward, policy.hear, policy.talk, policy.replies
+
             async def reply(self, *given: Any) -> Any:
                 await outer.barrier.wait()
                 return await policy.reply(*given)
-
-            def add_reward(self, reward: float) -> None:
-                policy.add_reward(reward)
 
         return await self.game.play(Waiting(), prompt)
 

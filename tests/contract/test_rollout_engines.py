@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny import make_tiny_model
+from trueline.algorithms.importance_sampling import draw_metrics
 from trueline.config.rl import RolloutConfig
 from trueline.data.types import INTERRUPTED, Completion
 from trueline.environments.base import Structure
@@ -144,6 +145,34 @@ def test_a_structure_is_kept_or_refused(
     assert held[0] == 0 and (held >= free - 1e-4).all() and (held[1:] < 0).any()
     with pytest.raises(ActorFailure, match="=hf holds no reply to a structure"):
         ask(run, engines["hf"], "structure", settings[0])
+
+
+def draws_of(run: Run, engine: Actor[RolloutEngine], plain: Any, name: str, **controls: float) -> tuple[float, float]:
+    """Return z and effect of 32 answers by the plain model's own distributions; the engine's log-probs play no part."""
+    settings = [replace(params(0.7, tokens=40, seed=seed), **controls) for seed in range(32)]  # type: ignore[arg-type]
+
+    async def answers() -> list[Completion]:
+        calls = [engine.call(RolloutEngine.generate, PROMPT, one, f"{name}-{one.seed}") for one in settings]
+        return list(await asyncio.gather(*calls))
+
+    excess = variance = 0.0
+    for answer in run(answers()):
+        with torch.no_grad():
+            logits = plain(torch.tensor([PROMPT + answer.tokens.tolist()])).logits[0, len(PROMPT) - 1 : -1]
+        scores = torch.log_softmax(logits / 0.7, -1).double()
+        entropy = -(scores.exp() * scores).sum(-1)
+        excess += (scores[range(len(scores)), answer.tokens] + entropy).sum().item()
+        variance += (scores.exp() * (scores + entropy[:, None]).square()).sum().item()
+    found = draw_metrics(excess, variance)
+    return found["mismatch/sampler_z"], found["mismatch/sampler_effect"]
+
+
+def test_tokens_are_drawn_from_the_model(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
+    """And the test that says so is not blind: with top_p it says no."""
+    z, _ = draws_of(run, engine, plain, "draws")
+    assert abs(z) < 4
+    z, effect = draws_of(run, engine, plain, "narrow-draws", top_p=0.8)
+    assert z > 6 and effect > 0.1
 
 
 def test_score_is_that_of_the_plain_model(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:

@@ -117,17 +117,24 @@ def test_each_model_that_scores_and_each_that_trains_is_counted() -> None:
     assert 1.5 * plain["train"] < twice["train"] <= 2 * plain["train"] * 1.01
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-def test_sampling_reads_weights_and_caches_for_each_token_and_takes_turns(at_once: int) -> None:
-
-    words = (f"rollout.max_sequences={at_once}", "prompts_per_step=1", "algorithm.group_size=16")
-    plan = planned("qwen2.5-1.5b", "1xH200", *WORDS, *words)
-    facts, engine, devices = plan.facts, plan.forecast.room.engine, Hardware(1, 1, "H200")
-    completions, turns = 16, 16 / at_once
+@pytest.mark.parametrize(
+    ("at_once", "width", "bound"), [(1, 1, "read"), (8, 1, "read"), (8, 2, "read"), (512, 1, "computed")]
+)
+def test_sampling_reads_weights_and_caches_for_each_token_and_takes_turns(at_once: int, width: int, bound: str) -> None:
+    """Few sequences wait for memory, many for computation; devices of one engine divide both."""
+    prompts_per_step = max(at_once // 16, 1)
+    words = (f"rollout.max_sequences={at_once}", f"prompts_per_step={prompts_per_step}", "algorithm.group_size=16")
+    plan = planned("qwen2.5-1.5b", f"{width}xH200", *WORDS, *words, f"rollout.tensor_parallel={width}")
+    facts, engine, devices = plan.facts, plan.forecast.room.engine, Hardware(1, width, "H200")
+    completions, speed = 16 * prompts_per_step, width * devices.flops()
+    at_once = min(at_once, int(plan.cache_bytes() / engine.sequence))  # as many as the cache holds
     seen = (plan.longest_prompt + 512 / 2) / plan.rollout.longest()
-    read = (2 * facts.parameters + at_once * engine.sequence * seen) / (READING * devices.device.memory_rate)
-    prompts = forward_flops(facts, completions * plan.longest_prompt, plan.longest_prompt) / devices.flops()
-    assert rollout_seconds(plan, devices) == pytest.approx(prompts + turns * 512 * (TOKEN_SECONDS + read))
+    read = (2 * facts.parameters / width + at_once * engine.sequence * seen) / (READING * devices.device.memory_rate)
+    computed = forward_flops(facts, at_once, plan.rollout.longest() / 2) / speed
+    assert (computed > read) is (bound == "computed")
+    prompts = forward_flops(facts, completions * plan.longest_prompt, plan.longest_prompt) / speed
+    tokens = completions / at_once * 512
+    assert rollout_seconds(plan, devices) == pytest.approx(prompts + tokens * (TOKEN_SECONDS + max(read, computed)))
 
 
 def test_a_sync_is_what_is_sent_and_what_is_gathered_first() -> None:

@@ -106,6 +106,24 @@ def test_an_engine_that_dies_while_another_is_started_again_is_started_too() -> 
     asyncio.run(both_die())
 
 
+def test_an_engine_is_as_loaded_as_it_has_requests() -> None:
+    """By these the freest engine is found; what is answered, or lost, is no load."""
+
+    async def load() -> None:
+        pool, (engine,) = engines(1)
+        asked = [asyncio.create_task(pool.generate([1, 2], PARAMS, group, f"train-{group}")) for group in range(3)]
+        await until(lambda: engine.lives[0].running == 3)
+        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].most) == (3, 21, 21)
+        asked[0].cancel()
+        await asyncio.wait([asked[0]])
+        assert (pool.loads[0].requests, pool.loads[0].tokens) == (2, 14)
+        engine.open.set()
+        await asyncio.gather(*asked[1:])
+        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].served) == (0, 0, 3)
+
+    asyncio.run(load())
+
+
 def test_each_death_counts_once_by_its_cause() -> None:
     """Three of one cause within a step end a run: an engine that died before of something else does not count again."""
 
