@@ -132,8 +132,14 @@ class Session:
             raise
         first, self.turns = self.turns, self.turns + count
         params = replace(self.params, stop=(*self.params.stop, *stop), structure=structure)
-        sampled = [self._take_turn(turn, number, worded, params) for number, turn in enumerate(turns, first)]
-        found = await asyncio.gather(*sampled, return_exceptions=True)
+        for turn in turns:  # at once: others may ask before any of these begins to sample
+            turn.thread.busy = True
+        try:
+            sampled = [self._take_turn(turn, number, worded, params) for number, turn in enumerate(turns, first)]
+            found = await asyncio.gather(*sampled, return_exceptions=True)
+        finally:
+            for turn in turns:
+                turn.thread.busy = False
         for one in found:
             if isinstance(one, BaseException):
                 raise one
@@ -142,12 +148,8 @@ class Session:
     async def _take_turn(
         self, turn: Turn, number: int, worded: Callable[[str], Message], params: SamplingParams
     ) -> Reply:
-        turn.thread.busy = True
-        try:
-            completion, text = await self._sample(turn, number, params)
-            return self._record(turn, completion, text, worded(text))
-        finally:
-            turn.thread.busy = False
+        completion, text = await self._sample(turn, number, params)
+        return self._record(turn, completion, text, worded(text))
 
     async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> tuple[Completion, str]:
         before, request = [*turn.thread.record.tokens.tolist(), *turn.tokens], self.ticket.request(number)

@@ -282,6 +282,23 @@ def test_replies_asked_for_together_without_room_for_one_are_not_sampled(tokeniz
     check_recorded(table, trajectory)
 
 
+def test_two_who_go_on_from_one_conversation_at_once_have_a_sequence_each(tokenizer: PreTrainedTokenizerFast) -> None:
+    table = Table(tokenizer, CHATML, "2", "3", "4", "5")
+
+    async def both(policy: Policy, prompt: Prompt) -> Ending:
+        first = await policy.reply(prompt.messages)
+        more = [*prompt.messages, first.message, MORE]
+        replies = await asyncio.gather(policy.reply(more), policy.reply(more))
+        await policy.reply([*more, replies[0].message, MORE])  # its sequence is free again
+        return Ending(1.0)
+
+    trajectory = table.run(both)
+    assert [sum(one.mask) for one in trajectory.sequences()] == [6, 2]
+    for sequence, replies in zip(trajectory.sequences(), (["2", "3", "5"], ["4"]), strict=True):
+        sampled = [table.text(part) for part in np.split(sequence.tokens, np.flatnonzero(np.diff(sequence.mask)) + 1)]
+        assert [part.removesuffix("</s>") for part in sampled[1::2]] == replies
+
+
 def test_a_structure_and_stops_reach_the_engine(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2, 3", "4")
     shape = Structure('{"type": "object"}')
