@@ -18,6 +18,7 @@ from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.environments import hosts as hosts_module
 from trueline.environments.base import EnvironmentFailure, EnvironmentLost
 from trueline.environments.hosts import Hosts, Place
 from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, program_of
@@ -712,17 +713,18 @@ def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage
     asyncio.run(play())
 
 
-def test_an_overdue_call_is_blamed_alone_where_its_process_still_answers(stage: Stage) -> None:
+def test_an_overdue_call_is_blamed_alone_where_its_process_still_answers(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "PING_SECONDS", 30.0)
+
     async def play() -> None:
         program = program_of(stage.config("tools", ["wait"], timeout_seconds=3))
         assert program is not None
         hosts = Hosts(program, stage.folder / "environment.log")
         overdue, other = await hosts.place(alone=False), Place(hosts.hosts[0], hosts)
         first = asyncio.create_task(overdue.ask("call", name="wait", arguments={}))
-        while here(stage) < 1:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(1.5)  # so that the deadline of the other is far
-        second = asyncio.create_task(other.ask("call", name="wait", arguments={}))
+        second = asyncio.create_task(other.ask("call", lambda: None, name="wait", arguments={}))  # is never overdue
         with pytest.raises(EnvironmentFailure, match="`call` took more than 3 s and was killed") as failed:
             await first
         with pytest.raises(EnvironmentLost, match="its process was ended for another episode"):
