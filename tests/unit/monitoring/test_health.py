@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 
 from tests.support.health_runs import FAULTS, healthy, rows, sound
-from trueline.monitoring.health import BAD, LEVELS, OK, RULES, WATCH, Health, Row, gap_level, verdict_words
+from trueline.monitoring import series as metric_series
+from trueline.monitoring.health import (
+    BAD,
+    LEVELS,
+    OK,
+    RULES,
+    WATCH,
+    Health,
+    History,
+    Row,
+    gap_level,
+    held_out_error,
+    verdict_words,
+)
 
 STEPS = 20
 Series = Callable[[int], float]
@@ -282,3 +295,17 @@ def test_what_a_run_remembers_does_not_grow() -> None:
     for step, row in enumerate(list(rows(sound("slow gain", np.random.default_rng(0)))) * 2, 1):
         health.judge(step, row)
     assert all(len(series.last) <= 100 and len(series.first) == 5 for series in health.history.series.values())
+
+
+def test_the_noise_of_a_step_is_what_changes_between_two() -> None:
+    series = metric_series.Series()
+    for value in (0.0, 1.0, 0.0, 1.0, 0.0):
+        series.add(value)
+    assert series.noise() == pytest.approx(1 / metric_series.MEAN_CHANGE)
+
+
+def test_an_evaluation_is_as_sure_as_the_worst_of_the_first_two_and_the_last_two() -> None:
+    history = History()
+    for interval in (0.1, 0.2, 9.0, 9.0, 0.3, 0.4):
+        history.add({"evaluation/reward": 0.5, "evaluation/reward_ci95": interval})
+    assert held_out_error(history, history.series["evaluation/reward"]) == pytest.approx(0.4 / 1.96)
