@@ -438,3 +438,12 @@ def test_what_was_heard_before_another_reply_closes_nothing(tokenizer: PreTraine
 
     trajectory = Table(tokenizer, CHATML, "2", "4").run(play)
     assert [turn["content"] for turn in trajectory.turns] == ["2", "and 2+2?", "4"]
+
+
+@pytest.mark.parametrize(("more", "turns"), [(0, 1), (1, 2)])
+def test_a_turn_needs_room_for_one_token_of_a_reply(more: int, turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = Table(tokenizer, CHATML, "2", "4").run(two_turns)
+    before_second = int(np.flatnonzero(np.diff(whole.mask))[2]) + 1  # tokens that stand before the second reply
+    cut = Table(tokenizer, CHATML, "2", "4", context=before_second + more).run(two_turns)
+    assert cut.metrics["episode/turns"] == turns
+    assert ("leave no room for a reply" in cut.cut_off) is (turns == 1)
