@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trueline.config.model import TrainingConfig
+from trueline.training import deepspeed_engine
 from trueline.training.deepspeed_engine import DeepSpeedEngine
 from trueline.training.optimizer import learning_rate_at
 
@@ -66,3 +67,16 @@ def test_a_step_that_is_not_finite_counts_nowhere(plain: bool, norm: float) -> N
     assert found["learning_rate"] == learning_rate_at(4, COURSE, STEPS) and seen.made.steps == 4
     assert seen.calls == (["zero_grad"] if plain else ["step"])
     assert plain or not seen.optimizer.averaged_gradients
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 3)), (1, (3, 6)), (2, (6, 9)), (3, (9, 10))])
+def test_a_rank_of_stage_three_reads_its_own_part_of_a_tensor(
+    rank: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten elements for four ranks: the last has one alone. Rank 0 reads all of the weight, which it hands to others."""
+    engine: Any = object.__new__(DeepSpeedEngine)
+    engine.trained = {"w": SimpleNamespace(ds_numel=10, ds_tensor=SimpleNamespace(ds_numel=3))}
+    engine.cuts, engine.stage, engine.plain = SimpleNamespace(dims={}, size=1, rank=0), 3, False
+    monkeypatch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
+    assert engine.wanted("w", "exp_avg") == slice(*expected)
+    assert engine.wanted("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))
