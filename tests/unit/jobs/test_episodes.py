@@ -24,6 +24,7 @@ from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.messages import Message
 from trueline.data.sources import open_source
 from trueline.data.types import Dialogue, Outcome, Prompt, Trajectory
+from trueline.jobs import sampling
 from trueline.jobs.plan import check_pairs, plan_eval, plan_generate
 from trueline.jobs.rounds import Recipe
 from trueline.jobs.sample_file import kept_of, pair_of, row_of, write_selection
@@ -165,6 +166,22 @@ def test_eval_reports_what_an_environment_says(run: Run, home: Path, capsys: pyt
     assert "game/turns" in shown and "2.000" in shown and "0.750" in shown
     (talk,) = lines(folder / "transcripts.jsonl")[0]["completions"][0]["conversations"]
     assert [*talk["prompt"], *talk["completion"]] == messages_of(GAME_TALK)  # not the row's prompt, but what was said
+
+
+def test_engines_know_the_tokenizer_where_user_code_may_ask_for_a_format(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    start = sampling.start_engines
+
+    def noted(*given: Any, structured: bool = False) -> Any:
+        asked.append(structured)
+        return start(*given, structured=structured)
+
+    monkeypatch.setattr(sampling, "start_engines", noted)
+    run("eval", "draws.jsonl", "--environment", "mine.py:Game")
+    run("generate", "draws.jsonl", "--tools", "mine.py:draw", "--reward", "exact")
+    assert asked == [True, False]
 
 
 def test_a_killed_generate_goes_on_with_its_environment(run: Run, tmp_path: Path) -> None:
