@@ -26,13 +26,13 @@ def tried_rewards(case: Case) -> Iterator[Finding]:
 def judged(trial: Trial, part: RewardPartConfig, config: RewardConfig, key: str) -> Iterator[Finding]:
     """Say what is wrong with a reward, the plainest reason alone."""
     values = ", ".join(f"{value:g}" for value in trial.rewards())
-    if trial.slow:
-        what = f"{part.function} took {trial.slow:.0f} s for a call, and was not asked again"
-        yield Finding("fine", what, f"a run waits {config.timeout_seconds:g} s (reward.timeout_seconds)", key)
-    elif trial.failures:
+    if trial.failures:
         what = f"{part.function} {trial.failed()}"
         why = "calls that fail leave their group; above reward.max_failure_share the run stops"
         yield Finding("bad", what, why, key)
+    elif trial.slow:
+        what = f"{part.function} took {trial.slow:.0f} s for a call, and was not asked again"
+        yield Finding("fine", what, f"a run waits {config.timeout_seconds:g} s (reward.timeout_seconds)", key)
     elif not trial.compares and len(set(trial.rewards())) == 1 and part.function not in REWARDS:
         what = f"{part.function} gave {values} to made-up replies, digits and what the data says: the same to all"
         yield Finding("watch", what, "rewards that are constant teach nothing", key)

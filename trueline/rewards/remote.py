@@ -82,7 +82,8 @@ def check_judge_model(part: RewardPartConfig) -> None:
         near = difflib.get_close_matches(judge.model, listed, FEW, cutoff=0) or listed[:FEW]
         raise ConfigError(
             f"judge.model={judge.model}: {judge.url} has no such model; it has {', '.join(near)}"
-            f"{' and others' if len(listed) > len(near) else ''}: name one of them, or set reward.probe=false"
+            f"{' and others' if len(listed) > len(near) else ''}: name one of them "
+            "(reward.probe=false starts all the same)"
         )
 
 
@@ -102,8 +103,8 @@ def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: 
         return None
     except httpx.RequestError as error:
         raise ConfigError(
-            f"{named}: the server cannot be reached ({str(error) or type(error).__name__}): start it, correct its "
-            "address, or set reward.probe=false"
+            f"{named}: the server cannot be reached ({str(error) or type(error).__name__}): start it, or correct its "
+            "address (reward.probe=false starts all the same)"
         ) from None
     if response.status_code in (401, 403):
         sent = f"does not accept what {remote.token_variable} holds" if token else "asks for a token"

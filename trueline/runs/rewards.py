@@ -124,8 +124,8 @@ def check_rewards(
             takes = REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)
             if trial.hopeless() and not played:
                 raise ConfigError(
-                    f"reward.function={part.function} {trial.failed()}; mend it and look at it with `trueline reward "
-                    "try`, or set reward.probe=false"
+                    f"reward.function={part.function} {trial.failed()}; mend it, and try it by `trueline reward try` "
+                    "(reward.probe=false starts all the same)"
                 )
         except ConfigError as error:
             raise ConfigError(f"reward.parts.{name}: {error}" if config.parts else str(error)) from error
@@ -188,8 +188,8 @@ def add_label_remarks(found: RewardCheck, sources: list[list[Prompt]]) -> None:
         for other in others:
             unlike = [one for one in prompts if str(one.label).strip() != str(one.columns.get(other)).strip()]
             found.warnings += [
-                f"{one.place()}: column {label} is {one.label!r:.40}, {other} is {one.columns.get(other)!r:.40}; they differ "
-                f"in {len(unlike)} of {len(prompts)} rows, and rewards are given {label} as the label: set "
+                f"{one.place()}: column {label} is {one.label!r:.40}, {other} is {one.columns.get(other)!r:.40}; they "
+                f"differ in {len(unlike)} of {len(prompts)} rows, and rewards are given {label} as the label: set "
                 f"data.label_column={label} or {other}"
                 for one in unlike[:1]
             ]
@@ -267,10 +267,10 @@ async def score(trial: Trial, reward: FunctionReward, row: Prompt, reply: str) -
         value = await reward.score(reward_call(row, reply))
     except PolicyError:
         value = reward.config.policy_error
-    except RewardTimeout:
-        raise TooSlow(time.monotonic() - began) from None
     except RewardFailure as failure:
         trial.failures.append(str(failure))
+        if isinstance(failure, RewardTimeout):
+            raise TooSlow(time.monotonic() - began) from None
         return None
     if (seconds := time.monotonic() - began) > PATIENCE_SECONDS:
         raise TooSlow(seconds)

@@ -462,8 +462,9 @@ def judged(**settings: Any) -> RewardPartConfig:
 
 
 def test_judges_are_checked_before_the_start() -> None:
-    check_judge(judged(), [], labelled=False)
-    check_judge(judged(prompt="{reply} {level} {label} {{brackets}}"), ["level"], labelled=True)
+    given = ["reply", "prompt", "messages"]
+    check_judge(judged(), given)
+    check_judge(judged(prompt="{reply} {level} {label} {{brackets}}"), [*given, "level", "label"])
     wrong: dict[str, dict[str, Any]] = {
         r"no value for {level}; there are messages, prompt, reply: .* write {{level}}": {"prompt": "{reply} {level}"},
         "no value for {label}": {"prompt": "{reply} {label}"},
@@ -475,4 +476,4 @@ def test_judges_are_checked_before_the_start() -> None:
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            check_judge(judged(**settings), [], labelled=False)
+            check_judge(judged(**settings), given)

@@ -344,7 +344,7 @@ def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exc
     assert (len(first), len(second)) == (3, 2)
     assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
     assert (rollouts.dropped.completions, rollouts.dropped.groups) == (1, 0)
-    (example,) = rollouts.budget.examples.values()
+    example = next(iter(rollouts.budget.causes.values())).first
     assert (example.outcome, example.reward) == (outcome, None)
     assert example.error.strip().endswith("no reward for 1")
 

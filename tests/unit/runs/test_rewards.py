@@ -8,6 +8,7 @@ import pytest
 from tests.support.disk import files_up_to
 from tests.support.reward_models import local_group, make_reward_model
 from trueline.config.base import ConfigError
+from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import FrozenConfig
@@ -93,7 +94,7 @@ class Constant:
 
 
 def check_constant(*given: object) -> None:
-    raise ConfigError(f"checked with {given[2]} and {given[3]}")
+    raise ConfigError(f"checked with {given[2]}")
 
 
 def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +108,8 @@ def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(REWARD_KINDS, "constant", own)
     monkeypatch.setitem(REWARD_KINDS, "function", function)
     config = RewardConfig(function="constant 0.5")
-    row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", columns={"level": 3})
-    with pytest.raises(ConfigError, match=r"checked with \['level'\] and True"):
-        check_rewards(config, row)
+    row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", source="rows", columns={"level": 3})
+    with pytest.raises(ConfigError, match=r"checked with {'rows': {'level': 3, .* 'label': '2'}}"):
+        check_rewards(config, [[row]], PromptDataConfig())
     verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).verdict({"reply": "x"}))
     assert verdict.reward == 0.5
