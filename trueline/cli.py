@@ -248,6 +248,8 @@ def preview_data(options: argparse.Namespace) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
+    if stray := [word for word in options.overrides if "=" not in word]:
+        raise ConfigError(f"{stray[0]!r} is neither an option nor key=value: give a reply as --reply {stray[0]!r}")
     config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
     quiet_libraries()
     from trueline.jobs.try_reward import show_trial  # noqa: PLC0415

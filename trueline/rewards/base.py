@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+LONGEST_WORDS = 300  # characters of a failure in one line
 Call = dict[str, Any]  # reply, prompt, messages, label and the columns of the row
 
 
@@ -31,7 +32,7 @@ def last_words(error: str) -> str:
     places = re.findall(r'File "(.+)", line (\d+)', error)
     own = [place for place in places if "/lib/python3" not in place[0] and not place[0].startswith("<")] or places
     where = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
-    return f"{error.rstrip().rpartition(chr(10))[2]}{where}"
+    return f"{error.rstrip().rpartition(chr(10))[2]:.{LONGEST_WORDS}}{where}"
 
 
 class Reward(Protocol):

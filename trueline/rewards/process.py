@@ -53,6 +53,9 @@ def load_function(specification: str, built_in: Mapping[str, Function] = REWARDS
     if specification.endswith(PICKLED):
         return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
+    if specification.endswith(".py") and Path(specification).is_file():
+        there = public_names(load_file(Path(specification)))
+        raise NoSuchFunction(f"name a function of it, as {specification}:FUNCTION; it has {', '.join(there) or 'none'}")
     if not separator:
         raise NoSuchFunction(
             f"not a built-in ({', '.join(built_in)}), nor file.py:function, package.module:function or a folder"
@@ -61,9 +64,13 @@ def load_function(specification: str, built_in: Mapping[str, Function] = REWARDS
     module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        there = [own for own, value in vars(module).items() if callable(value) and not own.startswith("_")]
+        there = public_names(module)
         raise NoSuchFunction(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
     return function
+
+
+def public_names(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
 
 
 def pickled(function: Function) -> bytes:
@@ -142,7 +149,7 @@ def ask(function: Function, calls: list[Call], constants: dict[str, Any]) -> lis
     if inspect.isawaitable(returned):
         returned = RUNNER.run(wait_for(returned))
     if takes["signature"]:
-        returned = [SIGNATURES[takes["signature"]].result(returned)]
+        returned = SIGNATURES[takes["signature"]].result(returned)
     return checked_list(returned, len(calls)) if takes["batched"] else [returned]
 
 
@@ -270,7 +277,7 @@ def finite(value: Any) -> dict[str, Any]:
 def explain(error: BaseException) -> str:
     """Return the traceback from where the function's own lines begin."""
     place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename == __file__:
+    while place is not None and place.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         place = place.tb_next
     return "".join(traceback.format_exception(type(error), error, place))[-LONGEST_ERROR:].rstrip()
 

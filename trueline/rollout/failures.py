@@ -85,7 +85,7 @@ class FailureBudget:
         seen, failed = self.seen - self.reported_seen, self.failed - self.reported_failed
         first = self.unreported[0] if self.unreported else max(self.causes.values(), key=lambda cause: cause.count)
         self.reported_seen, self.reported_failed, self.unreported = self.seen, self.failed, []
-        look = f"; look at its call with: {first.look}" if first.look else ""
+        look = f"; its call: {first.look}" if first.look else ""
         return [f"warning: {failed} of the last {seen} answers got no reward ({first.words()}){look}"]
 
     def total(self) -> list[str]:

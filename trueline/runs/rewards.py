@@ -35,7 +35,7 @@ REPLIES = (MADE_UP, "<think>One and one.</think>\n<answer>two</answer>", "", "wo
 FORMS = ("<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")  # that rewards ask of an answer
 TESTED = ("code",)  # rewards whose labels are no replies
 LABEL_NAMES = ("label", "labels", "ground_truth")  # of parameters, in any project
-MOST_COLUMNS, MOST_ROWS = 4, 6  # of a row that are tried as a reply; and rows
+MOST_COLUMNS, MOST_ROWS = 4, 2  # of a row that are tried as a reply; and rows
 DIGITS = "12 + 30 = 42"
 PATIENCE_SECONDS = 5.0  # a function that takes longer for one call is not asked again
 TRIAL_SECONDS = 10.0  # for all calls of a function together
@@ -80,7 +80,8 @@ class Trial:
 
     def failed(self) -> str:
         """Return how many calls failed and the first cause, in words; nothing where none failed."""
-        said = f"gave no reward in {len(self.failures)} of {self.asked} calls that were tried"
+        count = "any" if len(self.failures) == self.asked else str(len(self.failures))
+        said = f"gave no reward in {count} of {self.asked} calls before the start"
         return f"{said}: {last_words(self.failures[0])}" if self.failures else ""
 
     def hopeless(self) -> bool:
@@ -123,10 +124,7 @@ def check_rewards(
             check_name(name, config)
             takes = REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)
             if trial.hopeless() and not played:
-                raise ConfigError(
-                    f"reward.function={part.function} {trial.failed()}; mend it, and try it by `trueline reward try` "
-                    "(reward.probe=false starts all the same)"
-                )
+                raise ConfigError(f"reward.function={part.function} {trial.failed()}{way_out(takes)}")
         except ConfigError as error:
             raise ConfigError(f"reward.parts.{name}: {error}" if config.parts else str(error)) from error
         if takes is not None:
@@ -136,6 +134,13 @@ def check_rewards(
     if compared and data.label_column is None:
         add_label_remarks(found, sources)
     return found
+
+
+def way_out(takes: Takes | None) -> str:
+    form = f"; it is called as {takes['signature']} does" if takes and takes["signature"] else ""
+    if form and SIGNATURES["TRL"].mark in (takes or {})["all"]:
+        form += ", with messages where the prompts of the data are messages, else with texts"
+    return f"{form}; mend it, and try it by `trueline reward try` (reward.probe=false starts all the same)"
 
 
 def check_name(name: str, config: RewardConfig) -> None:
@@ -252,11 +257,10 @@ def more_replies(trial: Trial, rows: list[Prompt], built_in: bool) -> list[tuple
 
 
 def last_replies(sources: list[list[Prompt]]) -> Iterator[tuple[Prompt, str]]:
-    """Yield replies to more rows, for a function that failed at all others."""
-    rows = [row for source in sources for row in (source[0], source[len(source) // 2], source[-1])][:MOST_ROWS]
-    for row in rows:
+    """Yield a few replies to other rows, for a function that failed at all others."""
+    for row in [row for source in sources for row in (source[len(source) // 2], source[-1])][:MOST_ROWS]:
         own = [value for value in (row.label, *row.columns.values()) if isinstance(value, str)]
-        yield from ((row, reply) for reply in (DIGITS, REPLIES[1], "", *own[:MOST_COLUMNS]))
+        yield from ((row, reply) for reply in (DIGITS, *own[:1], ""))
 
 
 async def score(trial: Trial, reward: FunctionReward, row: Prompt, reply: str) -> Scored | None:
@@ -268,7 +272,7 @@ async def score(trial: Trial, reward: FunctionReward, row: Prompt, reply: str) -
     except PolicyError:
         value = reward.config.policy_error
     except RewardFailure as failure:
-        trial.failures.append(str(failure))
+        trial.failures.append(str(failure).removeprefix(f"reward.function={reward.part.function}: "))
         if isinstance(failure, RewardTimeout):
             raise TooSlow(time.monotonic() - began) from None
         return None
