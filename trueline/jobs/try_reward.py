@@ -36,7 +36,9 @@ def show_trial(config: GenerateConfig, reply: str | None, rows: int) -> int:
     for prompt, (text, source), verdict in zip(prompts, replies, verdicts, strict=True):
         sys.stdout.write("\n".join(describe(prompt, text, source, verdict)) + "\n\n")
     short = [f"rows       {one[0].source} has {len(one)} of the {rows} asked for" for one in sources if len(one) < rows]
-    sys.stdout.write("".join(f"{line}\n" for line in (*short, *found.lines, *(f"warning: {one}" for one in found.warnings))))
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in (*short, *found.lines, *(f"warning: {one}" for one in found.warnings)))
+    )
     return int(any(isinstance(verdict, RewardFailure) for verdict in verdicts))
 
 

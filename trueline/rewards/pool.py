@@ -36,7 +36,9 @@ def check_function(
             f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
         )
     if "," in part.function:
-        raise ConfigError(f"reward.function={part.function} is one reward: name several with reward.parts.NAME.function=")
+        raise ConfigError(
+            f"reward.function={part.function} is one reward: name several with reward.parts.NAME.function="
+        )
     seconds = part.options.get("seconds", SECONDS)
     if part.function == "code" and isinstance(seconds, int | float) and seconds >= config.timeout_seconds:
         raise ConfigError(

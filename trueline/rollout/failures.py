@@ -63,7 +63,10 @@ class FailureBudget:
         failed = self.count(group)
         self.recent.extend(trajectory.outcome.failed for trajectory in group)
         if sum(self.recent) > self.share * (self.recent.maxlen or 0):
-            raise RolloutFailure(self.explain())
+            shares = f"more than reward.max_failure_share={self.share:g} of {self.recent.maxlen}"
+            raise RolloutFailure(
+                f"{sum(self.recent)} of the last {len(self.recent)} answers have no reward, {shares}. {self.explain()}"
+            )
         return failed
 
     def count(self, group: list[Trajectory]) -> int:
@@ -102,12 +105,7 @@ class FailureBudget:
         """Name the most frequent causes, one example of each, and files that reproduce them."""
         shown = [f"{cause.count} x {cause.first.outcome}: {cause.first.error.strip()}" for cause in self.frequent()]
         again = "".join(f"\n{cause.look}" for cause in self.frequent() if cause.look)
-        return (
-            f"{sum(self.recent)} of the last {len(self.recent)} answers have no reward, more than "
-            f"reward.max_failure_share={self.share:g} of {self.recent.maxlen}. Most frequent:\n"
-            + "\n".join(shown)
-            + (f"\nTo see them again:{again}" if again else "")
-        )
+        return "Most frequent:\n" + "\n".join(shown) + (f"\nTo see them again:{again}" if again else "")
 
 
 def cause_of(trajectory: Trajectory) -> str:

@@ -381,6 +381,15 @@ def test_a_run_that_leaves_everything_out_ends_and_says_why(build: Any) -> None:
         rollouts.take(1)
 
 
+def test_a_run_whose_rewards_all_fail_ends_whatever_share_may_fail(build: Any) -> None:
+    rollouts, _ = build(groups=1, size=2, share=1.0, reward=FakeReward(dict.fromkeys(range(40), 10_000)))
+    rollouts.start(0)
+    with pytest.raises(
+        RolloutFailure, match=r"101 groups in a row have too few rewards .*Most frequent:\n202 x reward_er"
+    ):
+        rollouts.take(1)
+
+
 def test_a_greedy_answer_that_is_left_out_drops_its_group(build: Any) -> None:
     rollouts, _ = build(groups=1, size=2, greedy=True)
     rollouts.sampler = replace(rollouts.sampler, environment=lambda cut={0: 3}: CutOff(cut))
