@@ -92,8 +92,8 @@ class ChatFormat:
         model = self.tokenizer.name_or_path
         why = f"the chat template of {model} leaves them out" if self.templated else f"{model} has no chat template"
         raise ConfigError(
-            f"the model is never shown the tools {', '.join(unseen)}, for {why}: set data.chat_template=FILE to a Jinja "
-            "file that writes `tools`, or describe them by name in data.system_prompt"
+            f"the model is never shown the tools {', '.join(unseen)}, for {why}: set data.chat_template=FILE to a "
+            "Jinja file that writes `tools`, or describe them by name in data.system_prompt"
             + ", or rename the column 'tools'"
             * column
         )

@@ -17,6 +17,10 @@ class EnvironmentFailure(RuntimeError):
     """An environment, a tool or an agent failed. It is never turned into a number."""
 
 
+class WrongResult(EnvironmentFailure):
+    """User code returned what no environment or agent returns."""
+
+
 class EnvironmentLost(EnvironmentFailure):
     """Its process was ended by the fault of another episode; this one may begin anew.
 

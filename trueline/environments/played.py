@@ -7,7 +7,15 @@ from typing import Any
 
 from trueline.data.messages import Message
 from trueline.data.types import Prompt
-from trueline.environments.base import Ending, Environment, EnvironmentFailure, OutOfBudget, Policy, Reply
+from trueline.environments.base import (
+    Ending,
+    Environment,
+    EnvironmentFailure,
+    OutOfBudget,
+    Policy,
+    Reply,
+    WrongResult,
+)
 from trueline.environments.chat_completions import Parse
 from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Hosts, Mistake, Place, Raised
@@ -33,7 +41,8 @@ class Hosted(Environment):
     async def play(self, policy: Policy, prompt: Prompt) -> Ending:
         self.metrics = {}
         try:
-            earned = await self.take_turns(await self.place(), policy, prompt)
+            place = await self.place()
+            earned = check_earned(await self.take_turns(place, policy, prompt), place, bool(self.rewards.parts))
         except OutOfBudget:
             if not policy.talk().turns:
                 raise
@@ -47,8 +56,8 @@ class Hosted(Environment):
         return Ending(ending.reward, ending.policy_error, self.metrics | ending.metrics)
 
     @abstractmethod
-    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
-        """Play to the end, and return what is earned by it besides what turns have earned."""
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float | None:
+        """Play to the end, and return what is earned by it besides what turns have earned; None: a reward judges it."""
 
     async def place(self) -> Place:
         alone = self.here is not None and self.here.suspect
@@ -60,6 +69,12 @@ class Hosted(Environment):
         here, self.here = self.here, None
         if here is not None:
             await here.close()
+
+
+def check_earned(earned: float | None, place: Place, rewarded: bool) -> float:
+    if earned is None and not rewarded:
+        raise WrongResult(f"{place.host.program.words()} returned no reward, and there is no --reward: add one of them")
+    return earned or 0.0
 
 
 OWN_METRICS = "environment/"  # in front of what user code reports, so that no name of it is one of the run's own
@@ -140,11 +155,11 @@ class Agent(Hosted):
         super().__init__(hosts, rewards)
         self.endpoint, self.parse = endpoint, parse
 
-    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float | None:
         seat = self.endpoint.open(policy, self.parse)
         try:
             values, url = row_of(prompt), self.endpoint.url
-            reward = await place.ask("play", seat.quiet, values=values, url=url, key=seat.key)
+            reward: float | None = await place.ask("play", seat.quiet, values=values, url=url, key=seat.key)
         except EnvironmentFailure:
             if seat.failure is not None:
                 raise seat.failure from None
@@ -158,6 +173,4 @@ class Agent(Hosted):
             raise seat.failure
         if seat.structured:
             self.metrics["agent/structured"] = float(seat.structured)
-        if reward is None and not self.rewards.parts:
-            raise EnvironmentFailure(f"{place.host.program.words()} returned no reward, and there is no --reward")
-        return float(reward or 0.0)
+        return reward

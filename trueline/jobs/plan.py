@@ -44,7 +44,7 @@ class SamplingPlan(Generic[Kind]):
     reward_roles: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    warnings: list[str]  # of the environment and the rewards
 
     def reading(self) -> Reading:
         return Reading(self.facts, self.chat, [prompt for one in self.sets.values() for prompt in one.prompts], [])
@@ -88,10 +88,12 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
-    tools = check_environment(config.environment, *examples)
-    sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
+    found = check_environment(config.environment, *examples, rewarded=bool(config.reward.named_parts()))
+    sets = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in sets.items()}
     required = scored and not config.environment.plays()
-    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=required)]
+    warnings = found.warnings + [
+        said for example in examples for said in check_rewards(config.reward, example, required=required)
+    ]
     facts, machine = check_model(config.model), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}

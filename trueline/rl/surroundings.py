@@ -22,7 +22,7 @@ class Surroundings:
     trained: list[Measured]  # one for each dataset
     tested: dict[str, Measured]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    warnings: list[str]  # of the environment and the rewards
 
 
 def look_around(config: RLConfig) -> Surroundings:
@@ -30,11 +30,13 @@ def look_around(config: RLConfig) -> Surroundings:
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
     firsts = [prompts[0] for prompts in (*sources, *held_out.values())]
-    tools = check_environment(config.environment, *firsts)
-    sources = [[with_tools(prompt, tools) for prompt in source] for source in sources]
-    held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
+    found = check_environment(config.environment, *firsts, rewarded=bool(config.reward.named_parts()))
+    sources = [[with_tools(prompt, found.tools) for prompt in source] for source in sources]
+    held_out = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in held_out.items()}
     required = reads_reward(config.algorithm) and not config.judged()
-    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
+    warnings = found.warnings + [
+        said for source in sources for said in check_rewards(config.reward, source[0], required=required)
+    ]
     facts = check_model(config.model)
     machine = machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template)

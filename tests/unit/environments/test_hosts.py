@@ -154,7 +154,7 @@ def briefed(prompt, client):
     client.chat.completions.create(model="any", messages=messages)
 
 
-def wants(prompt, missing): ...
+def wants(policy, missing): ...
 
 
 def add(a: int, b: int) -> int:
@@ -217,10 +217,10 @@ FAULTS = {
     "loops": "`step` took more than 2 s and was killed",
     "loops in C": "`step` took more than 2 s and was killed",
     "dies": "died of SIGSEGV",
-    "wrong type": "a reward must be a finite number, got <object",
-    "nothing": "a reward must be a finite number, got None",
-    "unknown key": "`step` returned 'rewrad'",
-    "not finite": "a reward must be a finite number, got nan",
+    "wrong type": "the reward that `step` returned must be a finite number, got <object",
+    "nothing": "`step` returned None: return a text to go on, a number to end with that reward, or a dict",
+    "unknown key": "`step` returned a dict with 'rewrad': return a text",
+    "not finite": "the reward that `step` returned must be a finite number, got nan",
 }
 
 
@@ -499,8 +499,8 @@ def test_what_can_be_told_before_the_start_is_refused_then(stage: Stage) -> None
     for (key, name), words in mistakes.items():
         with pytest.raises(ConfigError, match=words):
             check_environment(stage.config(key, name), ASKED)
-    assert check_environment(EnvironmentConfig(), ASKED) == []
-    (schema,) = check_environment(stage.config("tools", ["add"]), ASKED)
+    assert check_environment(EnvironmentConfig(), ASKED).tools == []
+    (schema,) = check_environment(stage.config("tools", ["add"]), ASKED).tools
     assert schema["function"]["name"] == "add"
     with pytest.raises(ValueError, match=r"environment.agent and environment.tools exclude each other"):
         EnvironmentConfig(agent="a.py:main", tools=["calculator"])

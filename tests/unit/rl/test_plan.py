@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import Ending, Policy
+from trueline.environments.opening import Found
 from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
 from trueline.rl.build import way_of
@@ -605,7 +606,7 @@ def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> N
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> str:
     """An agent that no process has to look at."""
-    monkeypatch.setattr(surroundings, "check_environment", lambda config, *examples: [])
+    monkeypatch.setattr(surroundings, "check_environment", lambda *given, **named: Found())
     return "environment.agent=agent.py:main"
 
 
