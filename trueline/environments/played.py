@@ -3,6 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from trueline.data.messages import Message
@@ -84,16 +85,26 @@ class Game(Hosted):
     """A user's class with `reset` and `step`."""
 
     async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+        self.reports: dict[str, list[float]] = {}
         messages = await place.ask("reset", values=row_of(prompt))
         while True:
             reply = await policy.reply(messages, prompt.tools)
             step = await place.ask("step", reply=reply.text)
-            self.metrics |= {f"{OWN_METRICS}{name}": value for name, value in step["metrics"].items()}
+            self._report(step["metrics"])
             if step["done"]:
                 policy.hear(step["messages"])
                 return float(step["reward"])
             messages = [*messages, reply.message, *step["messages"]]
             policy.add_reward(step["reward"])
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        """Note what a step reports: the last value of a name, and the mean where there are several in the episode."""
+        for name, value in metrics.items():
+            values = self.reports.setdefault(name, [])
+            values.append(value)
+            self.metrics[f"{OWN_METRICS}{name}"] = value
+            if len(values) > 1:
+                self.metrics[f"{OWN_METRICS}{name}/mean"] = fmean(values)
 
 
 class ToolUse(Hosted):
@@ -169,8 +180,7 @@ class Agent(Hosted):
         finally:
             seat.close()
             self.metrics |= {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
+            self.metrics |= {"agent/structured": float(seat.structured)} if seat.structured else {}
         if seat.failure is not None:
             raise seat.failure
-        if seat.structured:
-            self.metrics["agent/structured"] = float(seat.structured)
         return reward

@@ -154,6 +154,14 @@ def briefed(prompt, client):
     client.chat.completions.create(model="any", messages=messages)
 
 
+class Reports(Game):
+    """Reports its state in every step."""
+
+    def step(self, reply):
+        self.left -= 1
+        return {"messages": "go on", "metrics": {"left": self.left}}
+
+
 def wants(policy, missing): ...
 
 
@@ -607,6 +615,16 @@ def test_an_episode_that_a_limit_ends_is_judged_or_left_out(key: str, name: str,
     (dropped,) = stage.play(stage.config(key, name, max_turns=2, truncated="drop"), *texts, reward=Told())
     assert (dropped.outcome, dropped.reward) == (Outcome.LEFT_OUT, None)
     assert not dropped.outcome.failed and not dropped.outcome.scored
+
+
+@pytest.mark.parametrize("truncated", ["judge", "drop"])
+def test_reports_of_an_episode_that_a_limit_ends_are_kept(truncated: str, stage: Stage) -> None:
+    """The last one by its name, and the mean of all."""
+    (played,) = stage.play(stage.config("function", "Reports", max_turns=2, truncated=truncated), "a", "b")
+    assert played.truncated and played.limit == "environment.max_turns"
+    assert (played.metrics["environment/left"], played.metrics["environment/left/mean"]) == (1.0, 1.5)
+    (once,) = stage.play(stage.config("function", "Reports", max_turns=1), "a")
+    assert once.metrics["environment/left"] == 2.0 and "environment/left/mean" not in once.metrics
 
 
 def test_a_prompt_of_an_agents_own_that_does_not_fit_is_told_in_full(stage: Stage) -> None:
