@@ -134,7 +134,7 @@ def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
     key = max(limits, key=lambda one: limits[one], default="rollout.max_new_tokens")
     length = f"mean length {metrics['response_length/mean']:.0f} tokens"
     level = "bad" if share > ALWAYS_CUT else "watch" if share > CUT_OFF else "fine"
-    why = "" if level == "fine" else "what is cut off is judged unfinished: or see whether they can end"
+    why = "" if level == "fine" else "what is cut off is judged unfinished; see whether answers can end"
     what = f"{share:.0%} of the answers are cut off" if level == "fine" else cut_off_words(share, limits, values)
     yield Finding(level, f"{what}; {length}", why, key)
 
