@@ -109,6 +109,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "bare": [{"prompt": f"{number}:"} for number in range(100)],
 }
 
+GAME = """
+class Game:
+    def reset(self, prompt, label):
+        self.label = label
+
+    def step(self, reply):
+        return float(self.label in reply)
+"""
+
 
 def make_clinic(folder: Path) -> Path:
     make_tiny_model(folder / "model", tied=True)
@@ -123,6 +132,7 @@ def make_clinic(folder: Path) -> Path:
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(REWARDS)
+    (folder / "game.py").write_text(GAME)
     (folder / "runs" / "taken").mkdir(parents=True)
     packages = {"vllm": "0.1.0", "pynvml": "1.0", "nvidia-ml-py": "1.0"}
     for name, version in packages.items():

@@ -1,12 +1,13 @@
-"""Open datasets: local JSON, JSONL, CSV, Parquet and Arrow files, folders of them, and hub names."""
+"""Open datasets: local JSON, JSONL, CSV, TSV, Parquet and Arrow files, folders of them, and hub names."""
 
 import csv
 import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,9 @@ from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
 HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+LONGEST_FIELD = 2**31 - 1  # characters; the library's own limit is that of a short text
+PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
@@ -102,15 +106,16 @@ def data_files(folder: Path, key: str) -> list[Path]:
 def read_file(file: Path, key: str) -> Iterator[Located]:
     reader = READERS.get(file.suffix)
     if reader is None:
-        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; use one of {', '.join(READERS)}")
+        packed = "unpack it, and " if file.suffix in PACKED else ""
+        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; {packed}use one of {', '.join(READERS)}")
     try:
         yield from reader(file)
-    except (arrow.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
+    except (arrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{file}, line {number}"
@@ -123,18 +128,20 @@ def parsed_object(text: str, place: str) -> Row:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
+        array = "; a file that is one array ends in .json" if isinstance(row, list) else ""
+        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}{array}")
     return row
 
 
 def read_json(file: Path) -> Iterator[Located]:
-    text = file.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("["):
-        yield from read_json_lines(file)
-        return
+    text = file.read_text(encoding="utf-8-sig")
     try:
-        rows = json.loads(text)
+        whole = json.loads(text)
+        rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
+        if not text.lstrip().startswith("["):
+            yield from read_json_lines(file)
+            return
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
     for number, row in enumerate(rows, 1):
         place = f"{file}, row {number}"
@@ -143,12 +150,28 @@ def read_json(file: Path) -> Iterator[Located]:
         yield Located(row, place)
 
 
-def read_csv(file: Path) -> Iterator[Located]:
+def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
+    csv.field_size_limit(LONGEST_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines), 1):
-            if None in row or None in row.values():
-                raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
-            yield Located(dict(row), f"{file}, row {number}")
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        try:
+            check_separator(rows.fieldnames or [], file, separator)
+            for number, row in enumerate(rows, 1):
+                if None in row or None in row.values():
+                    raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
+                yield Located(dict(row), f"{file}, row {number}")
+        except csv.Error as error:
+            raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}; see to its quotation marks") from None
+
+
+def check_separator(header: Sequence[str], file: Path, separator: str) -> None:
+    """Refuse a table of one column whose name holds what separates fields elsewhere."""
+    others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
+    if others:
+        raise ConfigError(
+            f"{file}: its fields are separated by {SEPARATORS[others[0]]}, in a {file.suffix} file "
+            f"{SEPARATORS[separator]} separate them: save it with these, or as JSONL"
+        )
 
 
 def read_parquet(file: Path) -> Iterator[Located]:
@@ -189,6 +212,7 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }

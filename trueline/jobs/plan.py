@@ -1,6 +1,6 @@
 """Plan a sampling job before it starts: fill in what the machine and the model decide, refuse what cannot work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from trueline.config.base import ConfigError, Tree
@@ -89,11 +89,12 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
-    tools = check_environment(config.environment, *examples)
-    sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
+    found = check_environment(config.environment, *examples, rewarded=bool(config.reward.named_parts()))
+    sets = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in sets.items()}
     required = scored and not config.environment.plays()
     played = bool(config.environment.kind())
     rewards = check_rewards(config.reward, [*sets.values()], config.data, required=required, played=played)
+    rewards = replace(rewards, warnings=[*found.warnings, *rewards.warnings])
     facts, machine = check_model(config.model), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}

@@ -25,6 +25,7 @@ from trueline.jobs.sample_file import (
     write_selection,
     written_aside,
 )
+from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.rollout.engine import RolloutEngine
@@ -153,6 +154,8 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
     progress.note("\n".join([summary_line(summary), *pace.budget.total()]))
+    shares = {key: count / summary["completions"] for key, count in summary["truncated_by"].items()}
+    warn_of_limits(progress, plan, summary["truncated"] / summary["completions"], shares)
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
     return 0
 
@@ -230,6 +233,15 @@ def sample(
     return pace.done == pace.progress.total
 
 
+def warn_of_limits(
+    progress: Progress, plan: SamplingPlan[Kind], share: float, limits: dict[str, float], place: str = ""
+) -> None:
+    """Name the limits that cut most answers off."""
+    if share > CUT_OFF:
+        values = {key.path: key.default for key in plan.config.leaves()}
+        progress.note(f"warning: {place}{cut_off_words(share, limits, values)}")
+
+
 def summary_line(summary: Row) -> str:
     counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
     said = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
@@ -268,6 +280,11 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
     if reported := environment_names(groups):
         progress.console.print(environment_table(metrics, list(counts), reported))
+    for name in sets:
+        shares = limits_in(metrics, prefix_of(name))
+        warn_of_limits(
+            progress, plan, metrics[f"{prefix_of(name)}truncated_share"], shares, f"{name}: " if name else ""
+        )
     done = f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}"
     progress.note("\n".join([*pace.budget.total(), done]))
     return 0

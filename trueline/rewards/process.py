@@ -30,6 +30,12 @@ Function = Callable[..., Any]
 Takes = dict[str, Any]
 PICKLED = ".pickle"
 LONGEST_ERROR = 20_000  # characters
+CALLERS = (  # where files begin that call user code
+    __file__,
+    *(str(Path(__file__).parents[1] / "environments" / name) for name in ("process.py", "tools/toolbox.py")),
+    *(str(Path(inspect.__file__).parent / name) for name in ("asyncio", "concurrent", "importlib")),
+    "<frozen importlib",
+)
 RUNNER = asyncio.Runner()  # one loop for all calls, so that clients which a function keeps go on working
 CONVERSATIONAL = "conversational"  # in a call whose row has its prompt as messages
 OWN = {"reply", "replies"}  # parameters of a function written for Trueline
@@ -275,9 +281,9 @@ def finite(value: Any) -> dict[str, Any]:
 
 
 def explain(error: BaseException) -> str:
-    """Return the traceback from where the function's own lines begin."""
+    """Return the traceback from where the user's own lines begin."""
     place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
+    while place is not None and place.tb_frame.f_code.co_filename.startswith(CALLERS):
         place = place.tb_next
     return "".join(traceback.format_exception(type(error), error, place))[-LONGEST_ERROR:].rstrip()
 

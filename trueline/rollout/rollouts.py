@@ -40,6 +40,7 @@ class Dropped:
     too_old: int = 0  # groups that would have lagged too far behind
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
     lengths: list[int] = field(default_factory=list)  # of all completions that were drawn, trained on or not
+    metrics: list[dict[str, float]] = field(default_factory=list)  # that environments reported of those left out
 
     def group_count(self) -> int:
         return self.groups + self.too_old + len(self.uniform)
@@ -204,7 +205,9 @@ class Rollouts:
         failed = self.budget.add(group)
         self.judged += 1
         self.dropped.completions += failed
-        self.dropped.left_out += sum(one.outcome is Outcome.LEFT_OUT for one in group)
+        left_out = [one for one in group if one.outcome is Outcome.LEFT_OUT]
+        self.dropped.left_out += len(left_out)
+        self.dropped.metrics += [one.metrics for one in left_out]
         self.dropped.lengths += sampled_lengths(group)
         fate = self._fate(group, failed)
         self.left_out = self.left_out + 1 if fate == "left_out" else 0

@@ -127,6 +127,7 @@ SOUND = {
     "kto": f"kto {CHAT} --data rated.jsonl",
     "lora": f"{SFT} {SUMS} model.lora.rank=4",
     "tools": f"grpo --model tools {SUMS} --reward math --tools calculator",
+    "a game whose labels differ": f"grpo {CHAT} --data contrary.jsonl --environment game.py:Game",
     "no labels": f"{GRPO} --data bare.jsonl --reward mine.py:letters",
     "numbers": f"{GRPO} --data numbers.jsonl --reward mine.py:right",
     "eval": f"eval {CHAT} --eval-data sums.jsonl --reward math",

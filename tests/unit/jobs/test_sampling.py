@@ -217,7 +217,8 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     assert pair_format == "preference (columns prompt, chosen, rejected)"
     assert (pair.prompt, pair.chosen[0]["content"], pair.rejected[0]["content"]) == (rows[0]["prompt"], "high", "low")
     assert summary["errors"] == {"reward_error: no": 1}
-    assert {name: value for name, value in summary.items() if name != "errors"} == pytest.approx(
+    assert summary["truncated_by"] == {}
+    assert {name: value for name, value in summary.items() if name not in ("errors", "truncated_by")} == pytest.approx(
         {
             "prompts": 2,
             "completions": 6,

@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import Ending, Policy
+from trueline.environments.opening import Found
 from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
 from trueline.rl.build import way_of
@@ -553,7 +554,7 @@ def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> 
 
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run: Any, tmp_path: Path) -> None:
-    """And of what the template does not show; the tools of a prompt count among its tokens."""
+    """One that never shows a row's tools is refused; the tools of a prompt count among its tokens."""
     assert "template   none: messages are joined by line breaks" in describe_plan(plan_rl(local_run(ROWS)))
     file = tmp_path / "chat.jinja"
     file.write_text(TOOL_TEMPLATE)
@@ -563,7 +564,12 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run:
     assert "template " not in describe_plan(plan)
     assert plan.longest_prompt == len("<tools>add;\n<user>10+1=\n<assistant>") + 2  # each end is one token
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert "template   does not show, or not everywhere: tools" in describe_plan(plan_rl(local_run(tools, *words)))
+    with pytest.raises(ConfigError, match=r"row 1 of .*: the model is never shown the tools add, .*rename the column"):
+        plan_rl(local_run(tools, *words))
+    played = [*words, "environment.tools=calculator"]
+    with pytest.raises(ConfigError, match=r"never shown the tools calculator, .*data.system_prompt$"):
+        plan_rl(local_run(ROWS, *played))
+    assert plan_rl(local_run(ROWS, *played, "data.system_prompt='Use the calculator.'")).prompts[0].tools
 
 
 def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
@@ -600,7 +606,7 @@ def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> N
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> str:
     """An agent that no process has to look at."""
-    monkeypatch.setattr(surroundings, "check_environment", lambda config, *examples: [])
+    monkeypatch.setattr(surroundings, "check_environment", lambda *given, **named: Found())
     return "environment.agent=agent.py:main"
 
 

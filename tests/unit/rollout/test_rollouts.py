@@ -358,7 +358,7 @@ class CutOff(Environment):
     async def play(self, policy: Policy, prompt: Prompt) -> Ending:
         await policy.reply(prompt.messages)
         self.cut[prompt.label] = left = self.cut.get(prompt.label, 0) - 1
-        return Ending(1.0, left_out=left >= 0)
+        return Ending(1.0, left_out=left >= 0, metrics={"environment/left": float(left)})
 
 
 def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build: Any) -> None:
@@ -370,6 +370,7 @@ def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build:
     assert all(one.reward == 1.0 for group in groups for one in group)
     dropped = rollouts.dropped
     assert (dropped.left_out, dropped.completions, dropped.groups) == (3, 0, 1)
+    assert len(dropped.metrics) == 3 and all(one["environment/left"] >= 0 for one in dropped.metrics)
     assert rollouts.ledger.fates == {"trained": 0, "left_out": 1}
 
 
