@@ -19,6 +19,7 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.user_files import found_again
 from trueline.objects import Objects, reward_section
 from trueline.verbs import VERBS, Verb
 
@@ -180,14 +181,18 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     command = VERBS[verb]
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
+    name = asked.get("name")
+    if resume and "/" in str(name):  # the run's folder itself
+        asked = merge(asked, {"folder": str(Path(str(name)).parent), "name": Path(str(name)).name})
     config = command.kind.parse(merge(command.defaults, asked))
     if not resume:
         return config
     folder = RunFolder.find(config.folder, config.name, verb)
     say(f"resume     {folder.path}" + ("" if config.name else f", the {verb} run that was touched last"))
+    folder.check_idle()
     if trains(command):
         check_start(folder.path, folder.has_checkpoint(), restart)
-    saved = read_tree(folder.config)
+    saved = found_again(read_tree(folder.config), folder.path.parent)
     try:
         command.kind.parse(saved)
     except ConfigError as error:
@@ -195,7 +200,7 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     config = command.kind.parse(merge(saved, asked))
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
-    return config.replaced({"name": folder.path.name})
+    return config.replaced({"name": folder.path.name, "folder": str(folder.path.parent)})
 
 
 def without_places(saved: Tree) -> Tree:

@@ -20,12 +20,12 @@ from datasets import Dataset
 
 import trueline
 from tests.support.tiny import make_tiny_model
+from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
 from trueline.config.base import read_tree
 from trueline.environments.opening import program_of
 from trueline.objects import Objects
-from trueline.rewards.process import NoSuchFunction, load_function
 from trueline.verbs import VERBS
 
 ROWS = [{"prompt": f"{number}:", "answer": str(number)} for number in range(8)]
@@ -72,7 +72,7 @@ def test_a_closure_rewards_a_run_that_can_be_resumed(small: dict[str, Any], tmp_
     assert function.parent == data.parent == tmp_path / "objects"
     assert re.fullmatch(r"lambda-\w{12}\.pickle", function.name) and re.fullmatch(r"data-\w{12}\.jsonl", data.name)
     assert stat.S_IMODE(function.parent.stat().st_mode) == 0o700
-    assert load_function(str(function))("any") == worth
+    assert load_function(str(function), {})("any") == worth
     assert [json.loads(line) for line in data.read_text().splitlines()] == ROWS
     assert config["training"]["learning_rate"] == 1e-3 and config["rollout"]["max_new_tokens"] == 4
 
@@ -148,7 +148,9 @@ def test_environments_tools_and_agents_become_files_too(monkeypatch: pytest.Monk
     assert Path(mixed.tools[0]).parent == objects and mixed.tools[1:] == ["calculator", "mine.py:draw"]
     assert single.tools == mixed.tools[:1] and load_function(single.tools[0], {})("a")("aa") == 0.5
     assert re.fullmatch(rf"{objects}/Game-\w{{12}}\.pickle", game.function) and game.max_turns == 2
-    assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(load_function(game.function))
+    assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(
+        load_function(game.function, {})
+    )
     assert agent.agent.endswith(".pickle") and named.tools == ["calculator", "python"]
     program = program_of(agent)
     assert program is not None and (program.kind, program.specification) == ("function", [agent.agent])
@@ -213,22 +215,22 @@ def test_only_the_user_s_own_pickles_are_loaded(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects")
     name = objects.named({"reward": {"function": counter("a")}})["reward"]["function"]
     with pytest.raises(NoSuchFunction, match="there is no file"):
-        load_function(name)
+        load_function(name, {})
     before = os.umask(0)
     try:
         objects.write()
     finally:
         os.umask(before)
-    assert load_function(name)("a") == 0.25
+    assert load_function(name, {})("a") == 0.25
     for mode in (0o620, 0o602):
         os.chmod(name, mode)
         with pytest.raises(NoSuchFunction, match="belong to the user of the run and be writable by nobody else"):
-            load_function(name)
+            load_function(name, {})
     os.chmod(name, 0o600)
     if os.getuid() == 0:
         os.chown(name, 12345, -1)
         with pytest.raises(NoSuchFunction, match="belong to the user of the run"):
-            load_function(name)
+            load_function(name, {})
 
 
 def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
     name = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
     paths = list(sys.path)
     try:
-        assert load_function(name)("four") == 4
+        assert load_function(name, {})("four") == 4
     finally:
         sys.path[:] = paths
         sys.modules.pop("graders", None)

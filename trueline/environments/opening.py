@@ -20,8 +20,8 @@ from trueline.environments.played import Agent, Game, ToolUse, row_of
 from trueline.environments.single_turn import SingleTurn
 from trueline.environments.structures import Structures
 from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
+from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.combined import CombinedReward
-from trueline.rewards.process import PICKLED
 
 
 def program_of(config: EnvironmentConfig) -> Program | None:

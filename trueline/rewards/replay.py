@@ -8,10 +8,12 @@ import re
 import sys
 from pathlib import Path
 
+from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.config.reward import RewardPartConfig
 from trueline.rewards.base import Call
 from trueline.rewards.combined import kind_of
-from trueline.rewards.process import NoSuchFunction, ask, checked, load_function
+from trueline.rewards.functions import REWARDS
+from trueline.rewards.process import ask, checked
 
 
 def write_failure(file: Path, part: RewardPartConfig, call: Call, error: str) -> None:
@@ -38,7 +40,7 @@ def replay(file: Path) -> float:
     if (kind := kind_of(part)) != "function":
         raise NoSuchFunction(f"{part.function} is a {kind}, and only functions can be replayed")
     try:
-        (value,) = ask(load_function(part.function), [record["call"]], part.constants())
+        (value,) = ask(load_function(part.function, REWARDS), [record["call"]], part.constants())
     except SystemExit as leaving:
         raise RuntimeError(f"the function called sys.exit({leaving.code!r})") from leaving
     return checked(value)
