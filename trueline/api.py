@@ -32,10 +32,6 @@ CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # 
 Rows = list[dict[str, Any]]
 
 
-class RunFailed(RuntimeError):
-    """A run that did not come to its end; the message is its last error and where its folder is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Curves:
     """Curves as an SVG file, and as a picture in a notebook."""
@@ -100,6 +96,14 @@ class Run:
         return drawn
 
 
+class RunFailed(RuntimeError):
+    """A run that did not come to its end; the message is its last error and where its folder is."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        self.run, self.folder = run, run.folder
+
+
 def read_rows(file: Path) -> Rows:
     return [json.loads(line) for line in file.read_text().split("\n") if line] if file.exists() else []
 
@@ -129,7 +133,7 @@ def train(
     objects.write()
     run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
-        raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        raise RunFailed(run)
     return run
 
 

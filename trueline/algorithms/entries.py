@@ -1,6 +1,7 @@
 """Look up entries of a table by name, or the user's own functions by file or module."""
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ class AlgorithmFailure(RuntimeError):
     """A user's own advantage or loss raised, or gave what cannot be trained on; the message says which and what."""
 
 
+LIBRARIES = re.compile(r"/site-packages/|^<|" + re.escape(str(Path(__file__).parent)))  # whose lines are not the user's
 NOT_ITS_FAULT = (ConfigError, AlgorithmFailure, torch.OutOfMemoryError)
 
 
@@ -38,17 +40,15 @@ class Blame:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(
-            error, ConfigError | AlgorithmFailure | torch.OutOfMemoryError
-        ):
+        if not isinstance(error, Exception) or isinstance(error, NOT_ITS_FAULT):
             return
         if isinstance(error, NoSuchFunction):
             raise self.failure(f"{self.key}: {error}") from None
         if isinstance(error, ImportError):
             raise self.failure(f"{self.key}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
-        last = traceback.extract_tb(trace)[-1]
-        place = f"{Path(last.filename).name}, line {last.lineno}"
-        raise self.failure(f"{self.key} raised {type(error).__name__}: {error} ({place})") from error
+        own = [frame for frame in traceback.extract_tb(trace) if not LIBRARIES.search(frame.filename)]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        raise self.failure(f"{self.key} raised {type(error).__name__}: {error}{place}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.data.types import Prompt, Trajectory
+from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
 from trueline.rewards.base import Call, Reward
@@ -72,17 +72,20 @@ def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, 
 
 
 def failure_files(config: RewardConfig, folder: Path) -> Report:
-    """Return what writes, below a run folder, a file for each of some failed completions."""
+    """Return what writes, below a run folder, a file for each of some failed completions, and names those that can be
+    run again.
+    """
 
     def write(failed: list[Trajectory]) -> list[Path]:
         files = []
         for number, trajectory in enumerate(failed, 1):
-            part = failed_part(config, trajectory.error)
+            played = trajectory.outcome == Outcome.ENVIRONMENT_ERROR
+            part = None if played else failed_part(config, trajectory.error)
             file = folder / "failures" / f"{number}.json"
-            if part is not None:
+            if played or part is not None:
                 with suppress(OSError):  # a full disk must not hide why the run stops
                     write_failure(file, part, failed_call(trajectory), trajectory.error)
-                    files.append(file)
+                    files += [file] * (not played)
         return files
 
     return write
