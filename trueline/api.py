@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trueline.cluster_address import check_address
 from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
@@ -257,8 +258,11 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 
 def settle_libraries(config: RunConfig) -> None:
-    if config.cluster.address:
-        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
+    address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
+    if address or named:
+        check_address(address or named or "", "cluster.address" if address else "RAY_ADDRESS")
+    if address:
+        os.environ["RAY_ADDRESS"] = address  # before Ray is imported
     quiet_libraries()
 
 

@@ -85,13 +85,14 @@ def launch(
         if dry_run:
             sys.stdout.write(f"{job.config.dump()}\n{about}\n")
             return 0
-        kept = movable(job.config)
-        folder.open(kept, verb, resume=resume)
+        folder.open(job.config, verb, resume=resume)
+        if not resume:
+            folder.rewrite(movable(job.config), verb)
         warning = warning if resume else held.enter_context(folder.locked())
         progress = Progress(name, job.total, log=folder.log)
         watch.move(folder.logs, progress.note)
         progress.note(f"{about}\n{FOLDER}{folder.path}")
-        for line in filter(None, [warning, *folder.changed_files(kept.model_dump())]):
+        for line in filter(None, [warning, *folder.changed_files(movable(job.config).model_dump())]):
             progress.note(line)
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")

@@ -40,6 +40,9 @@ def test_a_silence_is_reported_once_and_the_next_one_again(logs: Path) -> None:
         watch.check(WORK.moved + HOUR + 1)
         watch.check(WORK.moved + 3 * HOUR)
         assert len(said) == 1
+        assert explain(logs.parent).startswith("The run goes on: it computes log-probs (`score`) since ")
+        WORK.moved -= HOUR
+        watch.check(WORK.moved)
         assert explain(logs.parent).startswith("the run itself is in `score` since")
         with WORK.doing("phase", "train"):
             watch.check(WORK.moved + HOUR - 1)
