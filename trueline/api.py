@@ -259,8 +259,8 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 def settle_libraries(config: RunConfig) -> None:
     address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
-    if address or named:
-        check_address(address or named or "", "cluster.address" if address else "RAY_ADDRESS")
+    if warning := check_address(address or named or "auto", "cluster.address" if address else "RAY_ADDRESS"):
+        say(warning)
     if address:
         os.environ["RAY_ADDRESS"] = address  # before Ray is imported
     quiet_libraries()

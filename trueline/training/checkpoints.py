@@ -238,10 +238,8 @@ class Checkpoints:
     def _refuse(self, checkpoint: Path, wrong: list[str]) -> None:
         if not wrong:
             return
-        others = [one.name for one in self.finished() if step_of(one) < step_of(checkpoint)]
-        remedy = (
-            f"to go on from {others[-1]}" if others else "and start over with --resume --restart; it is the only one"
-        )
+        earlier = [one.name for one in self.finished() if one.name < checkpoint.name]
+        remedy = f"to go on from {earlier[-1]}" if earlier else "(the only one) and start over with --resume --restart"
         raise ConfigError(f"{checkpoint}: {wrong[0]} is missing or not what was saved; remove the folder {remedy}")
 
     def peek(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:

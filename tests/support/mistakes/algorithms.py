@@ -74,7 +74,7 @@ MISTAKES: list[Mistake] = [
         2,
         r"algorithm.loss=.*: it is called with \(logprobs, batch, conf",
     ),
-    ([*GRPO, "algorithm.loss=own.py:loss_raises"], 1, r"loss_raises raised RuntimeError: .* \(own.py, line 31\)"),
+    ([*GRPO, "algorithm.loss=own.py:loss_raises"], 1, r"loss_raises raised RuntimeError: .* \(own.py, line 30\)"),
     (
         [*GRPO, "algorithm.loss=own.py:averaged"],
         1,
