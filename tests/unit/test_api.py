@@ -17,13 +17,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 import trueline
 from tests.support.tiny import make_tiny_model
+from trueline.algorithms.entries import entry
 from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import read_tree
+from trueline.data.types import Batch, LossOutput, Sample
 from trueline.environments.opening import program_of
 from trueline.objects import Objects
 from trueline.verbs import VERBS
@@ -263,6 +267,35 @@ def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any
     said = str(error.value)
     assert said.startswith("error: ") and "no such grade" in said
     assert said.endswith(f"run folder: {tmp_path / 'fails'}")
+    assert error.value.folder == tmp_path / "fails"
+    assert error.value.run == trueline.Run(tmp_path / "fails", 1) and error.value.run.transcripts == []
+
+
+def test_an_advantage_and_a_loss_can_be_functions(small: dict[str, Any], tmp_path: Path) -> None:
+    """Closures, of which the run that is resumed knows nothing but their files."""
+    (seen := tmp_path / "seen").mkdir()
+
+    def ones(samples: list[Sample], config: AlgorithmConfig) -> None:
+        (seen / "advantage").touch()
+        for sample in samples:
+            sample.advantages = sample.mask * 1.0
+
+    @entry("log-probs alone")
+    def likelihood(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+        (seen / "loss").touch()
+        return LossOutput(-logprobs * batch.advantages)
+
+    given = {"data": ROWS, "reward": counter("a"), "name": "own", "steps": 1, **small}
+    given |= {"algorithm": {"advantage": ones, "group_size": 2}, "algorithm.loss": likelihood}
+    own = trueline.train("grpo", **given)
+    kept = config_of(own)["algorithm"]
+    assert kept["advantage"].startswith(f"{tmp_path}/objects/ones-") and kept["loss"].endswith(".pickle")
+    assert "log-probs alone" in (own.folder / "logs" / "run.log").read_text()
+    assert {file.name for file in seen.iterdir()} == {"advantage", "loss"}
+    for file in seen.iterdir():
+        file.unlink()
+    trueline.train("grpo", name="own", resume=True, steps=2, folder=str(tmp_path))
+    assert {file.name for file in seen.iterdir()} == {"advantage", "loss"}
 
 
 def test_a_run_works_inside_a_running_event_loop(small: dict[str, Any]) -> None:
