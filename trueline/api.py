@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trueline.cluster_address import check_address
 from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
@@ -19,6 +20,7 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.user_files import found_again
 from trueline.objects import Objects, reward_section
 from trueline.verbs import VERBS, Verb
 
@@ -29,10 +31,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
 Rows = list[dict[str, Any]]
-
-
-class RunFailed(RuntimeError):
-    """A run that did not come to its end; the message is its last error and where its folder is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,14 @@ class Run:
         return drawn
 
 
+class RunFailed(RuntimeError):
+    """A run that did not come to its end; the message is its last error and where its folder is."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        self.run, self.folder = run, run.folder
+
+
 def read_rows(file: Path) -> Rows:
     return [json.loads(line) for line in file.read_text().split("\n") if line] if file.exists() else []
 
@@ -128,7 +134,7 @@ def train(
     objects.write()
     run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
-        raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        raise RunFailed(run)
     return run
 
 
@@ -180,14 +186,18 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     command = VERBS[verb]
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
+    name = asked.get("name")
+    if resume and "/" in str(name):  # the run's folder itself
+        asked = merge(asked, {"folder": str(Path(str(name)).parent), "name": Path(str(name)).name})
     config = command.kind.parse(merge(command.defaults, asked))
     if not resume:
         return config
     folder = RunFolder.find(config.folder, config.name, verb)
     say(f"resume     {folder.path}" + ("" if config.name else f", the {verb} run that was touched last"))
+    folder.check_idle()
     if trains(command):
         check_start(folder.path, folder.has_checkpoint(), restart)
-    saved = read_tree(folder.config)
+    saved = found_again(read_tree(folder.config), folder.path.parent)
     try:
         command.kind.parse(saved)
     except ConfigError as error:
@@ -195,7 +205,7 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     config = command.kind.parse(merge(saved, asked))
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
-    return config.replaced({"name": folder.path.name})
+    return config.replaced({"name": folder.path.name, "folder": str(folder.path.parent)})
 
 
 def without_places(saved: Tree) -> Tree:
@@ -248,8 +258,11 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 
 def settle_libraries(config: RunConfig) -> None:
-    if config.cluster.address:
-        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
+    address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
+    if warning := check_address(address or named or "auto", "cluster.address" if address else "RAY_ADDRESS"):
+        say(warning)
+    if address:
+        os.environ["RAY_ADDRESS"] = address  # before Ray is imported
     quiet_libraries()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 from rich.table import Table
@@ -28,6 +29,7 @@ from trueline.jobs.sample_file import (
 from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.user_files import found_again
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator, environment_names, prefix_of
@@ -35,7 +37,7 @@ from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.launch import Job, Start
+from trueline.runs.launch import Job, Start, movable
 from trueline.runs.processes import (
     Needed,
     Sampling,
@@ -126,8 +128,9 @@ def prepare_generate(config: GenerateConfig, start: Start) -> Job:
 
 def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
     """Refuse to resume a run whose file would mix completions of two models, temperatures, datasets or rewards."""
-    before = {key.path: key.default for key in GenerateConfig.parse(read_tree(folder.config)).leaves()}
-    for key in config.leaves():
+    saved = found_again(read_tree(folder.config), folder.path.parent)
+    before = {key.path: key.default for key in movable(GenerateConfig.parse(saved)).leaves()}
+    for key in movable(config).leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
             raise ConfigError(
                 f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its answers would be "
@@ -165,7 +168,8 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
     rows = file.rows(number for number, _ in answered)
     for (number, prompt), row in zip(answered, rows, strict=True):
         now = json.loads(line_of(described(prompt)))
-        if any(row.get(key) != now.get(key) for key in ("id", "source", "prompt", "tools")):
+        moved = Path(row["source"]).name != Path(prompt.source).name
+        if moved or any(row.get(key) != now.get(key) for key in ("id", "prompt", "tools")):
             raise ConfigError(
                 f'{file.path}: "number": {number} answers another prompt than {prompt.place()}, which has that '
                 "number now: the data has changed since this run began; choose another --name"

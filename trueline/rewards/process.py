@@ -5,15 +5,11 @@ It starts without torch, in a second; `python -m trueline.rewards.process SPECIF
 
 import asyncio
 import faulthandler
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import os
-import pickle
 import resource
-import stat
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -22,17 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
 from trueline.rewards.base import Call, PolicyError
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.linux import die_with_parent
 
-Function = Callable[..., Any]
 Takes = dict[str, Any]
-PICKLED = ".pickle"
 LONGEST_ERROR = 20_000  # characters
 CALLERS = (  # where files begin that call user code
     __file__,
-    *(str(Path(__file__).parents[1] / "environments" / name) for name in ("process.py", "tools/toolbox.py")),
+    *(
+        str(Path(__file__).parents[1] / name)
+        for name in ("algorithms/user_functions.py", "environments/process.py", "environments/tools/toolbox.py")
+    ),
     *(str(Path(inspect.__file__).parent / name) for name in ("asyncio", "concurrent", "importlib")),
     "<frozen importlib",
 )
@@ -46,76 +44,6 @@ ADVICE: tuple[tuple[Any, str], ...] = (  # what to do about results of these typ
     (Mapping, "return one number, and name several rewards in reward.parts"),
     (Generator, "write `return` in place of `yield`"),
 )
-
-
-class NoSuchFunction(ValueError):
-    """The specification names nothing; a traceback would not help."""
-
-
-def load_function(specification: str, built_in: Mapping[str, Function] = REWARDS) -> Function:
-    """Load a function by a built-in name, `file.py:function`, `package.module:function` or a `.pickle` file."""
-    if specification in built_in:
-        return built_in[specification]
-    if specification.endswith(PICKLED):
-        return load_pickled(Path(specification))
-    place, separator, name = specification.rpartition(":")
-    if specification.endswith(".py") and Path(specification).is_file():
-        there = public_names(load_file(Path(specification)))
-        raise NoSuchFunction(f"name a function of it, as {specification}:FUNCTION; it has {', '.join(there) or 'none'}")
-    if not separator:
-        raise NoSuchFunction(
-            f"not a built-in ({', '.join(built_in)}), nor file.py:function, package.module:function or a folder"
-        )
-    sys.path.insert(0, os.getcwd())
-    module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    function = vars(module).get(name)
-    if not callable(function):
-        there = public_names(module)
-        raise NoSuchFunction(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
-    return function
-
-
-def public_names(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-
-
-def pickled(function: Function) -> bytes:
-    """Return a function as a file holds it: behind the places that it may import from."""
-    import cloudpickle  # noqa: PLC0415  (only who sends a function needs it)
-
-    places = [os.path.abspath(place) for place in sys.path]
-    return pickle.dumps((places, cloudpickle.dumps(function)))
-
-
-def load_pickled(file: Path) -> Function:
-    """Unpickle a function of this user's own; a pickle can run any code, so nobody else may have a hand in it."""
-    check_file(file)
-    with file.open("rb") as stream:
-        about = os.fstat(stream.fileno())
-        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise NoSuchFunction(
-                f"{file} is not loaded, for a pickle can run any code: the file must belong to the user of the run "
-                "and be writable by nobody else (chmod go-w)"
-            )
-        places, function = pickle.load(stream)
-    sys.path += [place for place in places if place not in sys.path]
-    return pickle.loads(function)
-
-
-def check_file(file: Path) -> None:
-    if not file.is_file():
-        raise NoSuchFunction(f"there is no file {file} (looked in {Path.cwd()})")
-
-
-def load_file(file: Path) -> Any:
-    check_file(file)
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def check_kind(function: Function, specification: str) -> None:
@@ -312,7 +240,7 @@ def serve(specification: str, memory_gib: float) -> None:
         answers.flush()
 
     try:
-        function = load_function(specification)
+        function = load_function(specification, REWARDS)
         check_kind(function, specification)
         takes = describe(function)
     except NoSuchFunction as error:

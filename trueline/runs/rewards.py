@@ -318,13 +318,13 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
 
     def write(number: int, trajectory: Trajectory) -> str:
         of_reward = trajectory.outcome is not Outcome.ENVIRONMENT_ERROR
-        part = failed_part(config, trajectory.error) if of_reward else None
+        part = failed_part(config, trajectory.error) or RewardPartConfig() if of_reward else None
         file = folder / "failures" / f"{number}.json"
         try:
-            write_failure(file, part or RewardPartConfig(), failed_call(trajectory), trajectory.error)
+            write_failure(file, part, failed_call(trajectory), trajectory.error)
         except OSError:  # a full disk must not hide why the run stops
             return ""
-        runs_again = part is not None and kind_of(part) == "function"
+        runs_again = part is not None and part.function and kind_of(part) == "function"
         return f"python -m trueline.rewards.replay {file}" if runs_again else str(file)
 
     return write

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tests.support.mistakes import data, environments, folders, models, rewards, words
+from tests.support.mistakes import algorithms, data, environments, folders, models, rewards, words
 from tests.support.mistakes.home import Mistake, make_home
 
-MODULES = (words, models, data, environments, rewards, folders)
+MODULES = (words, models, data, environments, rewards, folders, algorithms)
 TABLES: dict[str, list[Mistake]] = {one.__name__.rpartition(".")[2]: one.MISTAKES for one in MODULES}
 
 

@@ -69,8 +69,6 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
-    from tests.support.mistakes import environments
-
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():

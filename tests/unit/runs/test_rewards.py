@@ -1,6 +1,7 @@
 """Rewards as a run opens them."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -24,15 +25,23 @@ from trueline.runs.rewards import RewardCheck, check_rewards, failure_files, mod
 from trueline.runs.roles import reward_models
 
 
-def failed() -> Trajectory:
+def failed(outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
     prompt = Prompt(0, [{"role": "user", "content": "1:"}])
-    return Trajectory(prompt, 0, outcome=Outcome.REWARD_ERROR, error="cannot grade this")
+    return Trajectory(prompt, 0, outcome=outcome, error="cannot grade this")
 
 
-def stopped(folder: Path) -> str:
+def stopped(folder: Path, outcome: Outcome = Outcome.REWARD_ERROR) -> str:
     with pytest.raises(RolloutFailure) as caught:
-        FailureBudget(0.0, 1, failure_files(RewardConfig(function="reward.py:f"), folder)).add([failed()])
+        FailureBudget(0.0, 1, failure_files(RewardConfig(function="reward.py:f"), folder)).add([failed(outcome)])
     return str(caught.value)
+
+
+def test_an_episode_whose_environment_failed_is_kept_and_not_offered_for_replay(tmp_path: Path) -> None:
+    """Its reward function was never asked, so asking it now would show a number and no fault."""
+    assert "replay" not in stopped(tmp_path, Outcome.ENVIRONMENT_ERROR)
+    kept = json.loads((tmp_path / "failures" / "1.json").read_text())
+    assert (kept["episode"], kept["error"], kept["call"]["prompt"]) == ("failed", "cannot grade this", "1:")
+    assert "function" not in kept
 
 
 def test_a_failed_call_is_written_below_the_run_folder(tmp_path: Path) -> None:
