@@ -19,7 +19,7 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
-from trueline.objects import Objects, reward_section
+from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
 Rows = list[dict[str, Any]]
+Resume = bool | str | os.PathLike[str]  # whether, or which run
 
 
 class RunFailed(RuntimeError):
@@ -52,6 +53,10 @@ class Run:
 
     folder: Path
     status: int | None = None  # 0: complete; 130: interrupted, and can be resumed; None: of an earlier run
+
+    def __fspath__(self) -> str:
+        """Stand for the folder, so that a run is a model, data or what is resumed."""
+        return str(self.folder)
 
     @property
     def metrics(self) -> Any:
@@ -107,7 +112,7 @@ def train(
     verb: str,
     config: str | Path | Tree | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     restart: bool = False,
     dry_run: bool = False,
     **keys: Any,
@@ -116,7 +121,8 @@ def train(
 
     A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
     `environment` a class or a function, `agent` a function, `tools` a list with functions in it; data can be a list of
-    rows or a `datasets.Dataset`.
+    rows or texts, a `datasets.Dataset` or `DatasetDict`, or a `Run` of `generate`; a model can be a `Run`. `resume` can
+    name the run to go on with.
     """
     if verb not in VERBS:
         raise ConfigError(unknown_verb(verb, VERBS))
@@ -126,7 +132,9 @@ def train(
     loaded = load(verb, objects.named(asked), resume=resume, restart=restart)
     folder = Path(loaded.folder).resolve() / (loaded.name or unused_name(verb, Path(loaded.folder)))
     objects.write()
-    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
+    for line in objects.remarks:
+        say(line)
+    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=bool(resume), dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
         raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
     return run
@@ -139,8 +147,6 @@ def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
 
 def evaluate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
     """Evaluate a model on held-out prompts, `data`; other arguments as in `train`."""
-    if not isinstance(keys.get("data", {}), dict):
-        keys["eval_data"] = keys.pop("data")
     return train("eval", config, **keys)
 
 
@@ -148,11 +154,14 @@ def tree_of(command: Verb, keys: Tree) -> Tree:
     """Return the tree that keyword arguments mean; a dictionary is a section, also where a flag has its name."""
     flags = {flag.removeprefix("--").replace("-", "_"): key for flag, key in command.flags.items()}
     tree: Tree = {}
+    names: dict[str, str] = {}
     for name, value in keys.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not is_splits(value):
             path, value = name, reward_section(value) if name == "reward" else value
         else:
             path = flags.get(name, name)
+        if (other := names.setdefault(path, name)) != name and value is not keys[other]:
+            raise ConfigError(f"{other} and {name} are the same key, {path}: give one of the two")
         tree = merge(tree, nested(path, value))
     return tree
 
@@ -175,9 +184,11 @@ def last_error(folder: Path) -> str:
 # What the command line does too
 
 
-def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False) -> RunConfig:
-    """Check what is asked of a verb; a run to go on with adds what it was begun with."""
+def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = False) -> RunConfig:
+    """Check what is asked of a verb; a run to go on with, the named one or the last, adds what it was begun with."""
     command = VERBS[verb]
+    if not isinstance(resume, bool):
+        asked = merge(asked, named_run(os.fspath(resume), asked))
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
     config = command.kind.parse(merge(command.defaults, asked))
@@ -196,6 +207,19 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
     return config.replaced({"name": folder.path.name})
+
+
+def named_run(word: str, asked: Tree) -> Tree:
+    """Return the keys that name the run behind --resume: a folder, or a name in the folder of runs."""
+    name, place = asked.get("name"), Path(word).expanduser().resolve()
+    if not RunFolder(place).config.is_file():
+        place = Path(str(asked.get("folder", RunConfig().folder))).resolve() / word
+    if name is not None and str(name) != place.name:
+        raise ConfigError(f"--resume {word} and --name {name} are two runs: give one of the two")
+    near = place.parent if RunFolder(place.parent).config.is_file() else place.parents[1]
+    if not RunFolder(place).config.is_file() and RunFolder(near).config.is_file():
+        raise ConfigError(f"--resume {word} is inside a run, which goes on from its newest checkpoint: give {near}")
+    return {"name": place.name, "folder": str(place.parent)}
 
 
 def without_places(saved: Tree) -> Tree:

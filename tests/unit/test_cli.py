@@ -53,7 +53,7 @@ def test_a_verb_like_no_other_points_to_the_list(capsys: pytest.CaptureFixture[s
 def test_an_unknown_verb_is_not_swamped_by_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gpro"])
-    assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] VERB ..."
+    assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] [--version] VERB ..."
     for words in (["config", "gpro"], ["data", "preview", "--task", "dop"]):
         line = said_to(capsys, *words)
         assert f"unknown verb {words[-1]!r}; did you mean '{words[-1][0]}" in line
@@ -82,9 +82,13 @@ def test_an_unknown_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str],
     assert meant in line
 
 
-def test_options_of_verbs_without_keys_get_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said_to(capsys, "demo", "--lr").endswith("unknown option --lr; keys are written as key=value")
-    assert said_to(capsys, "serve-reward", "--lr").endswith("unknown option --lr; keys are written as key=value")
+def test_options_of_verbs_without_keys_are_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    takes = "trueline demo takes --seed, --steps, --folder, and no keys"
+    assert said_to(capsys, "demo", "--lr").endswith(f"unknown option --lr; {takes}")
+    assert said_to(capsys, "demo", "--stps", "3").endswith(f"unknown option --stps; {takes}; did you mean '--steps'?")
+    assert said_to(capsys, "demo", "steps=3").endswith(f"'steps=3'; {takes}; did you mean '--steps 3'?")
+    line = said_to(capsys, "serve-reward", "--max_length")
+    assert line.endswith("unknown option --max_length; keys are written as key=value; did you mean 'max_tokens'?")
 
 
 def test_a_demo_takes_steps(capsys: pytest.CaptureFixture[str]) -> None:

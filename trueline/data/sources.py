@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.data.stored import HELD_OUT, saved_files
 from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
-HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+TEXT = "text"  # column of rows that are texts by themselves
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
@@ -30,6 +32,7 @@ class Located:
     row: Row
     place: str
     padded: bool = False  # nested fields that it has not are there as nulls, for Arrow gives all rows the same
+    bare: bool = False  # it was a text, in no column
 
 
 def open_source(path: str, key: str) -> list[Located]:
@@ -86,6 +89,8 @@ def first_line(error: Exception) -> str:
 
 
 def data_files(folder: Path, key: str) -> list[Path]:
+    if (saved := saved_files(folder, key)) is not None:
+        return saved
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
@@ -110,42 +115,66 @@ def read_file(file: Path, key: str) -> Iterator[Located]:
 
 
 def read_json_lines(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                place = f"{file}, line {number}"
-                yield Located(parsed_object(line, place), place)
+                yield parsed_row(line, f"{file}, line {number}")
 
 
-def parsed_object(text: str, place: str) -> Row:
+def parsed_row(text: str, place: str) -> Located:
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
+    except RepeatedKey as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return located_row(row, place)
+
+
+class RepeatedKey(ValueError):
+    """An object of JSON with one key twice, of which the first would be lost."""
+
+
+def single_keys(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
     return row
 
 
+def located_row(row: Any, place: str) -> Located:
+    """Return a row with named columns; a text is a row of one."""
+    if isinstance(row, str):
+        return Located({TEXT: row}, place, bare=True)
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}; mend or remove it"
+        )
+    return Located(row, place)
+
+
 def read_json(file: Path) -> Iterator[Located]:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8-sig")
     if not text.lstrip().startswith("["):
         yield from read_json_lines(file)
         return
     try:
-        rows = json.loads(text)
+        rows = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
+    except RepeatedKey as error:
+        raise ConfigError(f"{file}: {error}") from None
     for number, row in enumerate(rows, 1):
-        place = f"{file}, row {number}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
-        yield Located(row, place)
+        yield located_row(row, f"{file}, row {number}")
 
 
 def read_csv(file: Path) -> Iterator[Located]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines), 1):
+        rows = csv.DictReader(lines)
+        if twice := [name for name, count in Counter(rows.fieldnames or []).items() if count > 1]:
+            raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
+        for number, row in enumerate(rows, 1):
             if None in row or None in row.values():
                 raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
             yield Located(dict(row), f"{file}, row {number}")

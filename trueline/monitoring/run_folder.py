@@ -64,11 +64,16 @@ class RunFolder:
         base = Path(folder).resolve()
         if name is not None:
             return cls(base / name)._checked(verb)
-        found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
-        runs = [run for run in found if run.verb() == verb]
+        runs = [run for run in cls.all_in(base) if run.verb() == verb]
         if not runs:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
-        return max(runs, key=RunFolder.touched)
+        return runs[0]
+
+    @classmethod
+    def all_in(cls, base: Path) -> "list[RunFolder]":
+        """Return the runs of a folder, those that were touched last first."""
+        found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
+        return sorted(found, key=RunFolder.touched, reverse=True)
 
     def _checked(self, verb: str) -> "RunFolder":
         if not self.config.is_file():
