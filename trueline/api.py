@@ -212,7 +212,7 @@ def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = Fals
 def named_run(word: str, asked: Tree) -> Tree:
     """Return the keys that name the run behind --resume: a folder, or a name in the folder of runs."""
     name, place = asked.get("name"), Path(word).expanduser().resolve()
-    if not RunFolder(place).config.is_file():
+    if not RunFolder(place).config.is_file() and "/" not in word:
         place = Path(str(asked.get("folder", RunConfig().folder))).resolve() / word
     if name is not None and str(name) != place.name:
         raise ConfigError(f"--resume {word} and --name {name} are two runs: give one of the two")

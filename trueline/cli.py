@@ -4,6 +4,7 @@ import argparse
 import errno
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
@@ -21,6 +22,7 @@ from trueline.options import (
     add_config_options,
     given_flags,
     keys_first,
+    port_number,
     positive,
     verb_first,
 )
@@ -47,20 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def output_closed() -> bool:
     """Tell whether nobody reads the output any more, as behind `| head`; what is left of it goes nowhere then."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    streams = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        streams.register(stream.fileno(), 0)  # errors are always reported
+    closed = [number for number, event in streams.poll(0) if event & select.POLLERR]
+    for number in closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return bool(closed)
 
 
 def run_words(arguments: Sequence[str] | None) -> int:
     parser = make_parser()
     options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
-    if strangers := [word for word in overrides if word.startswith("-")]:
-        parser.error(f"unknown option {strangers[0]} in front of the verb; write the verb first, `trueline VERB ...`")
     try:
         return int(options.run(options))
     except ConfigError as error:
@@ -81,6 +82,8 @@ def checked_verb(parser: CommandParser, verbs: Collection[str], respell: Callabl
 
     def check(words: Words) -> Words:
         words = respell(words)
+        if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+            parser.error(f"a verb must stand in front of {words[0]}: write `{parser.prog} VERB ...`")
         if words and not words[0].startswith("-") and words[0] not in verbs:
             parser.error(unknown_verb(words[0], verbs))
         return words
@@ -142,7 +145,7 @@ def add_data_verbs(verbs: Any) -> None:
     data = verbs.add_parser("data", help="look at what will be trained on")
     kinds = data.add_subparsers(required=True, metavar="preview")
     about = "show three rows as they will be trained on, learnt tokens marked, or prompts as engines will get them"
-    preview = kinds.add_parser("preview", help=about, usage="trueline data preview [VERB | --task VERB] ...")
+    preview = kinds.add_parser("preview", help=about, description=about)
     for kind in add_behind(preview, verbs, preview_data):
         kind.add_argument("--rows", type=positive, default=3)
         kind.add_argument("--task", metavar="VERB", help="verb of the run, in place of the word behind `preview`")
@@ -200,7 +203,7 @@ def add_report_verbs(verbs: Any) -> None:
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
     watch.add_argument("of", nargs="*", metavar="RUN", help=runs)
-    watch.add_argument("--port", type=int, default=0, help="default: any free one")
+    watch.add_argument("--port", type=port_number, default=0, help="default: any free one")
     watch.set_defaults(run=run_watch)
 
 
@@ -346,7 +349,10 @@ def run_demo(options: argparse.Namespace) -> int:
     from trueline.demo.run import run  # noqa: PLC0415
     from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
 
-    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
+    folder = options.folder or Path("runs") / default_name("demo")
+    if folder.exists():
+        raise ConfigError(f"--folder {folder} exists: name a new folder for the model, data and runs of the demo")
+    return run(folder, options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ class Once(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
         before = vars(namespace).get(self.dest)
-        if before not in (None, values):
+        if option_string and before not in (None, self.default, values):
             parser.error(f"{option_string} {values}: {self.dest} is already {before}; give one of the two")
         setattr(namespace, self.dest, values)
 
@@ -33,6 +33,10 @@ class CommandParser(argparse.ArgumentParser):
     """Reports every word of a command that it does not know, with what to write in place of it."""
 
     respell: Callable[[Words], Words] = staticmethod(lambda words: words)  # before they are parsed
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register("action", None, Once)
 
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -71,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
         what = f"unknown option {word}" if word.startswith("-") else f"unexpected word {word!r}"
         near = difflib.get_close_matches(f"--{name}", self._flags(), n=1, cutoff=0.8)
         guess = f"; did you mean '{near[0]}{f' {value}' * bool(value)}'?" if near else ""
-        return f"{what}; {self.prog} takes {', '.join(self._flags())}, and no keys{guess}"
+        return f"{what}; {self.prog} takes {', '.join(self._flags()) or 'no options'}, and no keys{guess}"
 
     def _flags(self) -> Words:
         return re.findall(r"(?<![\w-])--[a-z][\w-]*", self.format_usage())
@@ -129,7 +133,7 @@ def verb_first(words: Words, verbs: Collection[str], flag: str = "", default: st
 def add_config_options(verb: CommandParser, flags: dict[str, str], kind: type[Config]) -> None:
     for flag, key in flags.items():
         about = f"same as {key}=..."
-        verb.add_argument(flag, dest=key, action=Once, metavar=key.rpartition(".")[2].upper(), help=about)
+        verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=about)
     verb.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML; later files win")
     verb.epilog = "Any key of `trueline config` can be set as key=value, e.g. training.learning_rate=1e-5"
     verb.set_defaults(takes_overrides=True, config_kind=kind)
@@ -143,4 +147,10 @@ def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> Words:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def port_number(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a whole number from 0, any free one, to 65535")
     return int(text)

@@ -28,12 +28,13 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     warnings = [text for first in firsts for text in check_rewards(config.reward, first, required=False)]
     check_model(config.model)
     chat = load_chat(config.model, config.data.chat_template)
-    lines = [*taken, *chat.remarks(), *[PLAYED] * bool(config.environment.kind() and not config.environment.tools)]
+    lines = [*taken, *[PLAYED] * bool(config.environment.kind() and not config.environment.tools)]
     for path, prompts in sets.items():
         offered = [with_tools(prompt, tools) for prompt in prompts]
         longest = max(measured(offered, chat).lengths)
         lines.append(f"data       {len(offered)} prompts of {path}, longest {longest} tokens")
         lines += [line for prompt in offered[:rows] for line in describe_prompt(prompt, chat, config)]
+    lines += ["", *remarks] if (remarks := chat.remarks()) else []  # of what was rendered
     sys.stdout.write("\n".join([*lines, *(f"warning: {text}" for text in warnings)]) + "\n")
     return 0
 

@@ -148,7 +148,7 @@ def test_the_command_line_plans(capsys: pytest.CaptureFixture[str], model_folder
         (["grpo", "--model-shape", "gpt-9", "--devices", "8xH100"], "--model-shape gpt-9: not known"),
         (["grpo", "--model-shape", "llama-8b", "--devices", "many"], "write NODESxGPUSxNAME"),
         (["grpo", "--model-shape", "llama-8b", "--devices", "8xH100", "stps=3"], "did you mean 'steps'"),
-        (["generate", "--model-shape", "llama-8b", "--devices", "8xH100"], "plan generate: only runs of one training are planned on paper"),
+        (["generate", "--model-shape", "llama-8b", "--devices", "8xH100"], "plan generate: only runs of one training"),
     ],
 )
 def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
