@@ -73,8 +73,7 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.folder.glob("round_*/*/checkpoints")}
-        return find_checkpoint(rounds[max(rounds)] if rounds else self.folder) / "model"
+        return find_checkpoint(RunFolder(self.folder).trained()) / "model"
 
     @property
     def transcripts(self) -> Rows:

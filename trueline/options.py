@@ -107,9 +107,9 @@ def unknown_keys(kind: type[Config], files: list[Path], overrides: Words) -> Wor
 def keys_first(words: Words) -> Words:
     """Move --resume behind the keys that follow it, so that the word behind it is a run or a flag."""
     words = list(words)
-    for at, word in enumerate(words[:-1]):
-        if word == "--resume" and KEY.match(words[at + 1]):
-            words[at : at + 2] = [words[at + 1], word]
+    for at in range(len(words) - 1):
+        if words[at] == "--resume" and KEY.match(words[at + 1]):
+            words[at : at + 2] = words[at + 1], words[at]
     return words
 
 

@@ -114,6 +114,11 @@ class RunFolder:
         place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
         return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
 
+    def trained(self) -> Path:
+        """Return the folder with the checkpoints: the run's own, or that of the training in its last round."""
+        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.path.glob("round_*/*/checkpoints")}
+        return rounds[max(rounds)] if rounds else self.path
+
     def has_checkpoint(self) -> bool:
         return any(path.suffix != UNFINISHED for path in self.checkpoints.glob("step_*"))
 

@@ -104,7 +104,7 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
     if not run.config.is_file() or not run.verb():
         return None
     asked = CheckpointConfig.parse(read_tree(run.config).get("checkpoint", {}))
-    checkpoints = Checkpoints(folder, asked)
+    checkpoints = Checkpoints(run.trained(), asked)
     if best := checkpoints.best():
         return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
     newest = checkpoints.newest()
