@@ -69,15 +69,20 @@ async def verdict_of(rewards: CombinedReward, call: dict[str, Any]) -> Verdict |
 
 def describe(prompt: Prompt, reply: str, source: str, verdict: Verdict | RewardFailure) -> list[str]:
     call = reward_call(prompt, reply)
-    others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
     return [
         f"row {prompt.id + 1} of {prompt.source}",
         f"  prompt   {shortened(call['prompt'])}",
         f"  reply    {shortened(reply)} ({source})",
-        *([f"  label    {shortened(prompt.label)}"] * (prompt.label is not None)),
-        *(f"  {name:<8} {shortened(value)}" for name, value in others.items()),
+        *columns_of(prompt),
         f"  reward   {said(verdict)}",
     ]
+
+
+def columns_of(prompt: Prompt) -> list[str]:
+    """Describe what rewards get of a row by name, beside prompt and reply."""
+    others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
+    labels = {"label": prompt.label} if prompt.label is not None else {}
+    return [f"  {name:<8} {shortened(value)}" for name, value in (labels | others).items()]
 
 
 def said(verdict: Verdict | RewardFailure) -> str:

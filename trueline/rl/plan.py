@@ -157,6 +157,7 @@ def dividing_keys(config: RLConfig, around: Surroundings, sections: list[str]) -
         {"training": {"zero_stage": 3}},
         sharded,
         merge(sharded, {"training": {"offload": "optimizer"}}),
+        {"model": {"lora": {"rank": 16}}},
         {name: keys for name, keys in sharded.items() if name != "reference"} | {"model": {"lora": {"rank": 16}}},
     ]
     widths = [width for width in ENGINE_WIDTHS if width > config.rollout.tensor_parallel]
