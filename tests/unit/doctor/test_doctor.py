@@ -102,7 +102,12 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
         "training.learning_rate",
         "refused",
     ),
-    "a rate too small": (f"dpo {CHAT} --data pairs.jsonl", "next to nothing", "training.learning_rate", "watch"),
+    "a rate too small": (
+        f"dpo {CHAT} --data pairs.jsonl training.learning_rate=1e-6",
+        "next to nothing",
+        "training.learning_rate",
+        "watch",
+    ),
     "endless warm-up": (f"{MATH} {SUMS} training.warmup_steps=100", "of 100 opti", "training.warmup_steps", "bad"),
     "a cold policy": (f"{MATH} {SUMS} rollout.temperature=0.1", "far from 1", "rollout.temperature", "watch"),
     "answers cut off": (
