@@ -16,7 +16,7 @@ from trueline.api import examine
 from trueline.cli import load_options, make_parser
 from trueline.config.base import ConfigError
 from trueline.demo.material import make_tokenizer
-from trueline.doctor.findings import Finding, refusal
+from trueline.doctor.findings import Finding, Findings, refusal
 from trueline.verbs import VERBS
 
 TURN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>\n{% endfor %}"
@@ -177,10 +177,15 @@ def make_shape(folder: Path, *, hidden: int, layers: int, words: int) -> None:
 
 def diagnosed(words: str) -> list[Finding]:
     """All that the doctor says of a command."""
-    options, overrides = make_parser().parse_known_args(["doctor", *words.split()])
-    options.overrides = [*overrides, "runtime=local"] if "runtime=" not in words else overrides
+    local = ["runtime=local"] if "runtime=" not in words else []
+    return [one for findings in diagnosed_words([*words.split(), *local]).values() for one in findings]
+
+
+def diagnosed_words(words: list[str]) -> Findings:
+    """All that the doctor says of a command, by family."""
+    options, options.overrides = make_parser().parse_known_args(["doctor", *words])
     try:
         config = load_options(options)
     except ConfigError as error:
-        return [refusal(error, VERBS[options.verb].kind)]
-    return [one for findings in examine(options.verb, config, deep=options.deep).values() for one in findings]
+        return {"plan": [refusal(error, VERBS[options.verb].kind)]}
+    return examine(options.verb, config, resume=options.resume, deep=options.deep)

@@ -135,9 +135,8 @@ def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
     why = (
         "" if level == "fine" else "what is cut off is judged unfinished: raise the limit, or see whether they can end"
     )
-    yield Finding(
-        level, f"{share:.0%} of the answers are cut off at {limit} tokens; {length}", why, "rollout.max_new_tokens"
-    )
+    cut = f"{share:.0%} of the answers are" if round(share, 2) else "hardly any answer is" if share else "no answer is"
+    yield Finding(level, f"{cut} cut off at {limit} tokens; {length}", why, "rollout.max_new_tokens")
 
 
 def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
@@ -147,7 +146,7 @@ def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     same = "" if spread else "all are equal, so there is nothing to learn from: `trueline reward try`"
     yield Finding("fine" if spread else "bad", what, same, "reward.function")
     share = metrics.get("reward/uniform_groups_share")
-    if share is not None:
+    if share:
         level = "watch" if share > UNIFORM else "fine"
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == "watch" else ""
         words = f"in {share:.0%} of {len(sampled.groups)} groups all answers have one reward"
