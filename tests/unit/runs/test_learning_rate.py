@@ -1,7 +1,13 @@
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from trueline.config.base import Tree
+from trueline.cli import main
+from trueline.config.base import Tree, read_tree
 from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.models.loading import check_model
 from trueline.runs.learning_rate import rate_keys, rate_line, rate_warnings, suited_rate
 
 KINDS = ("policy", "preference", "kto", "sft", "distill", "rm", "prm", "critic")
@@ -87,3 +93,30 @@ def test_the_plan_names_the_rate_and_its_reason() -> None:
     assert given == f"rate       training.learning_rate=0.0001, as set; 0.0002 is the {reason}"
     critic = rate_line(int(7e9), "critic", PLAIN, TrainingConfig(learning_rate=1e-5), "critic")
     assert critic == "rate       critic.learning_rate=1e-05: default for a critic on 7B parameters"
+
+
+def reported(folder: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "learning_rate" in row]
+
+
+@pytest.mark.parametrize(("verb", "sections"), [("sft", ["training"]), ("ppo", ["training", "critic"])])
+def test_the_default_reaches_the_optimizers_and_stays_when_a_run_is_resumed(
+    verb: str, sections: list[str], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    size = check_model(ModelConfig(path=str(model_folder))).parameters
+    kinds = {"training": "policy" if verb == "ppo" else verb, "critic": "critic"}
+    expected = {section: suited_rate(size, kinds[section], adapters=False) for section in sections}
+    small = ["prompts_per_step=2", "algorithm.group_size=2", "rollout.max_new_tokens=4", "--reward", "math"]
+    words = ["--model", str(model_folder), "--data", "data.jsonl", "runtime=local", "monitoring.tensorboard=false"]
+    words += small if verb == "ppo" else ["samples_per_step=2"]
+    assert main([verb, *words, "--name", "run", "steps=1"]) == 0
+    monkeypatch.setattr("trueline.runs.learning_rate.BASE_RATE", 1.0)  # as another version may have it
+    assert main([verb, "--resume", "--name", "run", "steps=2"]) == 0
+    names = {"training": "learning_rate", "critic": "critic/learning_rate"}
+    rows = [{section: row[names[section]] for section in sections} for row in reported(Path("runs/run"))]
+    assert rows == [pytest.approx(expected)] * 2
+    kept = read_tree(Path("runs/run/config.yaml"))
+    assert {section: kept[section]["learning_rate"] for section in sections} == expected
