@@ -83,6 +83,7 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
-    from tests.support.mistakes import models
+    from tests.support.mistakes import models, rewards
 
+    rewards.add_files(folder)
     models.add_files(folder)
