@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trueline.cluster_address import check_address
 from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
@@ -19,7 +20,8 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
-from trueline.objects import Objects, reward_section
+from trueline.monitoring.user_files import found_again
+from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
@@ -29,10 +31,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
 Rows = list[dict[str, Any]]
-
-
-class RunFailed(RuntimeError):
-    """A run that did not come to its end; the message is its last error and where its folder is."""
+Resume = bool | str | os.PathLike[str]  # whether, or which run
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,10 @@ class Run:
     folder: Path
     status: int | None = None  # 0: complete; 130: interrupted, and can be resumed; None: of an earlier run
 
+    def __fspath__(self) -> str:
+        """Stand for the folder, so that a run is a model, data or what is resumed."""
+        return str(self.folder)
+
     @property
     def metrics(self) -> Any:
         """Read what each step reported: a pandas DataFrame where pandas is installed, else a list of dictionaries."""
@@ -68,8 +71,7 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.folder.glob("round_*/*/checkpoints")}
-        return find_checkpoint(rounds[max(rounds)] if rounds else self.folder) / "model"
+        return find_checkpoint(RunFolder(self.folder).trained()) / "model"
 
     @property
     def transcripts(self) -> Rows:
@@ -99,6 +101,14 @@ class Run:
         return drawn
 
 
+class RunFailed(RuntimeError):
+    """A run that did not come to its end; the message is its last error and where its folder is."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        self.run, self.folder = run, run.folder
+
+
 def read_rows(file: Path) -> Rows:
     return [json.loads(line) for line in file.read_text().split("\n") if line] if file.exists() else []
 
@@ -107,7 +117,7 @@ def train(
     verb: str,
     config: str | Path | Tree | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     restart: bool = False,
     dry_run: bool = False,
     **keys: Any,
@@ -116,7 +126,8 @@ def train(
 
     A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
     `environment` a class or a function, `agent` a function, `tools` a list with functions in it; data can be a list of
-    rows or a `datasets.Dataset`.
+    rows or texts, a `datasets.Dataset` or `DatasetDict`, or a `Run` of `generate`; a model can be a `Run`. `resume` can
+    name the run to go on with.
     """
     if verb not in VERBS:
         raise ConfigError(unknown_verb(verb, VERBS))
@@ -126,9 +137,11 @@ def train(
     loaded = load(verb, objects.named(asked), resume=resume, restart=restart)
     folder = Path(loaded.folder).resolve() / (loaded.name or unused_name(verb, Path(loaded.folder)))
     objects.write()
-    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
+    for line in objects.remarks:
+        say(line)
+    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=bool(resume), dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
-        raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        raise RunFailed(run)
     return run
 
 
@@ -139,8 +152,6 @@ def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
 
 def evaluate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
     """Evaluate a model on held-out prompts, `data`; other arguments as in `train`."""
-    if not isinstance(keys.get("data", {}), dict):
-        keys["eval_data"] = keys.pop("data")
     return train("eval", config, **keys)
 
 
@@ -148,11 +159,14 @@ def tree_of(command: Verb, keys: Tree) -> Tree:
     """Return the tree that keyword arguments mean; a dictionary is a section, also where a flag has its name."""
     flags = {flag.removeprefix("--").replace("-", "_"): key for flag, key in command.flags.items()}
     tree: Tree = {}
+    names: dict[str, str] = {}
     for name, value in keys.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not is_splits(value):
             path, value = name, reward_section(value) if name == "reward" else value
         else:
             path = flags.get(name, name)
+        if (other := names.setdefault(path, name)) != name and value is not keys[other]:
+            raise ConfigError(f"{other} and {name} are the same key, {path}: give one of the two")
         tree = merge(tree, nested(path, value))
     return tree
 
@@ -175,19 +189,24 @@ def last_error(folder: Path) -> str:
 # What the command line does too
 
 
-def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False) -> RunConfig:
-    """Check what is asked of a verb; a run to go on with adds what it was begun with."""
+def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = False) -> RunConfig:
+    """Check what is asked of a verb; a run to go on with, the named one or the last, adds what it was begun with."""
     command = VERBS[verb]
+    if not isinstance(resume, bool):
+        asked = merge(asked, named_run(os.fspath(resume), asked))
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
+    if resume and "/" in (name := str(asked.get("name"))):  # the run's folder itself
+        asked = merge(asked, {"folder": str(Path(name).parent), "name": Path(name).name})
     config = command.kind.parse(merge(command.defaults, asked))
     if not resume:
         return config
     folder = RunFolder.find(config.folder, config.name, verb)
     say(f"resume     {folder.path}" + ("" if config.name else f", the {verb} run that was touched last"))
+    folder.check_idle()
     if trains(command):
         check_start(folder.path, folder.has_checkpoint(), restart)
-    saved = read_tree(folder.config)
+    saved = found_again(read_tree(folder.config), folder.path.parent)
     try:
         command.kind.parse(saved)
     except ConfigError as error:
@@ -195,7 +214,20 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     config = command.kind.parse(merge(saved, asked))
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
-    return config.replaced({"name": folder.path.name})
+    return config.replaced({"name": folder.path.name, "folder": str(folder.path.parent)})
+
+
+def named_run(word: str, asked: Tree) -> Tree:
+    """Return the keys that name the run behind --resume: a folder, or a name in the folder of runs."""
+    name, place = asked.get("name"), Path(word).expanduser().resolve()
+    if not RunFolder(place).config.is_file() and "/" not in word:
+        place = Path(str(asked.get("folder", RunConfig().folder))).resolve() / word
+    if name is not None and str(name) != place.name:
+        raise ConfigError(f"--resume {word} and --name {name} are two runs: give one of the two")
+    near = place.parent if RunFolder(place.parent).config.is_file() else place.parents[1]
+    if not RunFolder(place).config.is_file() and RunFolder(near).config.is_file():
+        raise ConfigError(f"--resume {word} is inside a run, which goes on from its newest checkpoint: give {near}")
+    return {"name": place.name, "folder": str(place.parent)}
 
 
 def without_places(saved: Tree) -> Tree:
@@ -248,8 +280,11 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 
 def settle_libraries(config: RunConfig) -> None:
-    if config.cluster.address:
-        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
+    address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
+    if warning := check_address(address or named or "auto", "cluster.address" if address else "RAY_ADDRESS"):
+        say(warning)
+    if address:
+        os.environ["RAY_ADDRESS"] = address  # before Ray is imported
     quiet_libraries()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.messages import Message, Tool
-from trueline.data.sources import Located, Row
+from trueline.data.sources import TEXT, Located, Row
 from trueline.data.types import Prompt
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
@@ -34,8 +34,11 @@ PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:
 
 
 def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> list[Prompt]:
-    prompt_column = choose_column(rows[0], config.prompt_column, PROMPT_COLUMNS, "data.prompt_column")
+    usual = (TEXT,) if rows[0].bare else PROMPT_COLUMNS
+    prompt_column = choose_column(rows[0], config.prompt_column, usual, "data.prompt_column")
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
+    if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
+        label_column = ""  # samples of prompts without labels have an empty one
     return [
         Prompt(
             id=number,

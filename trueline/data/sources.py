@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,14 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.data.stored import HELD_OUT, saved_files
 from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
-HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 LONGEST_FIELD = 2**31 - 1  # characters; the library's own limit is that of a short text
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
+TEXT = "text"  # column of rows that are texts by themselves
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
@@ -34,6 +36,7 @@ class Located:
     row: Row
     place: str
     padded: bool = False  # nested fields that it has not are there as nulls, for Arrow gives all rows the same
+    bare: bool = False  # it was a text, in no column
 
 
 def open_source(path: str, key: str) -> list[Located]:
@@ -90,6 +93,8 @@ def first_line(error: Exception) -> str:
 
 
 def data_files(folder: Path, key: str) -> list[Path]:
+    if (saved := saved_files(folder, key)) is not None:
+        return saved
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
@@ -118,36 +123,57 @@ def read_json_lines(file: Path) -> Iterator[Located]:
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                place = f"{file}, line {number}"
-                yield Located(parsed_object(line, place), place)
+                yield parsed_row(line, f"{file}, line {number}")
 
 
-def parsed_object(text: str, place: str) -> Row:
+def parsed_row(text: str, place: str) -> Located:
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
-    if not isinstance(row, dict):
-        array = "; a file that is one array ends in .json" if isinstance(row, list) else ""
-        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}{array}")
+    except RepeatedKey as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return located_row(row, place)
+
+
+class RepeatedKey(ValueError):
+    """An object of JSON with one key twice, of which the first would be lost."""
+
+
+def single_keys(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
     return row
+
+
+def located_row(row: Any, place: str) -> Located:
+    """Return a row with named columns; a text is a row of one."""
+    if isinstance(row, str):
+        return Located({TEXT: row}, place, bare=True)
+    if not isinstance(row, dict):
+        array = "; a file that is one array ends in .json" if isinstance(row, list) else "; mend or remove it"
+        raise ConfigError(
+            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}{array}"
+        )
+    return Located(row, place)
 
 
 def read_json(file: Path) -> Iterator[Located]:
     text = file.read_text(encoding="utf-8-sig")
     try:
-        whole = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=single_keys)
         rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
         if not text.lstrip().startswith("["):
             yield from read_json_lines(file)
             return
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
+    except RepeatedKey as error:
+        raise ConfigError(f"{file}: {error}") from None
     for number, row in enumerate(rows, 1):
-        place = f"{file}, row {number}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
-        yield Located(row, place)
+        yield located_row(row, f"{file}, row {number}")
 
 
 def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
@@ -155,7 +181,7 @@ def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=separator, strict=True)
         try:
-            check_separator(rows.fieldnames or [], file, separator)
+            check_header(rows.fieldnames or [], file, separator)
             for number, row in enumerate(rows, 1):
                 if None in row or None in row.values():
                     raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
@@ -164,8 +190,10 @@ def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
             raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}; see to its quotation marks") from None
 
 
-def check_separator(header: Sequence[str], file: Path, separator: str) -> None:
-    """Refuse a table of one column whose name holds what separates fields elsewhere."""
+def check_header(header: Sequence[str], file: Path, separator: str) -> None:
+    """Refuse a column that is there twice, and a single one whose name holds what separates fields elsewhere."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
     others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
     if others:
         raise ConfigError(

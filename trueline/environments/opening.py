@@ -22,8 +22,8 @@ from trueline.environments.structures import Structures
 from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
 from trueline.environments.tools.toolbox import MCP
 from trueline.environments.trial import last_lines, try_episode
+from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.combined import CombinedReward
-from trueline.rewards.process import PICKLED
 
 
 def program_of(config: EnvironmentConfig) -> Program | None:

@@ -21,22 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, Protocol
 
+from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.data.messages import TEMPLATE_ROLES, Message
 from trueline.environments.remote_policy import AsyncRemotePolicy, RemotePolicy
 from trueline.environments.tools.calls import ToolMistake
 from trueline.environments.tools.toolbox import Toolbox, contained
+from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.base import PolicyError
 from trueline.rewards.linux import die_with_parent
-from trueline.rewards.process import (
-    PICKLED,
-    NoSuchFunction,
-    checked,
-    describe,
-    explain,
-    filled,
-    limit_memory,
-    load_function,
-)
+from trueline.rewards.process import checked, describe, explain, filled, limit_memory
 
 Values = dict[str, Any]  # what a row gives: prompt, messages, label and columns
 STEP = (

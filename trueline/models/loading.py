@@ -4,12 +4,13 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from trueline.config.base import ConfigError
@@ -31,6 +32,7 @@ THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one afte
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
+DAMAGED = "copy or download it again, or name another model"
 ShareOut = Callable[[nn.Parameter], None]  # leaves this rank its part of a parameter; all ranks call it at once
 RESCALED_LOGITS = (  # the chunked head knows none
     "final_logit_softcapping",
@@ -126,6 +128,8 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder; {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
+    if lost := lost_files(folder):
+        raise ConfigError(f"model.path={folder}: {lost[0]} is missing; {DAMAGED}")
     if not list(folder.glob("*.safetensors")) and (folder.parent / "manifest.json").is_file():
         raise ConfigError(
             f"model.path={folder}: this checkpoint holds the training state alone (checkpoint.model=last); make a "
@@ -135,6 +139,16 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(
             f"model.path={folder}: no .safetensors weights (pickled weights are not loaded); convert them"
         )
+
+
+def lost_files(folder: Path) -> list[str]:
+    """Return the weight files that an index or a checkpoint's manifest names and that are not there."""
+    named: list[str] = []
+    for file, key in ((folder / "model.safetensors.index.json", "weight_map"), (folder.parent / "manifest.json", "")):
+        with suppress(OSError, ValueError, KeyError, AttributeError):
+            told = json.loads(file.read_text())
+            named += told[key].values() if key else [name[6:] for name in told if name.startswith("model/")]
+    return [name for name in dict.fromkeys(named) if name.endswith(".safetensors") and not (folder / name).is_file()]
 
 
 def load_settings(config: ModelConfig) -> dict[str, Any]:
@@ -167,11 +181,24 @@ def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
 
 
 def safetensors_numel(file: Path) -> int:
-    with file.open("rb") as stream:
+    """Count the numbers in a file by its header, and refuse a file that is not as long as its header says."""
+    entries = read_header(file)
+    if entries is None:
+        size = file.stat().st_size
+        raise ConfigError(f"{file} is damaged or not complete ({size} bytes): {DAMAGED}")
+    return sum(torch.Size(entry["shape"]).numel() for entry in entries)
+
+
+def read_header(file: Path) -> list[dict[str, Any]] | None:
+    """Return the tensors that a safetensors file holds, or None where the file does not hold them whole."""
+    length = file.stat().st_size
+    with file.open("rb") as stream, suppress(struct.error, ValueError, KeyError, TypeError, AttributeError):
         size = struct.unpack("<Q", stream.read(8))[0]
-        header = json.loads(stream.read(size))
-    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-    return sum(torch.Size(shape).numel() for shape in shapes)
+        told = json.loads(stream.read(size)) if size < length else {"": {}}
+        entries = [entry for name, entry in told.items() if name != "__metadata__"]
+        if 8 + size + max((entry["data_offsets"][1] for entry in entries), default=0) == length:
+            return entries
+    return None
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -247,6 +274,8 @@ def load_model(
                 use_safetensors=True,
                 quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
             )
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"model.path={config.path}: its weights cannot be read ({error}); {DAMAGED}") from error
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError, Tree, parse_override
 from trueline.config.model import RanksConfig
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
@@ -130,10 +130,14 @@ def forecast_memory(
 
 def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int) -> str:
     """Return the first keys that share the model out further and make it fit, in a configuration's words."""
-    for keys in ({"zero_stage": 3}, {"zero_stage": 3, "offload": "optimizer"}):
+    adapters, sharded, on_host = "model.lora.rank=16", "training.zero_stage=3", "training.offload=optimizer"
+    for keys in ([sharded], [on_host], [sharded, on_host], [adapters], [adapters, sharded]):
         with suppress(ConfigError):
-            forecast_memory(config.replaced({"training": keys}), facts, machine, world, longest, propose=False)
-            return " and ".join(f"training.{key}={value}" for key, value in keys.items())
+            tried = config
+            for key in keys:
+                tried = tried.replaced(parse_override(key))
+            forecast_memory(tried, facts, machine, world, longest, propose=False)
+            return " and ".join(keys)
     return ""
 
 

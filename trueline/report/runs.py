@@ -23,6 +23,7 @@ Kept = TypeVar("Kept")
 
 RUNS = Path(RunConfig.model_fields["folder"].default)
 FAILURES = "failures"  # folder with a file for each call behind a failed reward
+MOST_RUNS = 12  # that one page compares, of a folder that holds more
 MOST_FAILURES = 20  # that are read of one run
 LONGEST_PLAN = 20_000  # characters
 PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
@@ -77,8 +78,12 @@ class Run:
 
 
 def find_runs(words: list[str]) -> dict[str, RunFolder]:
-    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others."""
-    folders = list({folder.path.resolve(): folder for folder in map(find_run, words)}.values())
+    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others.
+
+    A folder of runs stands for those in it, and no word at all for the run that was touched last.
+    """
+    found = [folder for word in words for folder in runs_named(word)] or [find_latest()]
+    folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]
     return {
         name if names.count(name) == 1 else str(folder.path): folder
@@ -86,9 +91,39 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
     }
 
 
+def find_latest() -> RunFolder:
+    if not (runs := RunFolder.all_in(RUNS)):
+        raise ConfigError(f"there is no run in {RUNS.resolve()}: name one, or a folder of runs")
+    return runs[0]
+
+
+def runs_named(word: str) -> list[RunFolder]:
+    """Return the run of a word, or those of a folder of runs that were touched last."""
+    inside = [] if is_run(RunFolder(Path(word))) else RunFolder.all_in(Path(word))
+    return inside[:MOST_RUNS] or [find_run(word)]
+
+
+def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
+    """Describe which runs were taken, where no word names each of them; nothing otherwise."""
+    if not words:
+        return f"run        {', '.join(str(one.path) for one in found.values())}, the one that was touched last"
+    inside = {word: len(RunFolder.all_in(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
+    lines = [
+        f"runs       {word} holds {count}"
+        + (f", of which the {MOST_RUNS} that were touched last are taken" if count > MOST_RUNS else "")
+        for word, count in inside.items()
+        if count
+    ]
+    return "\n".join([*lines, f"taken      {', '.join(found)}"]) if lines else ""
+
+
+def is_run(folder: RunFolder) -> bool:
+    return folder.config.is_file() or folder.metrics.is_file()
+
+
 def find_run(word: str) -> RunFolder:
     for folder in (RunFolder(Path(word)), RunFolder(RUNS / word)):
-        if folder.config.is_file() or folder.metrics.is_file():
+        if is_run(folder):
             return folder
     near = difflib.get_close_matches(word, [file.parent.name for file in RUNS.glob("*/config.yaml")], n=1)
     raise ConfigError(

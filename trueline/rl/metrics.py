@@ -140,9 +140,18 @@ def describe_sources(trajectories: list[Trajectory]) -> Metrics:
         by_source.setdefault(trajectory.prompt.source, []).append(trajectory.reward)
     if len(by_source) == 1:
         return {}
-    named = {source: Path(source).stem for source in by_source}
-    alike = len(set(named.values())) < len(named)
-    return {f"reward/source/{path if alike else named[path]}": fmean(rewards) for path, rewards in by_source.items()}
+    named = source_names(list(by_source))
+    return {f"reward/source/{named[path]}": fmean(rewards) for path, rewards in by_source.items()}
+
+
+def source_names(paths: list[str]) -> dict[str, str]:
+    """Name datasets by their files; where those are alike, from where their paths part on, wherever a run is."""
+    stems = {path: Path(path).stem for path in paths}
+    if len(set(stems.values())) == len(paths):
+        return stems
+    parts = [Path(path).parts for path in paths]
+    shared = next((place for place, names in enumerate(zip(*parts, strict=False)) if len(set(names)) > 1), 0)
+    return {path: "/".join(some[shared:]) for path, some in zip(paths, parts, strict=True)}
 
 
 def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:

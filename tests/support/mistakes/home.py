@@ -69,8 +69,6 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
-    from tests.support.mistakes import environments
-
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():
@@ -85,4 +83,6 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
-    environments.add_files(folder)
+    from tests.support.mistakes.plans import add_files  # which imports this module
+
+    add_files(folder)

@@ -236,3 +236,29 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(monkeypatch: pytest.MonkeyPa
         try_hub()
         assert not constants.HF_HUB_OFFLINE
         taken.accept()[0].close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"x": "1"}\n'), ("a.json", '[{"x": "1"}]'), ("b.json", '{"x": "1"}\n'), ("a.csv", "x\n1\n")],
+)
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [located.row for located in open_source(str(tmp_path / name), "data.path")] == [{"x": "1"}]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '["a", "b"]'), ("a.jsonl", '"a"\n"b"\n')])
+def test_texts_are_rows_of_one_column(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    rows = open_source(str(tmp_path / name), "data.path")
+    assert [located.row for located in rows] == [{"text": "a"}, {"text": "b"}] and all(row.bare for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"x": 1, "x": 2}'), ("a.json", '[{"y": {"x": 1, "x": 2}}]'), ("a.csv", "x,x\n1,2\n")],
+)
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="'x' is there twice"):
+        open_source(str(tmp_path / name), "data.path")

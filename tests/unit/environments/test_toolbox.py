@@ -9,10 +9,10 @@ from typing import Any, Literal, Optional
 import psutil
 import pytest
 
+from trueline.algorithms.user_functions import NoSuchFunction
 from trueline.environments.tools.calls import ToolMistake
 from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.environments.tools.toolbox import Toolbox
-from trueline.rewards.process import NoSuchFunction
 
 TOOLS = '''
 import sys

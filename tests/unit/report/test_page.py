@@ -1,6 +1,7 @@
 """The page of runs: all that their folders hold, in a size that does not grow, and no text that breaks out of it."""
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,7 @@ from trueline.monitoring.trackers import Tracker
 from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, thinned
 from trueline.report.numbers import evenly
 from trueline.report.page import page, write_report
-from trueline.report.runs import find_run, find_runs, read_run
+from trueline.report.runs import MOST_RUNS, find_run, find_runs, read_run
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>document.documentElement.dataset.broken=1</script><!--\"'\0\ud83d&lt;\u2028"
@@ -186,6 +187,34 @@ def test_runs_of_one_name_are_told_apart_and_none_is_shown_twice(tmp_path: Path)
     one, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
     assert list(find_runs([str(one), str(other), f"{one}/."])) == [str(one), str(other)]
     assert list(find_runs([str(one)])) == ["run"]
+
+
+def test_runs_that_are_not_named_are_found_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in ("report", "explain", "watch"):
+        assert main([verb]) == 2
+        assert f"there is no run in {tmp_path / 'runs'}: name one" in capsys.readouterr().err
+    for number in range(MOST_RUNS + 1):
+        folder = made_folder(Path(f"runs/run{number}"), "sft", 3)
+        for file in (folder.path, *folder.path.iterdir()):
+            os.utime(file, (1e9 + number, 1e9 + number))
+    last = f"run        runs/run{MOST_RUNS}, the one that was touched last\n"
+    assert main(["report"]) == 0 and capsys.readouterr().err.startswith(last)
+    assert Path(f"report-run{MOST_RUNS}.html").is_file()
+    assert main(["explain"]) == 0 and capsys.readouterr().err == last
+    assert list(find_runs([])) == [f"run{MOST_RUNS}"]
+
+    newest = [f"run{number}" for number in range(MOST_RUNS, 0, -1)]
+    assert list(find_runs(["runs"])) == newest
+    assert main(["report", "runs", "--out", "all.html"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        lines[0] == f"runs       runs holds {MOST_RUNS + 1}, of which the {MOST_RUNS} that were touched last are taken"
+    )
+    assert lines[1] == f"taken      {', '.join(newest)}"
+    assert [run["name"] for run in content_of(Path("all.html").read_bytes())["runs"]] == newest
 
 
 def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

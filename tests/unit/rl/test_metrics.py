@@ -10,6 +10,7 @@ from trueline.rl.metrics import (
     first_step_warnings,
     over_updates,
     repeated_share,
+    source_names,
     uniform_warning,
 )
 from trueline.rollout.rollouts import Dropped
@@ -176,3 +177,11 @@ def test_equal_rewards_are_warned_of_after_ten_and_a_hundred_steps_and_at_the_en
     assert told == [10, 100, 150]
     assert "in 10 steps in a row all completions had the same reward, 0.500" in uniform_warning(10, 60, 150, 0.5)
     assert not uniform_warning(0, 150, 150, 0.5) and not uniform_warning(1, 1, 1, 0.5)  # the first is told of already
+
+
+def test_datasets_are_named_alike_wherever_their_paths_begin() -> None:
+    """A run that goes on knows them by absolute paths."""
+    assert source_names(["a/one.jsonl", "b/two.jsonl"]) == {"a/one.jsonl": "one", "b/two.jsonl": "two"}
+    for base in ("", "/data/"):
+        paths = [f"{base}a/train.jsonl", f"{base}b/train.jsonl"]
+        assert list(source_names(paths).values()) == ["a/train.jsonl", "b/train.jsonl"]

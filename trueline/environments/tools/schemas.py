@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union
 
+from trueline.algorithms.user_functions import NoSuchFunction
 from trueline.environments.tools.calls import as_json
-from trueline.rewards.process import NoSuchFunction
 
 if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
     from trueline.data.messages import Tool

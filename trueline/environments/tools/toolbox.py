@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
 from trueline.environments.tools.built_in import BUILT_IN, EPISODE, BuiltIn
 from trueline.environments.tools.calls import ToolMistake, as_json
 from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
-from trueline.rewards.process import PICKLED, Function, NoSuchFunction, load_function
+from trueline.monitoring.user_files import PICKLED
 
 if TYPE_CHECKING:  # the first needs torch, which a process that hosts tools starts without; the second a second
     from trueline.data.messages import Tool
