@@ -95,7 +95,8 @@ def case_of(config: RunConfig, reading: Reading) -> Case:
 def gather(config: RunConfig) -> Case:
     """Read whatever can be read without loading weights, of a run whose plan is refused."""
     case = Case(config, None, None, [], [], [])
-    facts = readable(lambda: check_model(case.model))
+    head = TASKS[config.task].head if isinstance(config, SupervisedConfig) else "language"
+    facts = readable(lambda: check_model(case.model, head, quantized=isinstance(config, SamplingConfig)))
     template = dict(dict(config)["data"])["chat_template"]
     chat = readable(lambda: load_chat(case.model, template)) if facts else None
     if isinstance(config, SupervisedConfig):

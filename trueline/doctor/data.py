@@ -75,6 +75,9 @@ def told_labels(case: Case) -> Iterator[Finding]:
 
 
 def trailing_space(case: Case) -> Iterator[Finding]:
+    """Find prompts whose end joins the reply's first word; behind a template, its marks stand in between."""
+    if case.chat is None or case.chat.templated:
+        return
     ending = [row for row in case.rows if row.text() != row.text().rstrip()]
     if ending:
         what = f"{share(len(ending), len(case.rows))} have a prompt that ends in white space, e.g. {ending[0].place}"

@@ -135,7 +135,8 @@ def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
     length = f"mean length {metrics['response_length/mean']:.0f} tokens"
     level = "bad" if share > ALWAYS_CUT else "watch" if share > CUT_OFF else "fine"
     why = "" if level == "fine" else "what is cut off is judged unfinished; see whether answers can end"
-    what = f"{share:.0%} of the answers are cut off" if level == "fine" else cut_off_words(share, limits, values)
+    cut = f"{share:.0%} of the answers are" if round(share, 2) else "hardly any answer is" if share else "no answer is"
+    what = f"{cut} cut off" if level == "fine" else cut_off_words(share, limits, values)
     yield Finding(level, f"{what}; {length}", why, key)
 
 
@@ -146,7 +147,7 @@ def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     same = "" if spread else "all are equal, so there is nothing to learn from: `trueline reward try`"
     yield Finding("fine" if spread else "bad", what, same, "reward.function")
     share = metrics.get("reward/uniform_groups_share")
-    if share is not None:
+    if share:
         level = "watch" if share > UNIFORM else "fine"
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == "watch" else ""
         words = f"in {share:.0%} of {len(sampled.groups)} groups all answers have one reward"

@@ -11,6 +11,7 @@ from trueline.data.loader import make_order
 from trueline.data.types import Prompt, with_tools
 from trueline.environments.opening import check_environment, describe_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.groups import Numbered
 from trueline.runs.engines import check_engines
 from trueline.runs.preflight import (
@@ -95,7 +96,8 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     played = bool(config.environment.kind())
     rewards = check_rewards(config.reward, [*sets.values()], config.data, required=required, played=played)
     rewards = replace(rewards, warnings=[*found.warnings, *rewards.warnings])
-    facts, machine = check_model(config.model), machine_at_hand()
+    quantized, machine = ROLLOUT_ENGINES[config.rollout.engine].quantized, machine_at_hand()
+    facts = check_model(config.model, quantized=quantized)
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)

@@ -17,11 +17,13 @@ from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.jobs.plan import describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import write_json
 from trueline.jobs.sampling import EVALUATION, SUMMARY, prepare_eval, prepare_generate, shown
+from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline.launch import prepare_supervised
 from trueline.runs.engines import check_engines
 from trueline.runs.launch import Job, Start, launch
+from trueline.runs.learning_rate import rate_keys, rate_line
 from trueline.training.export import Export, export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
@@ -132,13 +134,16 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
     first.training(1)
+    check_model(plan.config.model)
     if config.evaluation.named_sets():
         plan_eval(first.evaluation(0))
-    config = config.replaced({"model": {"path": plan.config.model.path}})
+    size, task = plan.facts.parameters, config.trained.task
+    rate = rate_keys(size, task, config.model, config.training)
+    config = config.replaced({"model": {"path": plan.config.model.path}, "training": rate})
     recipe = Recipe(config, folder, config.prompts_per_round or plan.prompts())
     work = f"{config.rounds} rounds of {recipe.prompts} prompts, answers to each: {config.samples}; each round then "
     work += f"{config.trainer} on {config.learnt}" + (" and eval" if config.evaluation.named_sets() else "")
-    return recipe, describe(plan, work)
+    return recipe, f"{describe(plan, work)}\n{rate_line(size, task, config.model, config.training)}"
 
 
 def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:

@@ -16,6 +16,7 @@ from trueline.models.loading import ModelFacts
 from trueline.rl.adapters import adapter_sync
 from trueline.rl.surroundings import Surroundings, look_around
 from trueline.runs.engines import check_engines
+from trueline.runs.learning_rate import rate_keys
 from trueline.runs.memory import (
     FEWEST_SEQUENCES,
     GIB,
@@ -240,9 +241,9 @@ def resolve(
     rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype, machine.gpus, context)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
-        "training": {"ranks": ranks},
+        "training": {"ranks": ranks} | rate_keys(facts.parameters, "policy", config.model, config.training),
         "rollout": rollout.model_dump(),
-        **{role.section: {"ranks": role.world} for role in roles},
+        **{role.section: {"ranks": role.world} | role_rate(role) for role in roles},
     }
     beside, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
     width = config.model.width()
@@ -251,6 +252,12 @@ def resolve(
     config = config.replaced({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
+
+
+def role_rate(role: RoleModel) -> Tree:
+    if not isinstance(role.ranks, TrainingConfig):
+        return {}
+    return rate_keys(role.facts.parameters, role.name, role.model, role.ranks)
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:

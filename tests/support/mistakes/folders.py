@@ -8,7 +8,7 @@ from trueline.cli import main
 LAST = "checkpoints/step_000002"
 WEIGHTS = f"{LAST}/model/model.safetensors"
 RESUME = ["sft", "--resume", "steps=3", "--name"]
-DAMAGED = r" is damaged or not complete \(\d+ bytes\): copy or download it again, or name another model"
+DAMAGED = r" (is no safetensors file, or damaged|has \d+ of its \d+ bytes: it was cut off).* again"
 
 
 def add_files(folder: Path) -> None:

@@ -83,6 +83,3 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
-    from tests.support.mistakes.plans import add_files  # which imports this module
-
-    add_files(folder)

@@ -368,7 +368,7 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
         monkeypatch.setattr(surroundings, "machine_at_hand", lambda: there)
         for module in (surroundings, role_planning):
-            monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
+            monkeypatch.setattr(module, "check_model", lambda config, head="language": SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
 
     return make
@@ -538,19 +538,25 @@ def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:
 
 def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> None:
     words = ["rollout.engines=8", "rollout.cpu_cache_gib=0.5", "algorithm.preset=ppo", "critic.learning_rate=10"]
+    words += ["training.learning_rate=1e-8"]
     warnings = [
         line for line in describe_plan(elsewhere(64, *words, "teacher.ranks=1")).splitlines() if "warning" in line
     ]
     starts = [
         "rollout.engines=8 x",
-        "training.learning_rate=1e-06 is far",
+        "training.learning_rate=1e-08 is far",
         "critic.learning_rate=10 is far",
         "teacher.ranks=1 has",
     ]
     assert len(warnings) == len(starts)
     assert all(line.startswith(f"warning: {start}") for line, start in zip(warnings, starts, strict=True))
-    calm = ["rollout.engines=2", "training.learning_rate=1e-5"]
-    assert "warning" not in describe_plan(elsewhere(64, *calm))
+    calm = describe_plan(elsewhere(64, "rollout.engines=2", "algorithm.preset=ppo"))
+    assert "warning" not in calm
+    for line in (
+        "training.learning_rate=1e-05: default for reinforcement",
+        "critic.learning_rate=0.0001: default for a c",
+    ):
+        assert f"rate       {line}" in calm
 
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run: Any, tmp_path: Path) -> None:
