@@ -232,7 +232,9 @@ def test_other_data_than_a_run_began_with_is_refused_before_anything_starts(
     assert main([verb, "--resume", "--name", "mine", "steps=2"]) == 2
     said = capsys.readouterr()
     newest = home / "runs/mine/checkpoints/step_000001"
-    assert f"{newest}: the data is not what this run has learnt from: {file} had 20 rows and has 21 now" in said.err
+    assert (
+        f"{newest}: the data is not what this run has learnt from: {file.name} had 20 rows and has 21 now" in said.err
+    )
     assert f"start a new run with --model {newest}/model" in said.err
     assert "starting" not in said.out
     write_rows(file, [row(number) for number in range(20)])

@@ -11,7 +11,8 @@ from trueline.environments.base import EnvironmentFailure, OutOfBudget, Reply, S
 from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Hosts, Mistake
 from trueline.environments.played import Agent, Game, check_earned
-from trueline.environments.tools.calls import parse_reply
+from trueline.environments.structures import Structures
+from trueline.environments.tools.calls import SPELLINGS, parse_reply
 from trueline.rewards.combined import CombinedReward
 
 SECONDS, CLOSE_SECONDS = 10.0, 2.0
@@ -20,7 +21,7 @@ LAST_LINES = 400  # characters of a log
 
 
 class MadeUpPolicy:
-    """Has one thing to say, once."""
+    """Has one thing to say, once, and nothing where a format is asked for."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -43,9 +44,9 @@ class MadeUpPolicy:
         stop: Sequence[str] = (),
         structure: Structure | None = None,
     ) -> list[Reply]:
-        if self.asked:
-            raise OutOfBudget("a trial has one reply")
-        self.asked = True
+        before, self.asked = self.asked, True
+        if before or structure is not None:
+            raise OutOfBudget("a trial has one reply, in no format")
         return [Reply(MADE_UP, worded(MADE_UP), Completion.of([0], [0.0], 0, "stop"), 1)] * count
 
     def add_reward(self, reward: float) -> None: ...
@@ -86,7 +87,8 @@ async def opened_environment(hosts: Hosts) -> AsyncIterator[Game | Agent]:
     rewards, endpoint = CombinedReward({}, 0.0), None
     environment: Game | Agent = Game(hosts, rewards)
     if hosts.hosts[0].about["plays"] == "itself":
-        endpoint = Endpoint(model="policy", decode=str)
+        every = Structures(SPELLINGS["json"], lambda structure: "")  # which of them an engine can follow is the run's
+        endpoint = Endpoint(model="policy", decode=str, structures=every)
         await endpoint.start()
         environment = Agent(hosts, rewards, endpoint, lambda text: parse_reply(text, "auto"))
     try:

@@ -78,16 +78,20 @@ def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
 
 
 def found_again(tree: Tree, base: Path) -> Tree:
-    """Return the tree of a run that is in the folder `base` now, with files that have moved along with it."""
+    """Return the tree of a run that is in the folder `base` now: with files that have moved along with it, and those
+    below the working folder named from there, as they usually were, for names of files stand in rows and metrics.
+    """
     before = str(tree.get("folder", ""))
 
-    def moved(place: str) -> str:
-        if not os.path.isabs(before) or not os.path.isabs(place) or os.path.exists(place):
+    def found(place: str) -> str:
+        if not os.path.isabs(before) or not os.path.isabs(place):
             return place
-        now = os.path.normpath(base / os.path.relpath(place, before))
-        return now if os.path.exists(now) else place
+        moved = os.path.normpath(base / os.path.relpath(place, before))
+        now = moved if os.path.exists(moved) and not os.path.exists(place) else place
+        near = os.path.relpath(now)
+        return near if os.path.isfile(now) and not near.startswith("..") else now
 
-    return changed_places(tree, moved)
+    return changed_places(tree, found)
 
 
 # Changes

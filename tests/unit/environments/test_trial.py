@@ -108,6 +108,21 @@ async def forgets(policy):
     return float("yes" in policy("hello"))
 
 
+def formal(client):
+    shape = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    messages = [{"role": "user", "content": "hello"}]
+    answer = client.chat.completions.create(model="policy", messages=messages, response_format=shape)
+    return float("a" in answer.choices[0].message.content)
+
+
+def forced(client):
+    tool = {"type": "function", "function": {"name": "draw", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "user", "content": "hello"}]
+    kept = {"tools": [tool], "tool_choice": "required"}
+    answer = client.chat.completions.create(model="policy", messages=messages, **kept)
+    return float(len(answer.choices[0].message.tool_calls))
+
+
 def early(policy):
     raise PermissionError("no key")
 '''
@@ -199,6 +214,12 @@ def test_functions_that_play_are_tried_too(code: Path) -> None:
     assert "PermissionError: no key" in refused(f"{code}:early")
     assert "TypeError: argument of type 'coroutine' is not iterable" in refused(f"{code}:forgets")
     assert look(f"{code}:endless") == Found()
+
+
+@pytest.mark.parametrize("name", ["formal", "forced"])
+def test_agents_that_ask_for_a_format_are_left_to_the_run(name: str, code: Path) -> None:
+    """No made-up reply has it."""
+    assert look(f"{code}:{name}") == Found()
 
 
 def test_commands_are_tried_too(code: Path) -> None:
