@@ -25,7 +25,7 @@ def add_files(folder: Path) -> None:
     (folder / "runs/stateless" / LAST / "training.safetensors").unlink()
     shutil.rmtree(folder / "runs/single/checkpoints/step_000001")
     (folder / "runs/single" / LAST / "random-0.safetensors").unlink()
-    for name, size in (("cut_model", 100_000), ("empty_model", 0), ("headless", 100)):
+    for name, size in (("cut_model", 100_000), ("empty_model", 0), ("no_header", 100)):
         shutil.copytree(folder / "model", folder / name)
         truncate(folder / name / "model.safetensors", size)
     shutil.copytree(folder / "judge", folder / "cut_judge")
@@ -77,7 +77,7 @@ MISTAKES: list[Mistake] = [
     ),
     ([*SFT, "--data", "sft.jsonl", "model.path=cut_model"], 2, f"cut_model/model.safetensors{DAMAGED}"),
     ([*SFT, "--data", "sft.jsonl", "model.path=empty_model"], 2, f"empty_model/model.safetensors{DAMAGED}"),
-    ([*GRPO, "model.path=headless"], 2, f"headless/model.safetensors{DAMAGED}"),
+    ([*GRPO, "model.path=no_header"], 2, f"no_header/model.safetensors{DAMAGED}"),
     (
         [*GRPO, "model.path=shards"],
         2,
