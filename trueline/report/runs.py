@@ -35,6 +35,7 @@ class Transcript:
     step: int
     purpose: str
     source: str
+    group: int | None  # which prompt of its step; runs of earlier versions have not written it
     reward: float | None
     start: int
     size: int
@@ -43,7 +44,8 @@ class Transcript:
     def of(cls, row: Row, start: int, size: int) -> "Transcript":
         purpose, source = (sys.intern(str(row.get(key) or "")) for key in ("purpose", "source"))
         reward = row["reward"] if is_number(row.get("reward")) else None
-        return cls(row["step"], purpose, source, reward, start, size)
+        group = row["group"] if isinstance(row.get("group"), int) else None
+        return cls(row["step"], purpose, source, group, reward, start, size)
 
 
 @dataclass(frozen=True, slots=True)
