@@ -69,8 +69,7 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.folder.glob("round_*/*/checkpoints")}
-        return find_checkpoint(rounds[max(rounds)] if rounds else self.folder) / "model"
+        return find_checkpoint(self.folder) / "model"
 
     @property
     def transcripts(self) -> "LazyRows":
@@ -145,8 +144,6 @@ def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
 
 def evaluate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
     """Evaluate a model on held-out prompts, `data`; other arguments as in `train`."""
-    if not isinstance(keys.get("data", {}), dict):
-        keys["eval_data"] = keys.pop("data")
     return train("eval", config, **keys)
 
 

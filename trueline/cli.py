@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and words[0] not in verbs:
         parser.error(unknown_verb(words[0], verbs))
     if words[:1] == ["doctor"] and words[1:] and not words[1].startswith("-") and words[1] not in VERBS:
-        parser.error(unknown_verb(words[1], VERBS))
+        makes_none = (
+            f"doctor looks at a run before it starts, and {words[1]!r} makes none; `trueline doctor -h` lists who does"
+        )
+        parser.error(makes_none if words[1] in verbs else unknown_verb(words[1], VERBS))
     options, overrides = parser.parse_known_args(words)
     flags = [word for word in overrides if word.startswith("-")]
     if flags or (overrides and not options.takes_overrides):
@@ -65,6 +68,10 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    return 0 if text == "0" else positive(text)
+
+
 def one_of(verbs: Collection[str]) -> Callable[[str], str]:
     """Make a type for argparse, whose own error for `choices` would list all of them."""
 
@@ -99,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_report_verbs(verbs)
     add_doctor(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=not_negative, default=0)
     demo.add_argument("--steps", type=positive, default=80, help="of GRPO; 30 show the most of it (default 80)")
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)
@@ -165,7 +172,7 @@ def add_report_verbs(verbs: Any) -> None:
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report-RUN.html here")
     report.add_argument("--svg", metavar="METRIC,...", help="draw only these curves, as an SVG file")
     report.add_argument(
-        "--mean", type=int, metavar="STEPS", help="with --svg: means of so many; default as on the page"
+        "--mean", type=positive, metavar="STEPS", help="with --svg: means of so many; default as on the page"
     )
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
@@ -266,9 +273,9 @@ def run_export(options: argparse.Namespace) -> int:
 
 def run_explain(options: argparse.Namespace) -> int:
     from trueline.monitoring.watch import explain  # noqa: PLC0415
+    from trueline.report.runs import find_run  # noqa: PLC0415
 
-    named = Path(RunConfig.model_fields["folder"].default) / options.of
-    sys.stdout.write(explain(Path(options.of) if Path(options.of).is_dir() else named) + "\n")
+    sys.stdout.write(explain(find_run(options.of).path) + "\n")
     return 0
 
 
@@ -288,8 +295,10 @@ def run_report(options: argparse.Namespace) -> int:
     from trueline.report.page import write_report  # noqa: PLC0415
     from trueline.report.picture import write_picture  # noqa: PLC0415
 
+    if options.svg is None and options.mean is not None:
+        raise ConfigError(f"--mean {options.mean} is for --svg: on the page, means are chosen there; leave --mean out")
     if options.svg is None:
-        written = write_report(options.of, options.out)
+        written = write_report(options.of, options.out, say)
     else:
         written = write_picture(options.of, options.svg.split(","), options.out, options.mean)
     say(f"written: {written}")

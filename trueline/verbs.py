@@ -78,7 +78,7 @@ VERBS: dict[str, Verb] = {
         EvalConfig,
         "sample held-out prompts and report mean@k, pass@k and maj@k",
         "sampling:prepare_eval",
-        HELD_OUT,
+        HELD_OUT | {"--data": "evaluation.data"},
     ),
     "raft": job(
         RaftConfig,

@@ -105,7 +105,7 @@ def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Co
 def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
     """Read pairs: `margin_column` holds by how much the chosen completion is better; without it every margin is 0."""
     if margin_column is not None:
-        choose_column(rows[0], margin_column, (), "margin_column")
+        choose_column(rows[0], margin_column, (), "reward_model.margin_column")
 
     def read(located: Located, columns: Columns, config: DataConfig) -> list[Pair]:
         prompt, chosen, rejected = completions_of(located, columns, config)
@@ -268,7 +268,9 @@ def completions_of(
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
-        raise ConfigError(f"{located.place}: chosen and rejected are the same: {content_of(chosen[-1])!r:.80}")
+        raise ConfigError(
+            f"{located.place}: chosen and rejected are the same, {content_of(chosen[-1])!r:.80}: change or remove it"
+        )
     if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
         shared = shared_turns(chosen, rejected)
         if any(message not in chosen[:shared] for message in prompt):

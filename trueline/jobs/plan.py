@@ -55,12 +55,17 @@ class SamplingPlan(Generic[Kind]):
 
 def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
     if not config.scored() and (config.keep != "all" or config.pairs):
-        asked = "pairs=true" if config.pairs else f"keep={config.keep}"
-        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
+        asked, other = ("pairs=true", "pairs=false") if config.pairs else (f"keep={config.keep}", "keep=all")
+        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set {other}")
     sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
     plan = plan_sampling(config, sources, scored=config.scored())
     if config.pairs and config.environment.kind():
         check_pairs(plan.chat)
+    if not chosen_prompts(plan):
+        raise ConfigError(
+            f"shard={config.shard} of shards={config.shards} has none of the {config.limit or plan.prompts()} prompts: "
+            "lower shards"
+        )
     return plan
 
 
@@ -92,7 +97,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
     required = scored and not config.environment.plays()
     warnings = [said for example in examples for said in check_rewards(config.reward, example, required=required)]
-    facts, machine = check_model(config.model), machine_at_hand()
+    facts, machine = check_model(config.model, head="language"), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)

@@ -25,6 +25,7 @@ CLASSES = {  # kind of head -> class of transformers
     "value": "AutoModelForSequenceClassification",
     "steps": "AutoModelForTokenClassification",
 }
+NOT_LANGUAGE = ("ForSequenceClassification", "ForTokenClassification")  # endings of architectures without its head
 HEADS = ("score", "classifier")  # what architectures call a layer that scores
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one after the other
@@ -60,8 +61,10 @@ class ModelFacts:
     kind: str = ""  # model_type of its configuration
 
 
-def check_model(config: ModelConfig) -> ModelFacts:
-    """Refuse a model that cannot be trained here, by name and with the remedy; on paper, read its shape alone."""
+def check_model(config: ModelConfig, *, head: str = "") -> ModelFacts:
+    """Refuse a model that cannot be trained here, or has no language head where one is asked for; on paper, read its
+    shape alone.
+    """
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
     folder = Path(config.path.removeprefix(PAPER)).expanduser()
@@ -76,7 +79,14 @@ def check_model(config: ModelConfig) -> ModelFacts:
         )
     else:
         try_hub()
-    return check_settings(config, folder, load_settings(config))
+    settings = load_settings(config)
+    (architecture,) = (settings.get("architectures") or [""])[:1]
+    if head == "language" and architecture.endswith(NOT_LANGUAGE):
+        raise ConfigError(
+            f"model.path={config.path}: its config.json says {architecture}, so it scores text and writes none: name a "
+            "language model; a reward model is named by --reward"
+        )
+    return check_settings(config, folder, settings)
 
 
 def paper_settings(config: ModelConfig) -> dict[str, Any]:

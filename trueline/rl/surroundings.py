@@ -35,7 +35,7 @@ def look_around(config: RLConfig) -> Surroundings:
     held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
     required = reads_reward(config.algorithm) and not config.judged()
     warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
-    facts = check_model(config.model)
+    facts = check_model(config.model, head="language")
     machine = machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]

@@ -1,6 +1,6 @@
 """Mistakes that people make at the command line, by what they are about."""
 
-from tests.support.mistakes import data, folders, models, rewards, words
+from tests.support.mistakes import data, folders, jobs, models, rewards, words
 from tests.support.mistakes.home import Mistake
 
 TABLES: dict[str, list[Mistake]] = {
@@ -9,4 +9,5 @@ TABLES: dict[str, list[Mistake]] = {
     "data": data.MISTAKES,
     "rewards": rewards.MISTAKES,
     "folders": folders.MISTAKES,
+    "jobs": jobs.MISTAKES,
 }

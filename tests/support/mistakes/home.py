@@ -69,6 +69,8 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
+    from tests.support.mistakes import jobs
+
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():
@@ -83,3 +85,4 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
+    jobs.add_files(folder)
