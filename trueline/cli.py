@@ -68,10 +68,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def not_negative(text: str) -> int:
-    return 0 if text == "0" else positive(text)
-
-
 def one_of(verbs: Collection[str]) -> Callable[[str], str]:
     """Make a type for argparse, whose own error for `choices` would list all of them."""
 
@@ -106,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_report_verbs(verbs)
     add_doctor(verbs)
     demo = verbs.add_parser("demo", help="make a small model and teach it arithmetic, start to end, in minutes")
-    demo.add_argument("--seed", type=not_negative, default=0)
+    demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--steps", type=positive, default=80, help="of GRPO; 30 show the most of it (default 80)")
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)

@@ -121,7 +121,7 @@ class RunConfig(EnginesConfig):
     folder: str = "runs"
     """Where run folders are made."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
     """Seeds data order, sampling and initialisation."""
 
     runtime: Literal["ray", "local"] = "ray"

@@ -32,6 +32,7 @@ SCORED: Tree = {"reward": {"function": "exact"}, "rollout": {"max_new_tokens": 5
 
 def run(folder: Path, seed: int, steps: int) -> int:
     """Make a model in a new folder and train it, at last by so many steps of GRPO."""
+    SftConfig.parse({"seed": seed})  # before anything is made
     console = Console(highlight=False)
     folder = folder.resolve()
     try:

@@ -25,7 +25,8 @@ CLASSES = {  # kind of head -> class of transformers
     "value": "AutoModelForSequenceClassification",
     "steps": "AutoModelForTokenClassification",
 }
-NOT_LANGUAGE = ("ForSequenceClassification", "ForTokenClassification")  # endings of architectures without its head
+WHOLE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of architectures that score text
+UNFIT = {"language": (WHOLE, STEPS), "reward": STEPS, "value": STEPS, "steps": WHOLE}  # by kind of head
 HEADS = ("score", "classifier")  # what architectures call a layer that scores
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one after the other
@@ -62,9 +63,7 @@ class ModelFacts:
 
 
 def check_model(config: ModelConfig, *, head: str = "") -> ModelFacts:
-    """Refuse a model that cannot be trained here, or has no language head where one is asked for; on paper, read its
-    shape alone.
-    """
+    """Refuse a model that cannot be trained here, or not with such a head; on paper, read its shape alone."""
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
     folder = Path(config.path.removeprefix(PAPER)).expanduser()
@@ -81,10 +80,11 @@ def check_model(config: ModelConfig, *, head: str = "") -> ModelFacts:
         try_hub()
     settings = load_settings(config)
     (architecture,) = (settings.get("architectures") or [""])[:1]
-    if head == "language" and architecture.endswith(NOT_LANGUAGE):
+    if head and architecture.endswith(UNFIT[head]):
+        use = "writes none" if head == "language" else "has another head than is trained here"
         raise ConfigError(
-            f"model.path={config.path}: its config.json says {architecture}, so it scores text and writes none: name a "
-            "language model; a reward model is named by --reward"
+            f"model.path={config.path}: its config.json says {architecture}, so it scores text and {use}: name a "
+            "language model; --reward takes a reward model"
         )
     return check_settings(config, folder, settings)
 

@@ -34,7 +34,6 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     checkpoint = find_checkpoint(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a new folder")
-    make_parent(target)
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # every file is what was written
     averages = read_averages(checkpoint) if wanted.average else {}
     bare = not any((checkpoint / "model").glob("*.safetensors"))
@@ -43,6 +42,7 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
         raise ConfigError(
             f"{checkpoint} has no adapter (model.lora.rank=0), so nothing can be merged: leave --merge out"
         )
+    make_parent(target)
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(checkpoint / "model", aside)

@@ -163,6 +163,11 @@ MISTAKES: list[Mistake] = [
         0,
         r"1 steps that hold data.step_separator, at which a reply would be cut in two",
     ),
+    (
+        ["prm", *TASK, "--data", "steps.jsonl", "--model", "judge"],
+        2,
+        r"model.path=judge: .*has another head than is tr",
+    ),
     ([*DISTILL, "distill.teacher=nothere"], 2, r"distill.teacher=nothere: there is no such folder or run"),
     ([*DISTILL, "distill.teacher=judge"], 2, r"distill.teacher=\S*judge: .*it scores text and writes none"),
     (
@@ -249,5 +254,6 @@ MISTAKES: list[Mistake] = [
         r"--folder \S*notes.txt/new: cannot be made \(Not a directory\): name a",
     ),
     (["demo", "--steps", "0"], 2, r"--steps: '0' is not a whole number above 0"),
-    (["demo", "--seed", "-1"], 2, r"--seed: '-1' is not a whole number"),
+    (["demo", "--seed", "-1", "--folder", "seeded"], 2, r"seed: .*greater than or equal to 0 \(got -1\)"),
+    (["demo", "--seed", "9" * 20, "--folder", "seeded"], 2, r"seed: .*less than or equal to \d+ \(got 9+\)"),
 ]
