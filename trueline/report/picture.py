@@ -17,7 +17,7 @@ def write_picture(words: list[str], metrics: list[str], out: Path | None, mean: 
     runs = [read_run(name, folder) for name, folder in find_runs(words).items()]
     metrics = [metric.strip() for metric in metrics if metric.strip()]
     if not metrics:
-        raise ConfigError("--svg names no metric: give one or several, e.g. --svg reward/mean,loss")
+        raise ConfigError(f"--svg names no metric; there are {', '.join(known_metrics(runs)) or 'none yet'}")
     series = series_of(runs, metrics, usual_mean(runs) if mean is None else mean)
     title = ", ".join(run.name for run in runs) if len(metrics) > 1 else CHARTS.get(metrics[0], metrics[0])
     file = out or Path(f"report-{Path(runs[0].name).name}.svg")
@@ -48,8 +48,12 @@ def curve(run: Run, metric: str, mean: int) -> list[Point]:
 def unknown_metric(metric: str, runs: list[Run]) -> str:
     if not any(run.rows for run in runs):
         return f"--svg {metric}: {', '.join(run.name for run in runs)} has logged no step yet: wait for one"
-    names = {name: None for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
-    known = [name for name in names if name != "step"]
+    known = known_metrics(runs)
     near = difflib.get_close_matches(metric, known, n=1)
     guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(sorted(known)) or 'none'}"
+    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(known)}"
+
+
+def known_metrics(runs: list[Run]) -> list[str]:
+    names = {name for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
+    return sorted(names - {"step"})

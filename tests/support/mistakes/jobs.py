@@ -222,7 +222,7 @@ MISTAKES: list[Mistake] = [
         2,
         r"--svg lss: no run has this metric \(did you mean 'loss'\?\); there are ",
     ),
-    (["report", "saved", "--svg", ","], 2, r"--svg names no metric: give one or several, e.g. --svg reward/mean,loss"),
+    (["report", "saved", "--svg", ","], 2, r"--svg names no metric; there are grad_norm, .*loss"),
     (["report", "begun", "--svg", "loss"], 2, r"--svg loss: begun has logged no step yet"),
     (["report", "saved", "--svg", "loss", "--mean", "0"], 2, r"--mean: '0' is not a whole number above 0"),
     (["report", "saved", "--mean", "5"], 2, r"--mean 5 is for --svg: .*leave --mean out"),

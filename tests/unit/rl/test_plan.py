@@ -367,7 +367,7 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
         monkeypatch.setattr(surroundings, "machine_at_hand", lambda: there)
         for module in (surroundings, role_planning):
-            monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
+            monkeypatch.setattr(module, "check_model", lambda config, head="": SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
 
     return make
