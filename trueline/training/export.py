@@ -58,7 +58,8 @@ def make_parent(target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{target}: cannot be written ({error.strerror}): name a new folder elsewhere") from error
+        why = f"{target.parent} is no folder, and none can be made there ({error.strerror})"
+        raise ConfigError(f"{target}: cannot be written, for {why}: name a new folder elsewhere") from error
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -196,7 +196,11 @@ MISTAKES: list[Mistake] = [
     (["export", "nowhere", "out"], 2, r"nowhere: neither it nor runs/nowhere is a folder: name a run or a checkpoint"),
     (["export", "runs/begun", "out"], 2, r"runs/begun: neither a checkpoint nor a run .*name a run that has saved one"),
     (["export", "saved", "model"], 2, r"model exists: name a new folder"),
-    (["export", "saved", "notes.txt/out"], 2, r"notes.txt/out: cannot be written \(.*\): name a new folder elsewhere"),
+    (
+        ["export", "saved", "notes.txt/out"],
+        2,
+        r"notes.txt/out: cannot be written, for notes.txt is no folder.*name a new",
+    ),
     (["export", "saved", "out", "--merge"], 2, r"step_000001 has no adapter \(model.lora.rank=0\).*leave --merge out"),
     (
         ["export", "saved", "out", "--average"],

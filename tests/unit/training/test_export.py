@@ -184,7 +184,7 @@ def test_what_cannot_be_exported_is_refused(model_folder: Path, tmp_path: Path) 
     assert f"{empty}: neither a checkpoint nor a run folder" in refused(empty, tmp_path / "out", Export())
     assert "is a folder: name a run or a checkpoint" in refused(tmp_path / "nothing", tmp_path / "out", Export())
     (tmp_path / "file").touch()
-    assert "cannot be written (Not a directory)" in refused(checkpoint, tmp_path / "file" / "out", Export())
+    assert "file is no folder, and none can be made there" in refused(checkpoint, tmp_path / "file" / "out", Export())
 
 
 def test_a_run_is_named_in_many_ways(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
