@@ -163,7 +163,8 @@ class ChatFormat:
                 sequences.append([])
                 spelled = ""
             other = [*messages[:turn], {"role": "assistant", "content": UNLIKE_ANY}]
-            completion = learnt_text(prompt, full, partial(self._apply, other, tools, open_turn=False))
+            rendered = partial(self._apply, other, tools, open_turn=False)
+            completion = learnt_text(prompt, full, rendered, content_of(messages[turn - 1]).strip())
             check_completion(completion, messages[turn], turn)
             sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._completion_piece(completion)]
             spelled = full if full.startswith(prompt) else None
@@ -230,17 +231,21 @@ def check_completion(completion: str, message: Message, turn: int) -> None:
         )
 
 
-def learnt_text(prompt: str, full: str, other: Callable[[], str]) -> str:
+def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
     """Return what `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
 
-    `other` renders it with another completion.
+    `other` renders it with another completion; `said` is the message before it.
     """
     if full.startswith(prompt):
         return full[len(prompt) :]
     shared = shared_length(prompt, full)
-    if prompt[shared:].strip():  # the opened turn's own text may by chance begin as the completion does
-        shared = min(shared, shared_length(other(), full))
-    return full[shared:]
+    if not prompt[shared:].strip():
+        return full[shared:]
+    start = shared_length(other(), full)  # of the turn's own text
+    if said and said in full[shared:start]:  # the template writes what came before in another way: do not learn that
+        opened, header = (text.rpartition(said)[2] for text in (prompt, full[:start]))
+        return (header.removeprefix(opened) if header.startswith(opened) else "") + full[start:]
+    return full[min(shared, start) :]  # the opened turn's own text may by chance begin as the completion does
 
 
 def shared_length(one: str, other: str) -> int:

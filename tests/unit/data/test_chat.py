@@ -30,6 +30,12 @@ WITHOUT_END = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+SYSTEM_IN_THE_LAST_QUESTION = (  # as Mistral's: nowhere else, and not once the answer is there
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}<s>"
+    "{% for message in (messages[1:] if system else messages) %}{% if message.role == 'user' %}[INST] "
+    "{% if loop.last and system %}{{ system }}\n\n{% endif %}{{ message.content }}[/INST]"
+    "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
+)
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 
 TALK = [
@@ -175,6 +181,19 @@ def test_an_answer_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTr
     assert learnt_stretches(chat, reasoning) == ["yes</think>a</s>"]
 
 
+def test_a_question_that_is_written_in_another_way_once_it_is_answered_is_not_learnt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = chat_with(tokenizer, SYSTEM_IN_THE_LAST_QUESTION)
+    first, second = chat.encode(TALK, "all")
+    assert whole_text(chat, first) == "<s>[INST] brief\n\n1+1=[/INST] 2</s>"
+    assert learnt_stretches(chat, first) == [" 2</s>"]
+    assert whole_text(chat, second) == ("<s>[INST] 1+1=[/INST] 2</s>[INST] brief\n\nand one more?[/INST] größer: 3</s>")
+    assert learnt_stretches(chat, second) == [" größer: 3</s>"]
+    (without,) = chat.encode(TALK[1:], "all")
+    assert learnt_stretches(chat, without) == [" 2</s>", " größer: 3</s>"]
+
+
 def test_without_an_end_in_the_template_the_last_answer_gets_one(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, WITHOUT_END)
     (encoded,) = chat.encode(TALK, "all")
@@ -260,6 +279,8 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
 @pytest.mark.parametrize(
     ("prompt", "full", "other", "learnt"),
     [
+        ("s q]", "q] a.", "q] _.", " a."),
+        ("s q]", "q: a.", "q: _.", "a."),
         ("u:", "u:a.", "u:_.", "a."),
         ("u:<t>", "u:a.", "u:_.", "a."),
         ("u:<t>", "u:<b.", "u:_.", "<b."),
@@ -269,7 +290,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
     ],
 )
 def test_what_is_learnt_of_a_rendering(prompt: str, full: str, other: str, learnt: str) -> None:
-    assert learnt_text(prompt, full, lambda: other) == learnt
+    assert learnt_text(prompt, full, lambda: other, "q") == learnt
 
 
 # Tools
