@@ -254,7 +254,9 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
 
 def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any], tmp_path: Path) -> None:
     def broken(reply: str) -> float:
-        raise RuntimeError("no such grade")
+        if reply:
+            raise RuntimeError("no such grade")
+        return 0.0  # one that fails at every call is refused before the run has a folder
 
     with pytest.raises(trueline.RunFailed) as error:
         trueline.train("grpo", data=ROWS, reward=broken, name="fails", steps=1, **small)

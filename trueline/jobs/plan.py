@@ -25,7 +25,7 @@ from trueline.runs.preflight import (
     resolve_path,
     resolved_rollout,
 )
-from trueline.runs.rewards import check_rewards
+from trueline.runs.rewards import RewardCheck, check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, reward_models
 from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line
 from trueline.runtime.cluster import Machine, machine_at_hand
@@ -44,10 +44,11 @@ class SamplingPlan(Generic[Kind]):
     reward_roles: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
     def reading(self) -> Reading:
-        return Reading(self.facts, self.chat, [prompt for one in self.sets.values() for prompt in one.prompts], [])
+        prompts = [prompt for one in self.sets.values() for prompt in one.prompts]
+        return Reading(self.facts, self.chat, prompts, [], self.rewards.trials)
 
     def prompts(self) -> int:
         return sum(len(one.prompts) for one in self.sets.values())
@@ -96,7 +97,8 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     tools = check_environment(config.environment, *examples)
     sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
     required = scored and not config.environment.plays()
-    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=required)]
+    played = bool(config.environment.kind())
+    rewards = check_rewards(config.reward, [*sets.values()], config.data, required=required, played=played)
     facts, machine = check_model(config.model, head="language"), machine_at_hand()
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
@@ -113,7 +115,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_rollout(rollout, config.model, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat, warnings)
+    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat, rewards)
 
 
 def engine_count(config: SamplingConfig, reward_roles: list[RoleModel], machine: Machine) -> int:
@@ -148,11 +150,12 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
             engines_line(plan.rollout),
             f"reward     {rewards or ('of the environment' if plan.config.scored() else 'none')}",
+            *plan.rewards.lines,
             *describe_environment(plan.config.environment, plan.chat, plan.rollout.longest()),
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",
-            *(f"warning: {text}" for text in plan.warnings),
+            *(f"warning: {text}" for text in plan.rewards.warnings),
         ]
     )
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.environments.opening import OpenEnvironment
 from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
@@ -144,17 +144,18 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
         if len(left) < len(prompts):
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
-        pace = Pace(progress, len(prompts) - len(left), plan.config.scored())
+        pace = Pace(progress, len(prompts) - len(left), budget_for(plan.config, folder), plan.config.scored())
         if left and not sample(plan, left, file, folder, pace):
-            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered")
+            progress.note(
+                "\n".join([*pace.budget.total(), f"stopped: {pace.done} of {len(prompts)} prompts are answered"])
+            )
             progress.note(f"go on with: {folder.resume_command()}")
             return 130
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
-    progress.note(summary_line(summary))
-    for line in selection_warnings(summary, plan.config):
-        progress.note(f"warning: {line}")
+    warnings = [f"warning: {line}" for line in selection_warnings(summary, plan.config)]
+    progress.note("\n".join([summary_line(summary), *warnings, *pace.budget.total()]))
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
     return 0
 
@@ -171,12 +172,17 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
             )
 
 
+def budget_for(config: SamplingConfig, folder: RunFolder) -> FailureBudget:
+    return FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
+
+
 @dataclass(slots=True)
 class Pace:
     """The pace of sampling, reported every few seconds."""
 
     progress: Progress
     done: int  # prompts
+    budget: FailureBudget
     scored: bool = True
     tokens: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -191,10 +197,13 @@ class Pace:
         self.done += 1
         self.tokens += sum(one.sampled_tokens() for one in group)
         self.rewards += [one.reward for one in group if one.reward is not None and self.scored]
+        self.budget.add(group)
         if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
             self.said = time.monotonic()
             mean = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
             self.progress.step(self.done, mean | {"speed/tokens_per_second": self.tokens / (self.said - self.started)})
+            for line in self.budget.news():
+                self.progress.note(line)
 
     def speed(self) -> Row:
         """Return seconds and tokens per second; nothing where nothing was left to sample."""
@@ -207,7 +216,6 @@ def sample(
 ) -> bool:
     """Sample what is left; tell whether all is done. An interrupt gives up what is under way, to be sampled later."""
     config, rollout = plan.config, plan.rollout
-    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
     under_way = 2 * rollout.max_sequences * plan.layout.engines
 
     def told(message: str) -> None:
@@ -220,7 +228,6 @@ def sample(
         for place, group in sampler.each(left, sampling.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, scored=config.scored(), played=played))
             pace.add(group)
-            budget.add(group)
             if interrupts.requested:
                 break
     return pace.done == pace.progress.total
@@ -268,18 +275,12 @@ def prepare_eval(config: EvalConfig, start: Start) -> Job:
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
     config, evaluation = plan.config, plan.config.evaluation
     sets = {name: one.prompts for name, one in plan.sets.items()}
-    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
-    pace = Pace(progress, 0)
-
-    def told(group: Group) -> None:
-        pace.add(group)
-        budget.add(group)
-
+    pace = Pace(progress, 0, budget_for(config, folder))
     with open_sampling(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
         sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
-        metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
+        metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
@@ -290,7 +291,8 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
     if reported := environment_names(groups):
         progress.console.print(environment_table(metrics, list(counts), reported))
-    progress.note(f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}")
+    done = f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}"
+    progress.note("\n".join([*pace.budget.total(), done]))
     return 0
 
 

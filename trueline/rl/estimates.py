@@ -62,7 +62,8 @@ def describe_plan(plan: RLPlan) -> str:
             *plan.forecast.lines(),
             describe_recipe(config),
             *describe_batches(plan),
-            *warning_lines(config, layout, plan.machine, [*unsuited_rates(plan), *plan.warnings]),
+            *plan.rewards.lines,
+            *warning_lines(config, layout, plan.machine, [*unsuited_rates(plan), *plan.rewards.warnings]),
         ]
     )
 

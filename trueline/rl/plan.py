@@ -42,6 +42,7 @@ from trueline.runs.preflight import (
     resolve_path,
     resolved_rollout,
 )
+from trueline.runs.rewards import RewardCheck
 from trueline.runs.roles import RoleModel, own_gpus, roles_of
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, check_devices, placed
@@ -62,7 +63,7 @@ class RLDraft:
     sources: list[PromptSet]  # one for each dataset
     evaluation_sets: dict[str, list[Prompt]]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -90,7 +91,7 @@ class RLDraft:
 
     def reading(self) -> Reading:
         held_out = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
-        return Reading(self.facts, self.chat, self.prompts, held_out)
+        return Reading(self.facts, self.chat, self.prompts, held_out, self.rewards.trials)
 
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
@@ -139,7 +140,7 @@ def decide_within(asked: RLConfig, around: Surroundings, context: int, *, propos
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.warnings)
+    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.rewards)
     sections = ["training", *(role.section for role in roles)]
     return settle_memory(
         draft,
@@ -306,7 +307,7 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
     if draft.shares_gpus():
         rollout = rollout.replaced({"gpu_memory_utilization": choice.share})
         config = config.replaced({"rollout": rollout.model_dump()})
-    settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.warnings, forecast)
+    settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.rewards, forecast)
     return RLPlan(config, rollout, draft.machine, draft.facts, draft.layout, roles, *settled_parts)
 
 

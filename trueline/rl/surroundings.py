@@ -9,7 +9,7 @@ from trueline.data.types import with_tools
 from trueline.environments.opening import check_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.runs.preflight import Measured, load_prompts, measured
-from trueline.runs.rewards import check_rewards
+from trueline.runs.rewards import RewardCheck, check_rewards
 from trueline.runtime.cluster import Machine, machine_at_hand
 
 
@@ -22,7 +22,7 @@ class Surroundings:
     trained: list[Measured]  # one for each dataset
     tested: dict[str, Measured]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
 
 def look_around(config: RLConfig) -> Surroundings:
@@ -34,10 +34,12 @@ def look_around(config: RLConfig) -> Surroundings:
     sources = [[with_tools(prompt, tools) for prompt in source] for source in sources]
     held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
     required = reads_reward(config.algorithm) and not config.judged()
-    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
+    played = bool(config.environment.kind())
+    asked = [*sources, *held_out.values()]
+    rewards = check_rewards(config.reward, asked, config.data, required=required, played=played)
     facts = check_model(config.model, head="language")
     machine = machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
-    return Surroundings(facts, machine, trained, tested, chat, warnings)
+    return Surroundings(facts, machine, trained, tested, chat, rewards)

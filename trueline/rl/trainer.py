@@ -87,6 +87,7 @@ class RLTrainer:
                     self.step(interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
+            self.note(self.rollouts.budget.total())
             self.progress.note(f"ledger     {state.ledger.balance()}")
         return state
 
@@ -267,7 +268,7 @@ class RLTrainer:
             return {}
         try:
             with self.timer.phase("evaluate"):
-                metrics, trajectories = self.evaluator.run()
+                metrics, trajectories = self.evaluator.run(self.rollouts.budget.count)
         except EngineLost:
             self.publish()
             return self.evaluate()
@@ -298,8 +299,12 @@ class RLTrainer:
         aim = next(name for name in AIMS if name in metrics)
         self.guard.follow(aim, metrics[aim])
         warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
-        for warning in [*warnings, *self.count_uniform(metrics)]:
-            self.progress.note(f"warning: {warning}")
+        warned = [f"warning: {warning}" for warning in [*warnings, *self.count_uniform(metrics)]]
+        self.note([*warned, *self.rollouts.budget.news()])
+
+    def note(self, lines: list[str]) -> None:
+        for line in lines:
+            self.progress.note(line)
 
     def show_groups(self, trajectories: list[Trajectory], samples: list[Sample]) -> None:
         """Write some groups of a step to transcripts.jsonl, each with all its completions."""

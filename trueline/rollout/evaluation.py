@@ -22,7 +22,7 @@ class Evaluator:
         self.sampler, self.sets, self.config, self.loop = sampler, sets, config, loop
         self.under_way = UNDER_WAY * len(sampler.episodes.pool.actors)
 
-    def run(self, told: Callable[[Group], None] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
+    def run(self, told: Callable[[Group], object] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
         """Return metrics by name, and completions in order of sets, prompts and seeds; `told` is given each group."""
         prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
         groups: dict[int, Group] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.rollout.failures import EngineLost, FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import SMALLEST_WINDOW, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.ledger import Ledger
 from trueline.runtime.event_loop import EventLoop
@@ -77,7 +77,7 @@ class Rollouts:
         self.ready: list[Group] = []  # that the step under way has so far
         self.looked_at = 0  # groups, for that step
         self.judged = self.useful = 0  # groups, for how many to draw under dynamic sampling
-        self.left_out = 0  # groups in a row
+        self.left_out = self.failed = 0  # groups in a row
         self.dropped = Dropped(plan.dynamic.reward)
 
     def start(self, version: int) -> None:
@@ -212,6 +212,11 @@ class Rollouts:
             raise NothingToLearn(
                 f"limits ended the episodes of {self.left_out} groups in a row ({last_limit(group)}), and environment."
                 "truncated=drop leaves such episodes out: raise the limit, or set environment.truncated=judge"
+            )
+        self.failed = self.failed + 1 if fate == "failed" else 0
+        if self.failed > SMALLEST_WINDOW:
+            raise RolloutFailure(
+                f"{self.failed} groups in a row have too few rewards to train on. {self.budget.explain()}"
             )
         if fate:
             self.ledger.close([flight.number], fate)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueline.config.base import Config, ConfigError, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
@@ -28,6 +28,9 @@ from trueline.runtime.cluster import Machine
 from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
 from trueline.training.export import last_round
+
+if TYPE_CHECKING:  # which needs this module
+    from trueline.runs.rewards import Trial
 
 Kind = TypeVar("Kind", bound=Config)
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
@@ -204,6 +207,7 @@ class Reading:
     chat: ChatFormat
     rows: list[Any]  # prompts to answer, or the records of an offline task
     held_out: list[Any]
+    trials: "dict[str, Trial]" = field(default_factory=dict)  # calls that reward functions were asked, by their names
 
 
 @dataclass(frozen=True, slots=True)

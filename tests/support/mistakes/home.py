@@ -85,4 +85,7 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
+    from tests.support.mistakes import rewards
+
     jobs.add_files(folder)
+    rewards.add_files(folder)

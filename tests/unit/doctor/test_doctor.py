@@ -9,9 +9,9 @@ import pytest
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
 from trueline.config.rl import RLConfig
-from trueline.doctor import rewards
 from trueline.doctor.findings import FAILING, Finding, named_key
 from trueline.doctor.training import short_answers
+from trueline.runs import rewards
 
 MODEL, CHAT, SUMS = "--model model", "--model chat", "--data sums.jsonl"
 GRPO = f"grpo {CHAT} training.learning_rate=1e-3"
@@ -39,7 +39,7 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
     "no such file": (f"{MATH} --data nowhere.jsonl", "no such file", "data.path", "refused"),
     "other columns": (f"{MATH} --data frage.jsonl", "it has frage, antwort", "data.prompt_column", "refused"),
     # rewards
-    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "bad"),
+    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "refused"),
     "a constant reward": (f"{MINE}:constant", "the same whatever the reply", "reward.function", "bad"),
     "a blind reward": (f"{MINE}:blind", "the same to all", "reward.function", "watch"),
     "a reward upside down": (f"{MINE}:inverted", "own label no more than", "reward.function", "bad"),

@@ -416,7 +416,7 @@ def test_the_query_of_a_scorer_is_neither_shown_nor_saved(
     tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SCORER_QUERY", "key=s3cret")
-    scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}}
+    scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}, "probe": False}
     config = GenerateConfig.parse({**tree, "reward": scorer})
     launch(config, "generate", prepare_generate, dry_run=True)
     shown = capsys.readouterr().out
