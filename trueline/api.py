@@ -25,6 +25,7 @@ from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
+    from trueline.data.transcripts import LazyRows
     from trueline.doctor.findings import Findings
     from trueline.runs.launch import Job
 
@@ -71,16 +72,21 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        return find_checkpoint(RunFolder(self.folder).trained()) / "model"
+        return find_checkpoint(self.folder) / "model"
 
     @property
-    def transcripts(self) -> Rows:
-        return read_rows(RunFolder(self.folder).transcripts)
+    def transcripts(self) -> "LazyRows":
+        """Open what was sampled, numbers of its tokens as arrays; a row is read when it is asked for."""
+        from trueline.data.transcripts import LazyRows, with_arrays  # noqa: PLC0415
+
+        return LazyRows(RunFolder(self.folder).transcripts, read=with_arrays)
 
     @property
-    def samples(self) -> Rows:
-        """Read the completions that `generate` sampled, in the order of the rows."""
-        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["id"]))
+    def samples(self) -> "LazyRows":
+        """Open the completions that `generate` sampled, in the order of the prompts; each is read when asked for."""
+        from trueline.data.transcripts import LazyRows  # noqa: PLC0415
+
+        return LazyRows(self.folder / "samples.jsonl", key=lambda row: int(row["id"]))
 
     @property
     def evaluation(self) -> dict[str, float]:

@@ -24,6 +24,9 @@ class Encodings:
     counts: dict[str, int]
 
 
+CUT_IN_TWO = "steps that hold data.step_separator, at which a reply would be cut in two"
+
+
 class Fitting:
     """The length limit, and the tally of what it did."""
 
@@ -147,11 +150,13 @@ def encode_steps(
 ) -> Encodings:
     """Put the label of a step at its last token: the separator's, where there is one."""
     fitting = Fitting(max_tokens, policy)
+    fitting.tally[CUT_IN_TWO] = 0
     samples: list[Sample] = []
     for record in records:
         encoded, labels = encode_labelled(record, chat, separator)
         fitted = fitting.fit(encoded, record.place)
         fitting.tally["dropped"] += fitted is None
+        fitting.tally[CUT_IN_TWO] += sum(separator in step for step in record.steps)
         if fitted is not None:
             sample = to_tensors(fitted)
             sample.step_labels = torch.tensor(labels[: len(fitted.tokens)], dtype=torch.float32)

@@ -279,7 +279,9 @@ def completions_of(
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
-        raise ConfigError(f"{located.place}: chosen and rejected are the same: {content_of(chosen[-1])!r:.80}")
+        raise ConfigError(
+            f"{located.place}: chosen and rejected are the same, {content_of(chosen[-1])!r:.80}: change or remove it"
+        )
     if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
         shared = shared_turns(chosen, rejected)
         if any(message not in chosen[:shared] for message in prompt):

@@ -57,12 +57,17 @@ class SamplingPlan(Generic[Kind]):
 
 def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
     if not config.scored() and (config.keep != "all" or config.pairs):
-        asked = "pairs=true" if config.pairs else f"keep={config.keep}"
-        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
+        asked, other = ("pairs=true", "pairs=false") if config.pairs else (f"keep={config.keep}", "keep=all")
+        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set {other}")
     sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
     plan = plan_sampling(config, sources, scored=config.scored())
     if config.pairs and config.environment.kind():
         check_pairs(plan.chat)
+    if not chosen_prompts(plan):
+        raise ConfigError(
+            f"shard={config.shard} of shards={config.shards} has none of the {config.limit or plan.prompts()} prompts: "
+            "lower shards"
+        )
     return plan
 
 

@@ -123,6 +123,8 @@ def prepare_generate(config: GenerateConfig, start: Start) -> Job:
     share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
     work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
     work += ", pairs of best and worst" if config.pairs else ""
+    if config.keep == "best" and config.samples == 1:
+        work += "\nwarning: samples=1 leaves keep=best nothing to choose from, so every answer is kept: raise samples"
     return job_of(plan, work, len(prompts), generate)
 
 
@@ -156,7 +158,8 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
-    progress.note("\n".join([summary_line(summary), *pace.budget.total()]))
+    warnings = [f"warning: {line}" for line in selection_warnings(summary, plan.config)]
+    progress.note("\n".join([summary_line(summary), *warnings, *pace.budget.total()]))
     shares = {key: count / summary["completions"] for key, count in summary["truncated_by"].items()}
     warn_of_limits(progress, plan, summary["truncated"] / summary["completions"], shares)
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
@@ -252,6 +255,26 @@ def summary_line(summary: Row) -> str:
     rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
     said += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
     return "summary    " + ", ".join(said)
+
+
+def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
+    """Say why nothing was selected, where that is so."""
+    found = []
+    best = (
+        f" (the best answers have {summary['reward_best_mean']:.3f} on average)"
+        if "reward_best_mean" in summary
+        else ""
+    )
+    if not summary["kept"]:
+        low = f"no reward reached threshold={config.threshold:g}{best}: lower it, or raise samples"
+        bad = "every answer failed, was empty or was cut off (rollout.max_new_tokens, keep_truncated)"
+        found.append(f"nothing was kept: {low if config.keep == 'threshold' and best else bad}")
+    if config.pairs and not summary["pairs"]:
+        found.append(
+            "no prompt has a pair, for its answers have equal rewards or equal words, or failed: raise samples or "
+            "rollout.temperature, or take a reward that tells answers apart"
+        )
+    return found
 
 
 # eval

@@ -19,6 +19,7 @@ from trueline.monitoring.user_files import changed_files, fingerprints, keep_fin
 UNFINISHED = ".unfinished"
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 FOLDER = "run        "  # line of run.log that ends the plan, with the folder
+RUNS = Path(RunConfig.model_fields["folder"].default)
 PRIVATE = 0o700  # transcripts, rows and logs are for who made them
 LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 

@@ -27,6 +27,7 @@ from trueline.runs.preflight import (
     resolve_dtype,
     resolve_path,
 )
+from trueline.runs.roles import reads_alike
 from trueline.runs.summary import machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, placed
@@ -96,7 +97,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
     check_routers("training", resolved.training, resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
-        check_teacher(resolved)
+        check_teacher(resolved, facts)
     return resolved, ranks, max_tokens
 
 
@@ -143,13 +144,30 @@ def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine,
     return ""
 
 
-def check_teacher(config: DistillRunConfig) -> None:
+def check_teacher(config: DistillRunConfig, student: ModelFacts) -> None:
     if not config.distill.teacher:
         raise ConfigError("distill.teacher is empty: name the model to learn from, e.g. distill.teacher=path/to/folder")
+    named, wanted = f"distill.teacher={config.distill.teacher}", student.vocabulary
     try:
-        check_model(teacher_model(config))
+        found = check_model(teacher_model(config), head="language").vocabulary
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "distill.teacher=", 1)) from error
+    if found != wanted:
+        raise ConfigError(f"{named}: it knows {found} tokens and the student {wanted}: choose models of one vocabulary")
+    if not reads_alike(config.distill.teacher, config.model):
+        raise ConfigError(
+            f"{named}: its tokenizer is not that of model.path={config.model.path}: choose another teacher"
+        )
+    if (config.distill.top_k or 0) > wanted:
+        raise ConfigError(f"distill.top_k={config.distill.top_k} is more than the {wanted} tokens there are: lower it")
+
+
+def teacher_warnings(config: SupervisedConfig) -> list[str]:
+    if not isinstance(config, DistillRunConfig) or config.distill.teacher != config.model.path:
+        return []
+    return [
+        f"distill.teacher={config.distill.teacher} is the student itself, so there is nothing to learn: name another"
+    ]
 
 
 def describe_plan(plan: SupervisedPlan) -> str:
@@ -157,6 +175,7 @@ def describe_plan(plan: SupervisedPlan) -> str:
     model, parameters = config.model, plan.facts.parameters
     counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
     rate = (parameters, config.task, model, config.training)
+    warnings = [*rate_warnings(*rate), *teacher_warnings(config)]
     return "\n".join(
         [
             machine_line(plan.machine),
@@ -170,6 +189,6 @@ def describe_plan(plan: SupervisedPlan) -> str:
             *([f"held out   {held_out.rows()} rows"] if held_out else []),
             *plan.chat.remarks(),
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
-            *warning_lines(config, plan.layout, plan.machine, rate_warnings(*rate)),
+            *warning_lines(config, plan.layout, plan.machine, warnings),
         ]
     )

@@ -1,4 +1,4 @@
-"""Metrics, transcripts and warnings of a step of reinforcement learning."""
+"""Metrics and warnings of a step of reinforcement learning."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,6 @@ from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.messages import content_of
 from trueline.data.types import Outcome, Sample, Trajectory, reported
 from trueline.environments.played import OWN_METRICS
 from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
@@ -166,21 +165,6 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
         gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in samples]
         metrics["distill/kl_per_token"] = sum(gaps) / sum(one.sampled_tokens() for one in samples)
     return metrics
-
-
-def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
-    return {
-        "purpose": purpose,
-        "prompt": content_of(trajectory.prompt.messages[-1]),
-        "reply": trajectory.reply,
-        "label": trajectory.prompt.label,
-        "source": trajectory.prompt.source,
-        "reward": trajectory.reward,
-        "outcome": str(trajectory.outcome),
-        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
-        **({"turns": trajectory.turns} if trajectory.turns else {}),
-        **trajectory.metrics,
-    }
 
 
 def uniform_warning(uniform: int, step: int, steps: int, mean: float) -> str:

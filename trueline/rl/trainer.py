@@ -27,12 +27,12 @@ from trueline.rl.metrics import (
     excerpt,
     first_step_warnings,
     over_updates,
-    transcript,
     uniform_warning,
 )
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs, untested_draws
 from trueline.rl.tokens import token_rows
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, transcript
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
@@ -272,7 +272,8 @@ class RLTrainer:
         except EngineLost:
             self.publish()
             return self.evaluate()
-        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in trajectories[:3]])
+        shown = trajectories[: held_out_count(self.config.evaluation.samples)]
+        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in shown])
         if "evaluation/reward" in metrics:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
@@ -288,9 +289,7 @@ class RLTrainer:
         metrics |= self.care.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        shown = enumerate(trajectories[: self.config.monitoring.transcripts_per_step])
-        rows = [transcript(one, "train") | self.tokens_of(samples, number) for number, one in shown]
-        self.tracker.show(self.state.step, rows)
+        self.show_groups(trajectories, samples)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -306,6 +305,15 @@ class RLTrainer:
     def note(self, lines: list[str]) -> None:
         for line in lines:
             self.progress.note(line)
+
+    def show_groups(self, trajectories: list[Trajectory], samples: list[Sample]) -> None:
+        """Write some groups of a step to transcripts.jsonl, each with all its completions."""
+        config, step = self.config, self.state.step
+        wanted, size = config.monitoring.transcripts_per_step, config.algorithm.group_size
+        count = group_count(wanted, size, step, config.steps)
+        shown = chosen_episodes(trajectories, count, [config.seed, step]) if count else []
+        rows = [transcript(trajectories[at], "train") | self.tokens_of(samples, at) for at in shown]
+        self.tracker.show(step, rows)
 
     def tokens_of(self, samples: list[Sample], episode: int) -> dict[str, object]:
         if self.pieces is None:

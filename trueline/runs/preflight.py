@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # which needs this module
 
 Kind = TypeVar("Kind", bound=Config)
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
+UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
 
 
@@ -106,8 +107,13 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
         return folder / "model", "this checkpoint's model"
     if not run.config.is_file() or not run.verb():
         return None
+    if run.verb() in UNTRAINED:
+        raise ConfigError(
+            f"{named} is a run of {run.verb()}, which trains no model: name a run that trains, or a model"
+        )
     asked = CheckpointConfig.parse(read_tree(run.config).get("checkpoint", {}))
-    checkpoints = Checkpoints(run.trained(), asked)
+    trained = run.trained()
+    checkpoints = Checkpoints(trained, asked)
     if best := checkpoints.best():
         return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
     newest = checkpoints.newest()
@@ -120,7 +126,8 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
             f"{named} is a run of {run.verb()} without a checkpoint yet: let it go on until it has one (trueline "
             f"{run.verb()} --resume --name {folder.name}), or name another run or model folder"
         )
-    return newest / "model", f"{newest.name}, the newest checkpoint"
+    which = f"{newest.name}, the newest checkpoint"
+    return newest / "model", which if trained == folder else f"{which} of {trained.parent.name}"
 
 
 def contexts(

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tests.support.mistakes import algorithms, data, environments, folders, models, plans, rewards, words
+from tests.support.mistakes import algorithms, data, environments, folders, jobs, models, plans, rewards, words
 from tests.support.mistakes.home import Mistake, make_home
 
-MODULES = (words, models, data, environments, rewards, folders, algorithms, plans)
+MODULES = (words, models, data, environments, rewards, folders, algorithms, plans, jobs)
 TABLES: dict[str, list[Mistake]] = {one.__name__.rpartition(".")[2]: one.MISTAKES for one in MODULES}
 
 

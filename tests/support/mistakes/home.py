@@ -69,6 +69,7 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
+
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():

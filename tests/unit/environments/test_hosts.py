@@ -24,7 +24,7 @@ from trueline.environments.hosts import Hosts, Place
 from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, program_of
 from trueline.rewards.child import MARK
 from trueline.rewards.combined import CombinedReward
-from trueline.rl.metrics import transcript
+from trueline.rl.transcripts import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.session import Ticket
 from trueline.runs.rewards import failed_call

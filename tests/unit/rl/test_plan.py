@@ -20,9 +20,9 @@ from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
 from trueline.rl.build import way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
-from trueline.rl.metrics import transcript
 from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
 from trueline.rl.recipe import describe_recipe
+from trueline.rl.transcripts import transcript
 from trueline.runs import roles as role_planning
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
