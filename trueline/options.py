@@ -18,14 +18,19 @@ Words = list[str]
 
 
 class Once(argparse.Action):
-    """Stores the value of a flag; a second, different one for the same key is refused, not taken in silence."""
+    """Stores the value of a flag; that the last one of several counts is printed, and two flags of one key are refused."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        before = vars(namespace).get(self.dest)
-        if option_string and before not in (None, self.default, values):
-            parser.error(f"{option_string} {values}: {self.dest} is already {before}; give one of the two")
+        given: dict[str, str] = vars(namespace).setdefault("given", {})  # key -> the flag that has set it
+        before, flag = vars(namespace).get(self.dest), given.get(self.dest)
+        if flag and before != values and flag != option_string:
+            parser.error(f"{option_string} {values}: {flag} has set {self.dest}={before} already; give one of the two")
+        if flag and before != values:
+            sys.stderr.write(f"{flag} {before} does not count, for {flag} {values} stands behind it\n")
+        if option_string:
+            given[self.dest] = option_string
         setattr(namespace, self.dest, values)
 
 

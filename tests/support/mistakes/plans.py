@@ -20,7 +20,7 @@ def add_files(folder: Path) -> None:
 MISTAKES: list[Mistake] = [
     ([*PLAN, "8xT5"], 2, r"--devices 8xT5: T5 is not known \(near are .*2x8x80GiB@990TFLOPs"),
     ([*PLAN, "8"], 2, r"--devices 8: write NODESxGPUSxNAME"),
-    ([*PLAN, "8xH100", "--devices", "4xH100"], 2, r"--devices 4xH100: devices is already 8xH100; give one"),
+    ([*PLAN, "8xH100", "--devices", "x"], 2, r"--devices 8xH100 does not count, for --devices x stands"),
     ([*PLAN, "8xH100", "--model", "model"], 2, r"--model-shape llama-8b and --model model: give one of the two"),
     ([*PLAN[:-1]], 2, r"arguments are required: --devices"),
     (["plan", "--devices", "8xH100"], 2, r"a verb must stand in front of --devices: write `trueline plan VERB"),
