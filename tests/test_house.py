@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
     {"__init__", "api", "cli", "demo"},
-    {"verbs", "objects", "options"},
+    {"verbs", "objects", "options", "cluster_address"},
     {"planning", "doctor", "report"},
     {"rl", "offline", "jobs"},
     {"runs"},
@@ -355,6 +356,12 @@ def test_example_loads(file: Path) -> None:
     command.kind.load([file], [], command.defaults)
     assert isinstance(yaml.safe_load(file.read_text()), dict)
     assert len(file.read_text().splitlines()) < EXAMPLE_LINES
+
+
+def test_every_extra_is_in_the_install_page() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "install.md").read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(extras)
 
 
 def readme_commands() -> list[str]:

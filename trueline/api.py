@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trueline.cluster_address import check_address
 from trueline.config.base import ConfigError, Tree, likeness, merge, nested, read_tree
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
@@ -19,10 +20,12 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.user_files import found_again
 from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
+    from trueline.data.transcripts import LazyRows
     from trueline.doctor.findings import Findings
     from trueline.runs.launch import Job
 
@@ -30,10 +33,6 @@ INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
 Rows = list[dict[str, Any]]
 Resume = bool | str | os.PathLike[str]  # whether, or which run
-
-
-class RunFailed(RuntimeError):
-    """A run that did not come to its end; the message is its last error and where its folder is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +72,21 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        return find_checkpoint(RunFolder(self.folder).trained()) / "model"
+        return find_checkpoint(self.folder) / "model"
 
     @property
-    def transcripts(self) -> Rows:
-        return read_rows(RunFolder(self.folder).transcripts)
+    def transcripts(self) -> "LazyRows":
+        """Open what was sampled, numbers of its tokens as arrays; a row is read when it is asked for."""
+        from trueline.data.transcripts import LazyRows, with_arrays  # noqa: PLC0415
+
+        return LazyRows(RunFolder(self.folder).transcripts, read=with_arrays)
 
     @property
-    def samples(self) -> Rows:
-        """Read the completions that `generate` sampled, in the order of the rows."""
-        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["id"]))
+    def samples(self) -> "LazyRows":
+        """Open the completions that `generate` sampled, in the order of the prompts; each is read when asked for."""
+        from trueline.data.transcripts import LazyRows  # noqa: PLC0415
+
+        return LazyRows(self.folder / "samples.jsonl", key=lambda row: int(row["id"]))
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -101,6 +105,14 @@ class Run:
         drawn = Curves(self.folder / "curves.svg", svg_curve(series, self.folder.name))
         drawn.file.write_text(drawn.svg)
         return drawn
+
+
+class RunFailed(RuntimeError):
+    """A run that did not come to its end; the message is its last error and where its folder is."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        self.run, self.folder = run, run.folder
 
 
 def read_rows(file: Path) -> Rows:
@@ -135,7 +147,7 @@ def train(
         say(line)
     run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=bool(resume), dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
-        raise RunFailed(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        raise RunFailed(run)
     return run
 
 
@@ -190,14 +202,17 @@ def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = Fals
         asked = merge(asked, named_run(os.fspath(resume), asked))
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
+    if resume and "/" in (name := str(asked.get("name"))):  # the run's folder itself
+        asked = merge(asked, {"folder": str(Path(name).parent), "name": Path(name).name})
     config = command.kind.parse(merge(command.defaults, asked))
     if not resume:
         return config
     folder = RunFolder.find(config.folder, config.name, verb)
     say(f"resume     {folder.path}" + ("" if config.name else f", the {verb} run that was touched last"))
+    folder.check_idle()
     if trains(command):
         check_start(folder.path, folder.has_checkpoint(), restart)
-    saved = read_tree(folder.config)
+    saved = found_again(read_tree(folder.config), folder.path.parent)
     try:
         command.kind.parse(saved)
     except ConfigError as error:
@@ -205,7 +220,7 @@ def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = Fals
     config = command.kind.parse(merge(saved, asked))
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
-    return config.replaced({"name": folder.path.name})
+    return config.replaced({"name": folder.path.name, "folder": str(folder.path.parent)})
 
 
 def named_run(word: str, asked: Tree) -> Tree:
@@ -271,8 +286,11 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 
 def settle_libraries(config: RunConfig) -> None:
-    if config.cluster.address:
-        os.environ["RAY_ADDRESS"] = config.cluster.address  # before Ray is imported
+    address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
+    if warning := check_address(address or named or "auto", "cluster.address" if address else "RAY_ADDRESS"):
+        say(warning)
+    if address:
+        os.environ["RAY_ADDRESS"] = address  # before Ray is imported
     quiet_libraries()
 
 

@@ -77,7 +77,9 @@ def run_words(arguments: Sequence[str] | None) -> int:
         return 130
 
 
-def checked_verb(parser: CommandParser, verbs: Collection[str], respell: Callable[[Words], Words]) -> None:
+def checked_verb(
+    parser: CommandParser, verbs: Collection[str], respell: Callable[[Words], Words], others: Collection[str] = ()
+) -> None:
     """Let a parser take a verb first; argparse would answer an unknown one with the list of all."""
 
     def check(words: Words) -> Words:
@@ -85,7 +87,8 @@ def checked_verb(parser: CommandParser, verbs: Collection[str], respell: Callabl
         if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
             parser.error(f"a verb must stand in front of {words[0]}: write `{parser.prog} VERB ...`")
         if words and not words[0].startswith("-") and words[0] not in verbs:
-            parser.error(unknown_verb(words[0], verbs))
+            no_run = f"{words[0]!r} makes no run: `{parser.prog} -h` lists the verbs that do"
+            parser.error(no_run if words[0] in others else unknown_verb(words[0], verbs))
         return words
 
     parser.respell = check
@@ -157,7 +160,7 @@ def add_reward_verbs(verbs: Any) -> None:
     kinds = reward.add_subparsers(required=True, metavar="try")
     trial = kinds.add_parser("try", help="ask a reward about rows of the data: what it is given and what it says")
     trial.add_argument("--reply", help="reply to ask about; default: each row's label or completion")
-    trial.add_argument("--rows", type=positive, default=3)
+    trial.add_argument("--rows", type=positive, default=3, help="how many, from the first on (default 3)")
     add_config_options(trial, TRIAL_FLAGS, GenerateConfig)
     trial.set_defaults(run=try_reward)
 
@@ -186,7 +189,7 @@ def add_plan(verbs: Any) -> None:
     for kind in add_behind(plan, verbs, plan_run):
         kind.add_argument("--devices", required=True, help=devices)
         kind.add_argument("--model-shape", metavar="NAME", help="published shape in place of --model, e.g. llama-70b")
-    checked_verb(plan, VERBS, lambda words: verb_first(words, VERBS))
+    checked_verb(plan, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
 
 
 def add_report_verbs(verbs: Any) -> None:
@@ -213,7 +216,7 @@ def add_doctor(verbs: Any) -> None:
     deep = "start its processes, sample 16 prompts and train one step, in a folder that is removed again"
     for kind in add_behind(doctor, verbs, run_doctor):
         kind.add_argument("--deep", action="store_true", help=deep)
-    checked_verb(doctor, VERBS, lambda words: verb_first(words, VERBS))
+    checked_verb(doctor, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
 
 
 def add_run_options(verb: CommandParser, command: Verb) -> None:
@@ -270,6 +273,8 @@ def preview_data(options: argparse.Namespace) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
+    if stray := [word for word in options.overrides if "=" not in word]:
+        raise ConfigError(f"{stray[0]!r} is neither an option nor key=value: give a reply as --reply {stray[0]!r}")
     config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
     quiet_libraries()
     from trueline.jobs.try_reward import show_trial  # noqa: PLC0415
@@ -288,10 +293,10 @@ def run_export(options: argparse.Namespace) -> int:
 
 def run_explain(options: argparse.Namespace) -> int:
     from trueline.monitoring.watch import explain  # noqa: PLC0415
+    from trueline.report.runs import find_run  # noqa: PLC0415
 
     of = chosen_runs([])[0] if options.of is None else options.of
-    named = Path(RunConfig.model_fields["folder"].default) / of
-    sys.stdout.write(explain(Path(of) if Path(of).is_dir() else named) + "\n")
+    sys.stdout.write(explain(find_run(of).path) + "\n")
     return 0
 
 
@@ -329,8 +334,10 @@ def run_report(options: argparse.Namespace) -> int:
     from trueline.report.picture import write_picture  # noqa: PLC0415
 
     runs = chosen_runs(options.of)
+    if options.svg is None and options.mean is not None:
+        raise ConfigError(f"--mean {options.mean} is for --svg: on the page, means are chosen there; leave --mean out")
     if options.svg is None:
-        written = write_report(runs, options.out)
+        written = write_report(runs, options.out, say)
     else:
         written = write_picture(runs, options.svg.split(","), options.out, options.mean)
     say(f"written: {written}")

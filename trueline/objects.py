@@ -16,10 +16,7 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.reward import RewardConfig
 from trueline.data.stored import choose_split
 from trueline.monitoring.run_folder import PRIVATE, UNFINISHED
-
-FUNCTIONS = re.compile(r"reward\.(parts\..+\.)?function|environment\.(function|agent)")
-TOOLS = "environment.tools"
-DATASETS = re.compile(r"data\.path|evaluation\.(data|sets\..+)")
+from trueline.monitoring.user_files import DATASETS, FUNCTIONS, PICKLED, TOOLS
 
 
 @runtime_checkable
@@ -50,7 +47,7 @@ class Objects:
             return os.fspath(value)
         if callable(value) and FUNCTIONS.fullmatch(path):
             return self._function(value, path)
-        if path == TOOLS and not isinstance(value, str):
+        if TOOLS.fullmatch(path) and not isinstance(value, str):
             tools = value if isinstance(value, list | tuple) else [value]
             return [self._function(tool, path) if callable(tool) else tool for tool in tools]
         if isinstance(value, list | Table) and DATASETS.fullmatch(path):
@@ -58,7 +55,7 @@ class Objects:
         return value
 
     def _function(self, function: Callable[..., Any], path: str) -> str:
-        from trueline.rewards.process import PICKLED, pickled  # noqa: PLC0415
+        from trueline.algorithms.user_functions import pickled  # noqa: PLC0415
 
         named = inspect.isroutine(function) or inspect.isclass(function)
         name = function.__name__ if named else type(function).__name__

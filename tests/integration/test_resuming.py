@@ -2,15 +2,23 @@
 
 import json
 import os
+import shutil
+import socket
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.disk import files_up_to
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
+from trueline.config.base import ConfigError
+from trueline.config.run import RunConfig
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
+from trueline.runs.launch import Job, Start, launch
 
 REWARD = """
 def letters(reply: str, learnable: bool) -> float:
@@ -103,6 +111,109 @@ def test_jobs_without_checkpoints_have_no_restart(capsys: Screen) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--resume", "--restart"])
     assert "unknown option --restart" in capsys.readouterr().err
+
+
+def test_a_run_that_another_process_runs_is_left_alone_by_all_that_write_to_it(home: Path, capsys: Screen) -> None:
+    assert main([*SFT, *QUICK, "--name", "mine", "steps=1"]) == 0
+    run = home / "runs" / "mine"
+    bare = home / "runs" / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("checkpoints"))
+    before = (run / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    with RunFolder(run).locked(), RunFolder(bare).locked():
+        for words in (["mine"], ["mine", "--restart"], ["bare"], ["bare", "--restart"]):
+            assert main(["sft", "--resume", "steps=2", "--name", *words]) == 2
+            said = capsys.readouterr().err
+            assert f"{words[0]} is being run by process {os.getpid()} on {socket.gethostname()} since" in said
+        assert main(["explain", "runs/mine"]) == 0
+        assert "The run is read and planned, and has not begun to work." in capsys.readouterr().out
+        assert main(["report", "runs/mine", "--out", "page.html"]) == 0
+        assert main(["export", "runs/mine", "out"]) == 0
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert main(["sft", "--resume", "--name", "mine", "steps=2"]) == 0
+
+
+def test_a_run_holds_its_lock_while_it_works(home: Path) -> None:
+    """From before a resumed run is planned, as planning repairs its checkpoint, to the end of the work."""
+    seen: list[str] = []
+
+    def look(when: str) -> None:
+        try:
+            RunFolder(home / "runs" / "mine").check_idle()
+        except ConfigError:
+            seen.append(when)
+
+    def work(folder: RunFolder, progress: Progress) -> int:
+        look("work")
+        return 0
+
+    def prepare(config: RunConfig, start: Start) -> Job:
+        look("plan")
+        return Job(config, "", 1, work)
+
+    config = RunConfig(name="mine", runtime="local")
+    assert launch(config, "sft", prepare) == 0
+    assert launch(config, "sft", prepare, resume=True) == 0
+    assert launch(config, "sft", prepare, resume=True, dry_run=True) == 0
+    assert seen == ["work", "plan", "work"]
+    look("after")
+    assert "after" not in seen
+
+
+def test_a_run_goes_on_from_another_folder_and_from_where_it_was_moved(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
+) -> None:
+    (home / "exact").mkdir()  # a folder with the name of a built-in
+    reward = ["reward.parts.own.function=reward.py:letters", "reward.parts.right.function=exact"]
+    words = [*GRPO, *GROUPS, *QUICK, *reward, "--name", "mine", "steps=1", "data.label_column=prompt"]
+    assert main([*words, "evaluation.sets.held=prompts.jsonl", "evaluation.limit=1"]) == 0
+    kept = yaml.safe_load((home / "runs" / "mine" / "config.yaml").read_text())
+    assert (kept["folder"], kept["model"]["path"]) == (f"{home}/runs", f"{home}/model")
+    assert kept["reward"]["parts"]["own"]["function"] == f"{home}/reward.py:letters"
+    assert kept["reward"]["parts"]["right"]["function"] == "exact"
+    assert kept["data"]["path"] == kept["evaluation"]["sets"]["held"] == f"{home}/prompts.jsonl"
+    (elsewhere := home / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["grpo", "--resume", "--name", "mine", f"folder={home}/runs", "steps=2"]) == 0
+    assert main(["grpo", "--resume", "--name", "../runs/mine", "steps=3"]) == 0
+    (home / "runs" / "mine").rename(elsewhere / "moved")
+    assert main(["grpo", "--resume", "--name", "moved", "folder=.", "steps=4"]) == 0
+    (project := home / "project").mkdir()
+    for name in ("model", "prompts.jsonl", "reward.py"):
+        (home / name).rename(project / name)
+    (project / "runs").mkdir()
+    (elsewhere / "moved").rename(project / "runs" / "mine")
+    capsys.readouterr()
+    assert main(["grpo", "--resume", "--name", f"{project}/runs/mine", "steps=5"]) == 0
+    said = capsys.readouterr()
+    assert "has changed" not in said.out + said.err
+    assert steps_of(project / "runs" / "mine" / "metrics.jsonl") == [0, 1, 2, 3, 4, 5]
+
+
+def test_changed_code_and_held_out_data_are_named_once(home: Path, capsys: Screen) -> None:
+    (home / "reward.py").write_text(f"from lengths import LONGEST\n{REWARD}")
+    (home / "lengths.py").write_text("LONGEST = 8\n")
+    (home / "own.py").write_text(
+        "def f(samples, config):\n    for one in samples:\n        one.advantages = one.mask * 1.0\n"
+    )
+    write_rows(home / "held.jsonl", [prompt(9)])
+    words = [*GRPO, *GROUPS, *QUICK, "--reward", "reward.py:letters", "--eval-data", "held.jsonl"]
+    assert main([*words, "--name", "mine", "steps=1", "algorithm.advantage=own:f"]) == 0
+
+    def warnings(steps: int) -> list[str]:
+        capsys.readouterr()
+        assert main(["grpo", "--resume", "--name", "mine", f"steps={steps}"]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+
+    assert warnings(2) == []
+    (home / "lengths.py").write_text("LONGEST = 9\n")
+    (home / "own.py").write_text((home / "own.py").read_text() + "# other\n")
+    write_rows(home / "held.jsonl", [prompt(10)])
+    advantage, held, reward = sorted(warnings(3), key=lambda line: line.partition("(")[2])
+    assert f"warning: {home}/own.py (algorithm.advantage) has changed" in advantage and "updates before" in advantage
+    assert f"warning: {home}/held.jsonl (evaluation.data) has changed" in held and "evaluations before" in held
+    assert f"warning: {home}/lengths.py (reward.function) has changed" in reward and "rewards before" in reward
+    assert warnings(4) == []
 
 
 # On which data

@@ -18,15 +18,19 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 
 import trueline
 from tests.support.tiny import make_tiny_model
+from trueline.algorithms.entries import entry
+from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import read_tree
+from trueline.data.types import Batch, LossOutput, Sample
 from trueline.environments.opening import program_of
 from trueline.objects import Objects
-from trueline.rewards.process import NoSuchFunction, load_function
 from trueline.verbs import VERBS
 
 ROWS = [{"prompt": f"{number}:", "answer": str(number)} for number in range(8)]
@@ -73,7 +77,7 @@ def test_a_closure_rewards_a_run_that_can_be_resumed(small: dict[str, Any], tmp_
     assert function.parent == data.parent == tmp_path / "objects"
     assert re.fullmatch(r"lambda-\w{12}\.pickle", function.name) and re.fullmatch(r"data-\w{12}\.jsonl", data.name)
     assert stat.S_IMODE(function.parent.stat().st_mode) == 0o700
-    assert load_function(str(function))("any") == worth
+    assert load_function(str(function), {})("any") == worth
     assert [json.loads(line) for line in data.read_text().splitlines()] == ROWS
     assert config["training"]["learning_rate"] == 1e-3 and config["rollout"]["max_new_tokens"] == 4
 
@@ -149,7 +153,9 @@ def test_environments_tools_and_agents_become_files_too(monkeypatch: pytest.Monk
     assert Path(mixed.tools[0]).parent == objects and mixed.tools[1:] == ["calculator", "mine.py:draw"]
     assert single.tools == mixed.tools[:1] and load_function(single.tools[0], {})("a")("aa") == 0.5
     assert re.fullmatch(rf"{objects}/Game-\w{{12}}\.pickle", game.function) and game.max_turns == 2
-    assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(load_function(game.function))
+    assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(
+        load_function(game.function, {})
+    )
     assert agent.agent.endswith(".pickle") and named.tools == ["calculator", "python"]
     program = program_of(agent)
     assert program is not None and (program.kind, program.specification) == ("function", [agent.agent])
@@ -214,22 +220,22 @@ def test_only_the_user_s_own_pickles_are_loaded(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects")
     name = objects.named({"reward": {"function": counter("a")}})["reward"]["function"]
     with pytest.raises(NoSuchFunction, match="there is no file"):
-        load_function(name)
+        load_function(name, {})
     before = os.umask(0)
     try:
         objects.write()
     finally:
         os.umask(before)
-    assert load_function(name)("a") == 0.25
+    assert load_function(name, {})("a") == 0.25
     for mode in (0o620, 0o602):
         os.chmod(name, mode)
         with pytest.raises(NoSuchFunction, match="belong to the user of the run and be writable by nobody else"):
-            load_function(name)
+            load_function(name, {})
     os.chmod(name, 0o600)
     if os.getuid() == 0:
         os.chown(name, 12345, -1)
         with pytest.raises(NoSuchFunction, match="belong to the user of the run"):
-            load_function(name)
+            load_function(name, {})
 
 
 def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
     name = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
     paths = list(sys.path)
     try:
-        assert load_function(name)("four") == 4
+        assert load_function(name, {})("four") == 4
     finally:
         sys.path[:] = paths
         sys.modules.pop("graders", None)
@@ -255,13 +261,44 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
 
 def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any], tmp_path: Path) -> None:
     def broken(reply: str) -> float:
-        raise RuntimeError("no such grade")
+        if reply:
+            raise RuntimeError("no such grade")
+        return 0.0  # one that fails at every call is refused before the run has a folder
 
     with pytest.raises(trueline.RunFailed) as error:
         trueline.train("grpo", data=ROWS, reward=broken, name="fails", steps=1, **small)
     said = str(error.value)
     assert said.startswith("error: ") and "no such grade" in said
     assert said.endswith(f"run folder: {tmp_path / 'fails'}")
+    assert error.value.folder == tmp_path / "fails"
+    assert error.value.run == trueline.Run(tmp_path / "fails", 1) and error.value.run.transcripts == []
+
+
+def test_an_advantage_and_a_loss_can_be_functions(small: dict[str, Any], tmp_path: Path) -> None:
+    """Closures, of which the run that is resumed knows nothing but their files."""
+    (seen := tmp_path / "seen").mkdir()
+
+    def ones(samples: list[Sample], config: AlgorithmConfig) -> None:
+        (seen / "advantage").touch()
+        for sample in samples:
+            sample.advantages = sample.mask * 1.0
+
+    @entry("log-probs alone")
+    def likelihood(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+        (seen / "loss").touch()
+        return LossOutput(-logprobs * batch.advantages)
+
+    given = {"data": ROWS, "reward": counter("a"), "name": "own", "steps": 1, **small}
+    given |= {"algorithm": {"advantage": ones, "group_size": 2}, "algorithm.loss": likelihood}
+    own = trueline.train("grpo", **given)
+    kept = config_of(own)["algorithm"]
+    assert kept["advantage"].startswith(f"{tmp_path}/objects/ones-") and kept["loss"].endswith(".pickle")
+    assert "log-probs alone" in (own.folder / "logs" / "run.log").read_text()
+    assert {file.name for file in seen.iterdir()} == {"advantage", "loss"}
+    for file in seen.iterdir():
+        file.unlink()
+    trueline.train("grpo", name="own", resume=True, steps=2, folder=str(tmp_path))
+    assert {file.name for file in seen.iterdir()} == {"advantage", "loss"}
 
 
 def test_a_run_works_inside_a_running_event_loop(small: dict[str, Any]) -> None:

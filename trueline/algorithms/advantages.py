@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trueline.algorithms.entries import Entry, entry, lookup, named
+from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, named
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.data.types import Sample, is_filled
@@ -94,10 +94,33 @@ ADVANTAGES: dict[str, Estimator] = named(
 def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
     estimator = lookup(ADVANTAGES, config.advantage, "algorithm.advantage")
     estimator(samples, config)
+    if estimator.key:
+        check_advantages(samples, estimator.key)
     if "critic" in estimator.needs and not is_filled(samples[0], "returns"):
         raise ConfigError(f"algorithm.advantage={config.advantage} gives its critic nothing to learn: fill `returns`")
     if config.whiten:
         whiten(samples)
+
+
+def check_advantages(samples: list[Sample], key: str) -> None:
+    """Refuse what a user's own function has left in the samples, unless it is a finite number for every token."""
+    for number, sample in enumerate(samples):
+        if not is_filled(sample, "advantages"):
+            raise AlgorithmFailure(
+                f"{key} left sample {number} without advantages: set sample.advantages of all of them"
+            )
+        found, wanted = sample.advantages, sample.mask.shape
+        if not isinstance(found, torch.Tensor) or found.shape != wanted:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise AlgorithmFailure(
+                f"{key} gave sample {number} advantages of shape {shape}, and one number for each of its tokens is "
+                f"wanted, {list(wanted)}: multiply by sample.mask"
+            )
+        if not found.isfinite().all():
+            raise AlgorithmFailure(
+                f"{key} gave sample {number} (reward {sample.reward:g}) advantages that are not finite: see to "
+                "divisions by zero, such as by the deviation of equal rewards"
+            )
 
 
 def whiten(samples: list[Sample]) -> None:

@@ -1,16 +1,54 @@
-"""Look up entries of a table by name, or the user's own functions by import path."""
+"""Look up entries of a table by name, or the user's own functions by file or module."""
 
-import pkgutil
+import inspect
+import re
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
+
+from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.config.base import ConfigError
+from trueline.monitoring.user_files import PICKLED
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute")  # what an entry can ask of a run
+
+
+class AlgorithmFailure(RuntimeError):
+    """A user's own advantage or loss raised, or gave what cannot be trained on; the message says which and what."""
+
+
+LIBRARIES = re.compile(r"/site-packages/|^<|" + re.escape(str(Path(__file__).parent)))  # whose lines are not the user's
+NOT_ITS_FAULT = (ConfigError, AlgorithmFailure, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What raises inside of it is the fault of the user's function that a key names."""
+
+    key: str  # with its value
+    failure: type[Exception]
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, NOT_ITS_FAULT):
+            return
+        if isinstance(error, NoSuchFunction):
+            raise self.failure(f"{self.key}: {error}") from None
+        if isinstance(error, ImportError):
+            raise self.failure(f"{self.key}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+        own = [frame for frame in traceback.extract_tb(trace) if not LIBRARIES.search(frame.filename)]
+        place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        raise self.failure(f"{self.key} raised {type(error).__name__}: {error}{place}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +59,13 @@ class Entry(Generic[Given, Result]):
     words: str = "your own"  # for the recipe; {0.key} is a key of `algorithm`
     needs: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # keys of `algorithm` that others of its table do not read
+    key: str = ""  # of a user's own function, with its value
 
     def __call__(self, *args: Given.args, **named: Given.kwargs) -> Result:
-        return self.function(*args, **named)
+        if not self.key:
+            return self.function(*args, **named)
+        with Blame(self.key, AlgorithmFailure):
+            return self.function(*args, **named)
 
     def __post_init__(self) -> None:
         for need in self.needs:
@@ -46,16 +88,31 @@ def named(*entries: Entry[Given, Result]) -> dict[str, Entry[Given, Result]]:
 
 def lookup(table: Mapping[str, Entry[Given, Result]], name: str, key: str) -> Entry[Given, Result]:
     """Find the entry called `name`, or import it; `key` is the configuration key that holds `name`, for messages."""
-    if ":" in name:
-        found = imported(name, key)
-        return found if isinstance(found, Entry) else Entry(found)
+    if is_own(name):
+        return imported(name, key)
     if name not in table:
-        raise ConfigError(f"{key}={name}: not known; choose from {', '.join(table)} or give package.module:function")
+        raise ConfigError(
+            f"{key}={name}: not known; choose from {', '.join(table)} or give file.py:function or "
+            "package.module:function"
+        )
     return table[name]
 
 
-def imported(path: str, key: str) -> Any:
+def is_own(name: str) -> bool:
+    """Tell a user's own function from an entry of a table."""
+    return ":" in name or name.endswith(PICKLED)
+
+
+@cache  # until the next run of this process is planned
+def imported(name: str, key: str) -> Entry[Any, Any]:
+    with Blame(f"{key}={name}", ConfigError):
+        found = load_function(name, {}, guest=True)
+    return replace(found, key=f"{key}={name}") if isinstance(found, Entry) else Entry(found, key=f"{key}={name}")
+
+
+def check_takes(own: Entry[Any, Any], *given: str) -> None:
+    """Refuse a user's own function that does not take what it will be given."""
     try:
-        return pkgutil.resolve_name(path)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}={path}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+        inspect.signature(own.function).bind(*given)
+    except TypeError as error:
+        raise ConfigError(f"{own.key}: it is called with ({', '.join(given)}), and {error}") from None

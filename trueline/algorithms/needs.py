@@ -1,7 +1,7 @@
 """What the named advantage and loss ask of a run, and what they cannot work with."""
 
 from trueline.algorithms.advantages import ADVANTAGES
-from trueline.algorithms.entries import lookup
+from trueline.algorithms.entries import check_takes, imported, is_own, lookup
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
@@ -23,7 +23,7 @@ def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> boo
     Not where rewards or advantages read them, nor where training and scoring see different functions.
     """
     in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
-    read = in_reward or "teacher" in needs(config) or ":" in config.advantage  # one's own may read anything
+    read = in_reward or "teacher" in needs(config) or is_own(config.advantage)  # one's own may read anything
     return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
 
 
@@ -40,6 +40,7 @@ def policy_learns(config: AlgorithmConfig, step: int, critic_ready: bool) -> boo
 
 def check_needs(config: AlgorithmConfig) -> None:
     """Refuse keys that the named functions could not work with, or would not read as they sound."""
+    imported.cache_clear()  # a file may have changed since an earlier run of this process
     name, asked, shaping = config.advantage, needs(config), config.shaping
     shaped = shaping.overlong_factor > 0 or shaping.truncated != "keep"
     if "groups" in asked and config.group_size < 2:
@@ -58,6 +59,10 @@ def check_needs(config: AlgorithmConfig) -> None:
             "no shaping"
         )
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
+    if is_own(name):
+        check_takes(lookup(ADVANTAGES, name, "algorithm.advantage"), "samples", "config")
+    if is_own(config.loss):
+        check_takes(loss, "logprobs", "batch", "config")
     if "recompute" in loss.needs and config.old_logprobs == "rollout":
         raise ConfigError(
             f"algorithm.old_logprobs=rollout: the engine's rounding alone exceeds the clip of loss={config.loss}; "

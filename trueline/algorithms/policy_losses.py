@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from trueline.algorithms.entries import Entry, entry, lookup, named
+from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, named
 from trueline.algorithms.importance_sampling import importance_weights
 from trueline.algorithms.kl import bounded, estimated_kl
 from trueline.config.algorithm import AlgorithmConfig
@@ -81,7 +81,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = named(ppo_clip, gspo, cispo, reinforce, s
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute the named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
     logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
-    loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")(logprobs, batch, config)
+    chosen = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
+    loss = chosen(logprobs, batch, config)
+    if chosen.key:
+        check_loss(loss, ratio, chosen.key)
     weights, corrected = importance_weights(logprobs, batch, config)
     loss.values = loss.values * weights
     loss.means["policy/corrected_share"] = corrected.float()
@@ -133,3 +136,16 @@ def ratios(logprobs: Tensor, batch: Batch) -> Tensor:
 def means(values: Tensor, batch: Batch) -> Tensor:
     """Return the mean over each completion's sampled tokens, [N] -> [B]."""
     return batch.sums(values) / batch.counts().clamp(min=1)  # a filler has no tokens
+
+
+def check_loss(loss: LossOutput, ratio: Tensor, key: str) -> None:
+    """Refuse what a user's own loss returns, unless it is a value for every token, and finite as the ratios are."""
+    values = loss.values if isinstance(loss, LossOutput) else None
+    if values is None or values.shape != ratio.shape or loss.per_sequence:
+        found = type(loss).__name__ if values is None else f"values of shape {list(values.shape)}"
+        raise AlgorithmFailure(
+            f"{key} returned {found}: return LossOutput(values) with a value for each token, here {list(ratio.shape)}, "
+            "which the trainer averages"
+        )
+    if ratio.isfinite().all() and not values.isfinite().all():
+        raise AlgorithmFailure(f"{key} returned values that are not finite: see to logarithms and divisions in it")

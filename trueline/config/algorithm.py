@@ -1,10 +1,29 @@
 """What an algorithm is made of, and one row of choices per named algorithm."""
 
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trueline.config.base import Config, Tree, merge
+
+
+def resolve_function(value: str) -> str:
+    """Resolve the file of a user's own function, for ranks that compute a loss may work in another folder."""
+    place, _, name = value.rpartition(":")
+    if value.endswith(".py"):
+        raise ValueError(f"{value} is a file: name the function in it, too, as {value}:NAME")
+    if place.isidentifier() and Path(f"{place}.py").is_file():
+        place = f"{place}.py"
+    if not place.endswith(".py"):
+        return value
+    file = Path(place).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"there is no file {place} (looked in {Path.cwd()})")
+    return f"{file}:{name}"
+
+
+OwnFunction = Annotated[str, AfterValidator(resolve_function)]
 
 
 class KLConfig(Config):
@@ -107,11 +126,11 @@ class AlgorithmConfig(Config):
     preset: str = "grpo"
     """Named algorithm whose row fills every key of this section that is not set."""
 
-    advantage: str = "group_norm"
-    """gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher, or module:name."""
+    advantage: OwnFunction = "group_norm"
+    """gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher, or file.py:name."""
 
-    loss: str = "ppo_clip"
-    """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, or `package.module:function`."""
+    loss: OwnFunction = "ppo_clip"
+    """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, file.py:function or package.module:function."""
 
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
     """How token losses are averaged over one minibatch."""

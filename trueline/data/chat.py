@@ -1,5 +1,6 @@
 """Turn messages into tokens; this is the only file that touches chat templates."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ class ChatFormat:
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
         self.joins = False  # whether it has joined messages by line breaks
         self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
-        self.shows_tools: bool | None = None  # told by the first row that has some
+        self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template leaves out
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self._prompt_tokens(self.prompt_text(messages, tools))
@@ -43,7 +44,6 @@ class ChatFormat:
         if self.templated:
             return self._render(messages, tools, open_turn=True)
         self.joins = True
-        self.left_out |= {"tools"} if tools else set()
         return "\n".join(self._plain_text(message) for message in messages)
 
     def _prompt_tokens(self, text: str) -> list[int]:
@@ -74,6 +74,29 @@ class ChatFormat:
         if not (marked and closed.startswith(opened) and closed.endswith(ending) and whole.startswith(closed)):
             return None
         return self.text_tokens(ending + whole[len(closed) :])
+
+    def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
+        """Return the names of tools that neither the template nor a system message tells the model."""
+        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
+        if names not in self.unseen:
+            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            given = [self._apply(asked, some, open_turn=True) for some in (tools, ()) if self.templated]
+            self.unseen[names] = [name for name in names if not given or given[0].count(name) <= given[1].count(name)]
+        described = " ".join(content_of(message) for message in messages if message["role"] == "system")
+        return [name for name in self.unseen[names] if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", described)]
+
+    def check_tools(self, messages: list[Message], tools: Sequence[Tool], *, column: bool = True) -> None:
+        """Refuse tools that the model would never be shown; `column`: they stand in the row."""
+        if not tools or not (unseen := self.unseen_tools(messages, tools)):
+            return
+        model = self.tokenizer.name_or_path
+        why = f"the chat template of {model} leaves them out" if self.templated else f"{model} has no chat template"
+        raise ConfigError(
+            f"the model is never shown the tools {', '.join(unseen)}, for {why}: set data.chat_template=FILE to a "
+            "Jinja file that writes `tools`, or describe them by name in data.system_prompt"
+            + ", or rename the column 'tools'"
+            * column
+        )
 
     def without_end(self, tokens: list[int]) -> list[int]:
         """Return a continuation without the end token that was sampled already."""
@@ -124,6 +147,7 @@ class ChatFormat:
         (say, leaves out earlier reasoning) a new sequence starts. A turn that nothing precedes answers
         nothing and is not learnt.
         """
+        self.check_tools(messages, tools)
         earliest = max(start, 1)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= earliest]
         encode_turns = self._encode_templated if self.templated else self._encode_plain
@@ -163,7 +187,8 @@ class ChatFormat:
                 sequences.append([])
                 spelled = ""
             other = [*messages[:turn], {"role": "assistant", "content": UNLIKE_ANY}]
-            completion = learnt_text(prompt, full, partial(self._apply, other, tools, open_turn=False))
+            rendered = partial(self._apply, other, tools, open_turn=False)
+            completion = learnt_text(prompt, full, rendered, content_of(messages[turn - 1]).strip())
             check_completion(completion, messages[turn], turn)
             sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._completion_piece(completion)]
             spelled = full if full.startswith(prompt) else None
@@ -185,9 +210,6 @@ class ChatFormat:
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self._apply(messages, tools, open_turn)
-        if tools and self.shows_tools is None:
-            self.shows_tools = text != self._apply(messages, (), open_turn)
-            self.left_out |= set() if self.shows_tools else {"tools"}
         self.left_out.update(*(unseen_fields(message, text) for message in messages))
         return text
 
@@ -230,17 +252,21 @@ def check_completion(completion: str, message: Message, turn: int) -> None:
         )
 
 
-def learnt_text(prompt: str, full: str, other: Callable[[], str]) -> str:
+def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
     """Return what `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
 
-    `other` renders it with another completion.
+    `other` renders it with another completion; `said` is the message before it.
     """
     if full.startswith(prompt):
         return full[len(prompt) :]
     shared = shared_length(prompt, full)
-    if prompt[shared:].strip():  # the opened turn's own text may by chance begin as the completion does
-        shared = min(shared, shared_length(other(), full))
-    return full[shared:]
+    if not prompt[shared:].strip():
+        return full[shared:]
+    start = shared_length(other(), full)  # of the turn's own text
+    if said and said in full[shared:start]:  # the template writes what came before in another way: do not learn that
+        opened, header = (text.rpartition(said)[2] for text in (prompt, full[:start]))
+        return (header.removeprefix(opened) if header.startswith(opened) else "") + full[start:]
+    return full[min(shared, start) :]  # the opened turn's own text may by chance begin as the completion does
 
 
 def shared_length(one: str, other: str) -> int:

@@ -1,4 +1,4 @@
-"""Open datasets: local JSON, JSONL, CSV, Parquet and Arrow files, folders of them, and hub names."""
+"""Open datasets: local JSON, JSONL, CSV, TSV, Parquet and Arrow files, folders of them, and hub names."""
 
 import csv
 import json
@@ -6,8 +6,9 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,9 @@ from trueline.data.stored import HELD_OUT, saved_files
 from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+LONGEST_FIELD = 2**31 - 1  # characters; the library's own limit is that of a short text
+PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
 TEXT = "text"  # column of rows that are texts by themselves
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
@@ -107,10 +111,11 @@ def data_files(folder: Path, key: str) -> list[Path]:
 def read_file(file: Path, key: str) -> Iterator[Located]:
     reader = READERS.get(file.suffix)
     if reader is None:
-        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; use one of {', '.join(READERS)}")
+        packed = "unpack it, and " if file.suffix in PACKED else ""
+        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; {packed}use one of {', '.join(READERS)}")
     try:
         yield from reader(file)
-    except (arrow.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
+    except (arrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
 
 
@@ -148,20 +153,22 @@ def located_row(row: Any, place: str) -> Located:
     if isinstance(row, str):
         return Located({TEXT: row}, place, bare=True)
     if not isinstance(row, dict):
+        array = "; a file that is one array ends in .json" if isinstance(row, list) else "; mend or remove it"
         raise ConfigError(
-            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}; mend or remove it"
+            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}{array}"
         )
     return Located(row, place)
 
 
 def read_json(file: Path) -> Iterator[Located]:
     text = file.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("["):
-        yield from read_json_lines(file)
-        return
     try:
-        rows = json.loads(text, object_pairs_hook=single_keys)
+        whole = json.loads(text, object_pairs_hook=single_keys)
+        rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
+        if not text.lstrip().startswith("["):
+            yield from read_json_lines(file)
+            return
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
     except RepeatedKey as error:
         raise ConfigError(f"{file}: {error}") from None
@@ -169,15 +176,30 @@ def read_json(file: Path) -> Iterator[Located]:
         yield located_row(row, f"{file}, row {number}")
 
 
-def read_csv(file: Path) -> Iterator[Located]:
+def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
+    csv.field_size_limit(LONGEST_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines)
-        if twice := [name for name, count in Counter(rows.fieldnames or []).items() if count > 1]:
-            raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
-        for number, row in enumerate(rows, 1):
-            if None in row or None in row.values():
-                raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
-            yield Located(dict(row), f"{file}, row {number}")
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        try:
+            check_header(rows.fieldnames or [], file, separator)
+            for number, row in enumerate(rows, 1):
+                if None in row or None in row.values():
+                    raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
+                yield Located(dict(row), f"{file}, row {number}")
+        except csv.Error as error:
+            raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}; see to its quotation marks") from None
+
+
+def check_header(header: Sequence[str], file: Path, separator: str) -> None:
+    """Refuse a column that is there twice, and a single one whose name holds what separates fields elsewhere."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
+    others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
+    if others:
+        raise ConfigError(
+            f"{file}: its fields are separated by {SEPARATORS[others[0]]}, in a {file.suffix} file "
+            f"{SEPARATORS[separator]} separate them: save it with these, or as JSONL"
+        )
 
 
 def read_parquet(file: Path) -> Iterator[Located]:
@@ -218,6 +240,7 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }

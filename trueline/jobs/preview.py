@@ -24,18 +24,22 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     assert isinstance(config, RLConfig | SamplingConfig)  # all other verbs learn rows
     sets = load_sets(config)
     firsts = [prompts[0] for prompts in sets.values()]
-    tools = check_environment(config.environment, *firsts)
-    warnings = [text for first in firsts for text in check_rewards(config.reward, first, required=False)]
+    found = check_environment(config.environment, *firsts, rewarded=bool(config.reward.named_parts()))
+    played = bool(config.environment.kind())
+    rewards = check_rewards(config.reward, [*sets.values()], config.data, required=False, played=played)
     check_model(config.model)
     chat = load_chat(config.model, config.data.chat_template)
     lines = [*taken, *[PLAYED] * bool(config.environment.kind() and not config.environment.tools)]
     for path, prompts in sets.items():
-        offered = [with_tools(prompt, tools) for prompt in prompts]
+        offered = [with_tools(prompt, found.tools) for prompt in prompts]
         longest = max(measured(offered, chat).lengths)
         lines.append(f"data       {len(offered)} prompts of {path}, longest {longest} tokens")
         lines += [line for prompt in offered[:rows] for line in describe_prompt(prompt, chat, config)]
     lines += ["", *remarks] if (remarks := chat.remarks()) else []  # of what was rendered
-    sys.stdout.write("\n".join([*lines, *(f"warning: {text}" for text in warnings)]) + "\n")
+    sys.stdout.write(
+        "\n".join([*lines, *rewards.lines, *(f"warning: {text}" for text in (*found.warnings, *rewards.warnings))])
+        + "\n"
+    )
     return 0
 
 

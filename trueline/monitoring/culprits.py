@@ -34,6 +34,10 @@ class Situation:
         phases = [row for row in self.driver.beat.rows if row.kind == "phase"]
         return max(phases, key=lambda row: row.since, default=None)
 
+    def silence(self) -> float:
+        """Return the seconds for which nothing has moved in any process."""
+        return max(self.now - max(one.beat.moved for one in [self.driver, *self.others]), 0.0)
+
     def calls(self) -> list[Row]:
         return [row for row in self.driver.beat.rows if row.kind == "call"]
 
@@ -165,3 +169,8 @@ CULPRITS: tuple[Callable[[Situation], str], ...] = (
 
 def culprit(seen: Situation) -> str:
     return next(filter(None, (rule(seen) for rule in CULPRITS)), "nothing is under way; see the stacks")
+
+
+def certain(seen: Situation) -> str:
+    """Return a culprit that is one at once; all others are what any run waits for, and only so after a silence."""
+    return dead(seen) or stopped(seen) or full_disk(seen)

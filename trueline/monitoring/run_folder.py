@@ -1,19 +1,27 @@
 """The folder of a run: made once, never overwritten, taken up again by --resume."""
 
+import fcntl
 import json
+import os
 import shlex
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from trueline.config.base import ConfigError
+from trueline.config.base import ConfigError, Tree
 from trueline.config.run import RunConfig
+from trueline.monitoring.user_files import changed_files, fingerprints, keep_fingerprints
 
 UNFINISHED = ".unfinished"
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 FOLDER = "run        "  # line of run.log that ends the plan, with the folder
+RUNS = Path(RunConfig.model_fields["folder"].default)
 PRIVATE = 0o700  # transcripts, rows and logs are for who made them
+LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 
 
 class RunFolder:
@@ -27,20 +35,27 @@ class RunFolder:
         self.logs = path / "logs"
         self.log = self.logs / "run.log"  # what was said of the run
         self.checkpoints = path / "checkpoints"
+        self.code = path / "code.json"  # SHA-256 of the user's files, as of the last start
+        self.lock = path / "lock"  # names the process that runs this run, and is locked by it
 
     def open(self, config: RunConfig, verb: str, *, resume: bool) -> Self:
         """Make the folder, or try the one to go on with by writing to it before anything starts."""
-        try:
+        with self._writing(config.folder):
             if resume:
                 self._touch()
             else:
                 self._make(config, verb)
+        return self
+
+    @contextmanager
+    def _writing(self, base: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
-                f"folder={config.folder}: {self.path} cannot be written ({error.strerror}): choose another place "
+                f"folder={base}: {self.path} cannot be written ({error.strerror}): choose another place "
                 "with folder=..., or see to its permissions and to room on the disk"
             ) from error
-        return self
 
     def _make(self, config: RunConfig, verb: str) -> None:
         if self.path.exists():
@@ -57,6 +72,61 @@ class RunFolder:
         trial = self.path / f"trial{UNFINISHED}"
         trial.write_text("a full disk takes no byte\n")
         trial.unlink()
+
+    def changed_files(self, tree: Tree) -> list[str]:
+        """Warn of the user's files that have changed since the last start, and keep what they are now."""
+        now = fingerprints(tree)
+        warnings = changed_files(self.code, now)
+        with suppress(OSError):
+            keep_fingerprints(self.code, now)
+        return warnings
+
+    @contextmanager
+    def locked(self) -> Iterator[str]:
+        """Hold the run's lock, or refuse where another process does; give a warning where the disk knows no locks."""
+        with self._writing(str(self.path.parent)):
+            descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        LOCKS.add(descriptor)
+        try:
+            warning = self._claim(descriptor)
+            about = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+            with suppress(OSError):  # a full disk is told of by what is written next
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(about).encode() + b"\n", 0)
+            yield warning
+        finally:
+            LOCKS.discard(descriptor)
+            os.close(descriptor)
+
+    def check_idle(self) -> None:
+        """Refuse a run that another process is running at this moment."""
+        if self.lock.is_file():
+            with self.lock.open("rb+") as file:
+                self._claim(file.fileno())
+
+    def _claim(self, descriptor: int) -> str:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(self._holder()) from None
+        except OSError as error:
+            return (
+                f"warning: {self.lock} cannot be locked ({error.strerror}), as on some network file systems: nothing "
+                "keeps a second --resume from this run while it lasts"
+            )
+        return ""
+
+    def _holder(self) -> str:
+        try:
+            about = json.loads(self.lock.read_text())
+            process, since = f"process {about['pid']} on {about['host']}", f" since {about['since']}"
+            stop = f"stop it with `kill -INT {about['pid']}` there"
+        except (OSError, ValueError, KeyError):
+            process, since, stop = "another process", "", "stop it"
+        return (
+            f"{self.path} is being run by {process}{since}: wait for its end, or {stop} and wait for its last "
+            "checkpoint; then give --resume again. For another run choose its --name"
+        )
 
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
@@ -125,3 +195,12 @@ class RunFolder:
 
 def default_name(verb: str) -> str:
     return f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def leave_locks() -> None:
+    for descriptor in LOCKS:
+        os.close(descriptor)
+    LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=leave_locks)  # what a run forks must not keep its lock; what it executes has none

@@ -1,6 +1,8 @@
 """A run that does not move explains itself: once, to its screen and to a file, and whenever it is asked."""
 
+import json
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -9,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from trueline.config.base import ConfigError
+from trueline.config.base import ConfigError, read_tree
+from trueline.config.run import RunConfig
 from trueline.monitoring.beats import (
     BEAT,
     BEAT_SECONDS,
@@ -20,13 +23,24 @@ from trueline.monitoring.beats import (
     read_beat,
     write_beat,
 )
-from trueline.monitoring.culprits import Situation, culprit
+from trueline.monitoring.culprits import SILENT_SECONDS, Situation, certain, culprit
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.stacks import Seen, look, other_beats, process_of
 from trueline.monitoring.timing import duration
 
 SHARE_OF_TIMEOUT = 0.1  # of `timeout_seconds`: a silence that is worth a report
 SHOWN_LINES = 12  # of a report on the screen
+PHASES = {  # what a run does in each
+    "plan": "reads the data and plans",
+    "start": "loads models and engines, which may compile",
+    "rollout": "samples completions and waits for their rewards",
+    "score": "computes log-probs",
+    "train": "updates the model",
+    "sync": "sends the weights to the engines",
+    "evaluate": "evaluates",
+    "save": "saves a checkpoint",
+    "end": "ends its processes",
+}
 
 
 def situation(driver: Beat, logs: Path) -> Situation:
@@ -36,17 +50,14 @@ def situation(driver: Beat, logs: Path) -> Situation:
     return Situation(look(driver, logs), others, str(folder), shutil.disk_usage(folder).free)
 
 
-def told(seen: Situation) -> str:
-    """Return the report: the culprit, what is under way, the processes, and their stacks."""
+def told(seen: Situation, *head: str) -> str:
+    """Return the report: what to think of it, what is under way, the processes, and their stacks."""
     everyone = [seen.driver, *seen.others]
-    silence = duration(seen.now - max(one.beat.moved for one in everyone))
     rows = [row for row in seen.driver.beat.rows if row.kind != "phase"]
-    phase = (phase := seen.phase()) and f" in `{phase.who}`"
     under_way = [f"  {row.kind:<12}{row.who} {row.what}: {row.count}, since {seen.age(row)}" for row in rows]
     return "\n".join(
         [
-            culprit(seen),
-            f"Nothing has moved for {silence}{phase or ''}; nothing is ended before its own deadline.",
+            *head,
             "under way, the oldest first:",
             *(under_way or ["  nothing"]),
             "processes:",
@@ -54,6 +65,31 @@ def told(seen: Situation) -> str:
             *(f"\n== stacks of {one.beat.name} (pid {one.beat.pid}) ==\n{one.stack or 'none'}" for one in everyone),
         ]
     )
+
+
+def alarm(seen: Situation) -> str:
+    phase = (phase := seen.phase()) and f" in `{phase.who}`"
+    silence = f"Nothing has moved for {duration(seen.silence())}{phase or ''}"
+    return told(seen, culprit(seen), f"{silence}; nothing is ended before its own deadline.")
+
+
+def calm(seen: Situation, folder: RunFolder) -> str:
+    """Return the same of a run that moves, or has not been silent for long."""
+    phase = seen.phase()
+    doing = (
+        f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}" if phase else "between phases"
+    )
+    head = f"The run goes on: {step_words(folder)}{doing}. Something last moved {duration(seen.silence())} ago."
+    return told(seen, head)
+
+
+def step_words(folder: RunFolder) -> str:
+    """Name the step that is under way, where steps are counted."""
+    with suppress(OSError, ValueError, KeyError, IndexError, ConfigError):
+        total = read_tree(folder.config)["steps"]
+        done = json.loads(folder.metrics.read_bytes().splitlines()[-1])["step"] if folder.metrics.exists() else 0
+        return f"step {min(done + 1, total or done + 1)}{f' of {total}' if total else ''}, "
+    return ""
 
 
 def said(one: Seen, seen: Situation) -> str:
@@ -110,7 +146,7 @@ class Watch:
         if now - moved > self.silence and moved > self.reported:
             self.reported = moved
             with suppress(OSError):  # of a disk that has gone, say: the run itself will tell
-                self._report(told(situation(driver, self.logs)))
+                self._report(alarm(situation(driver, self.logs)))
 
     def _report(self, text: str) -> None:
         number = len(list(self.logs.glob("stuck-*.txt"))) + 1
@@ -122,15 +158,41 @@ class Watch:
 
 
 def explain(run: Path) -> str:
-    """Explain a run from outside: what holds it up, or how it ended."""
+    """Explain a run from outside: what it does, what holds it up, or how it ended."""
     folder = RunFolder(run)
     if not folder.logs.is_dir():
-        raise ConfigError(f"{run} is not the folder of a run (it has no logs): give one, or its name below runs/")
+        raise ConfigError(f"{run} has no logs, so there is nothing to explain: name a run that was started")
     driver = read_beat(folder.logs / f"{RUN}{BEAT}")
-    if driver is not None and process_of(driver) is not None:
-        return told(situation(driver, folder.logs))
+    if driver is not None and lives(driver):
+        seen = situation(driver, folder.logs)
+        return alarm(seen) if certain(seen) or seen.silence() > longest_silence(folder) else calm(seen, folder)
+    try:
+        folder.check_idle()
+    except ConfigError as error:
+        return f"The run is read and planned, and has not begun to work. {error}"
+    return ended(folder, driver)
+
+
+def lives(driver: Beat) -> bool:
+    """Tell whether a driver works: one of another machine, that shares the disk, by what it wrote lately."""
+    elsewhere = driver.host != socket.gethostname() and time.time() - driver.written < SILENT_SECONDS
+    return elsewhere or process_of(driver) is not None
+
+
+def longest_silence(folder: RunFolder) -> float:
+    """Return the seconds after which the run itself would report a silence."""
+    seconds = RunConfig().timeout_seconds
+    with suppress(ConfigError, KeyError):
+        seconds = float(read_tree(folder.config)["timeout_seconds"])
+    return seconds * SHARE_OF_TIMEOUT
+
+
+def ended(folder: RunFolder, driver: Beat | None) -> str:
     lines = folder.log.read_text(errors="replace").split("\n") if folder.log.is_file() else []
     tail = [line for line in lines if line.strip()][-2:] or ["it has said nothing"]  # an error, and how to go on
-    last = next((line for line in tail if line.startswith("error: ")), tail[-1])
-    how = "has ended" if driver is None else f"is not running: its process {driver.pid} is gone without a word"
-    return f"The run {how}. The last word of its log: {last}"
+    last = next((line for line in tail if line.startswith(("error: ", "stopped"))), tail[-1])
+    how, again = "has ended", ""
+    if driver is not None:
+        how = f"is not running: its process {driver.pid} on {driver.host} is gone without a word"
+        again = f"\nGo on with: {folder.resume_command()}" if folder.config.is_file() else ""
+    return f"The run {how}. The last word of its log: {last}{again}"

@@ -1,6 +1,7 @@
 """Log-probs of the model that training starts from: computed once, kept with the run."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +31,11 @@ class ReferenceCache:
         return digest.hexdigest()
 
     def read(self, samples: list[Sample]) -> torch.Tensor | None:
-        if not self.file.exists():
-            return None
-        with safe_open(self.file, framework="pt") as saved:
+        # What is not there, or not whole, is computed again.
+        with suppress(OSError, SafetensorError), safe_open(self.file, framework="pt") as saved:
             known = saved.metadata()["key"] == self.key(samples)
             return saved.get_tensor("logprobs") if known else None
+        return None
 
     def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
         aside = self.file.with_suffix(".unfinished")

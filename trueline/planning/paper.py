@@ -20,6 +20,7 @@ from trueline.rl.plan import RLPlan, check_algorithm, decide
 from trueline.rl.surroundings import Surroundings
 from trueline.runs.memory import GIB, Tenant, place_tokens
 from trueline.runs.preflight import MODEL_KEYS, Kind, Measured
+from trueline.runs.rewards import RewardCheck
 from trueline.runs.summary import engines_line, machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.placement import Layout, check_devices
 
@@ -51,7 +52,9 @@ def plan_rl_on_paper(config: RLConfig, devices: Devices) -> RLPlan:
     length = config.rollout.max_prompt_tokens or PROMPT_TOKENS
     prompts = Measured([Prompt(0, [])], [length])
     chat = ChatFormat(NO_TOKENIZER, use_template=False)
-    return decide(config, Surroundings(check_model(config.model), devices.machine(), [prompts], {}, chat, []))
+    return decide(
+        config, Surroundings(check_model(config.model), devices.machine(), [prompts], {}, chat, RewardCheck())
+    )
 
 
 def describe_rl(plan: RLPlan, devices: Devices) -> str:

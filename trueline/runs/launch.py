@@ -2,20 +2,24 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
+from trueline.algorithms.entries import AlgorithmFailure
 from trueline.config.model import TrainingConfig
 from trueline.config.run import RunConfig
 from trueline.monitoring.beats import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import FOLDER, RunFolder, default_name
 from trueline.monitoring.trackers import check_trackers
+from trueline.monitoring.user_files import with_absolute_places
 from trueline.monitoring.watch import Watch
+from trueline.rewards.combined import REWARD_KINDS
+from trueline.rewards.functions import REWARDS
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.preflight import Reading, chained
@@ -26,7 +30,7 @@ from trueline.sync.proof import SyncFailure
 from trueline.training.checkpoints import Checkpoints
 
 Kind = TypeVar("Kind", bound=RunConfig)
-FAILURES = (ActorFailure, RolloutFailure, SyncFailure, TrainingFailure, torch.OutOfMemoryError)
+FAILURES = (ActorFailure, AlgorithmFailure, RolloutFailure, SyncFailure, TrainingFailure, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ def launch(
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     config, taken = chained(config)
-    with Watch(config.timeout_seconds, lambda said: sys.stderr.write(f"{said}\n")) as watch:
+    say = lambda said: sys.stderr.write(f"{said}\n")  # noqa: E731
+    with ExitStack() as held, Watch(config.timeout_seconds, say) as watch:
+        warning = held.enter_context(folder.locked()) if resume and not dry_run else ""
         with WORK.doing("phase", "plan"):
             job = prepare(config.replaced({"name": name}), Start(verb, folder, resume))
         about = "\n".join([job.about, *taken])
@@ -80,9 +86,14 @@ def launch(
             sys.stdout.write(f"{job.config.dump()}\n{about}\n")
             return 0
         folder.open(job.config, verb, resume=resume)
+        if not resume:
+            folder.rewrite(movable(job.config), verb)
+        warning = warning if resume else held.enter_context(folder.locked())
         progress = Progress(name, job.total, log=folder.log)
         watch.move(folder.logs, progress.note)
         progress.note(f"{about}\n{FOLDER}{folder.path}")
+        for line in filter(None, [warning, *folder.changed_files(movable(job.config).model_dump())]):
+            progress.note(line)
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")
         if job.config.monitoring.doctor and not goes_on(job, folder, resume):
@@ -92,19 +103,24 @@ def launch(
             try:
                 return carry_out(replace(job, reading=None), folder, progress)  # texts are not needed any more
             except RolledBack:
-                config = with_lower_rates(config)
+                config = with_lower_rates(config, job.config)
                 with WORK.doing("phase", "plan"):
                     job = prepare(config.replaced({"name": name}), Start(verb, folder, resume=True))
-                folder.rewrite(job.config, verb)
+                folder.rewrite(movable(job.config), verb)
                 progress = Progress(name, job.total, log=folder.log)
 
 
-def with_lower_rates(config: Kind) -> Kind:
-    """Return the keys that a run goes on with after it was rolled back."""
-    sections = {key: dict(config).get(key) for key in ("training", "critic")}
+def movable(config: RunConfig) -> RunConfig:
+    """Return what a run folder keeps: `--resume` may be given in another folder."""
+    return config.parse(with_absolute_places(config.model_dump(), {*REWARDS, *REWARD_KINDS}))
+
+
+def with_lower_rates(config: Kind, planned: RunConfig) -> Kind:
+    """Return the keys that a run goes on with after it was rolled back, with rates below those that were planned."""
+    sections = {key: dict(planned).get(key) for key in ("training", "critic")}
     rates = {key: part.learning_rate for key, part in sections.items() if isinstance(part, TrainingConfig)}
     factor = config.health.rate_factor
-    return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items()})
+    return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items() if rate is not None})
 
 
 def goes_on(job: Job, folder: RunFolder, resume: bool) -> bool:

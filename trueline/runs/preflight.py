@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueline.config.base import Config, ConfigError, nested, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
@@ -30,8 +30,12 @@ from trueline.runtime.cluster import Machine
 from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
 
+if TYPE_CHECKING:  # which needs this module
+    from trueline.runs.rewards import Trial
+
 Kind = TypeVar("Kind", bound=Config)
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
+UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
 
 
@@ -103,8 +107,13 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
         return folder / "model", "this checkpoint's model"
     if not run.config.is_file() or not run.verb():
         return None
+    if run.verb() in UNTRAINED:
+        raise ConfigError(
+            f"{named} is a run of {run.verb()}, which trains no model: name a run that trains, or a model"
+        )
     asked = CheckpointConfig.parse(read_tree(run.config).get("checkpoint", {}))
-    checkpoints = Checkpoints(run.trained(), asked)
+    trained = run.trained()
+    checkpoints = Checkpoints(trained, asked)
     if best := checkpoints.best():
         return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
     newest = checkpoints.newest()
@@ -117,7 +126,8 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
             f"{named} is a run of {run.verb()} without a checkpoint yet: let it go on until it has one (trueline "
             f"{run.verb()} --resume --name {folder.name}), or name another run or model folder"
         )
-    return newest / "model", f"{newest.name}, the newest checkpoint"
+    which = f"{newest.name}, the newest checkpoint"
+    return newest / "model", which if trained == folder else f"{which} of {trained.parent.name}"
 
 
 def contexts(
@@ -223,6 +233,7 @@ class Reading:
     chat: ChatFormat
     rows: list[Any]  # prompts to answer, or the records of an offline task
     held_out: list[Any]
+    trials: "dict[str, Trial]" = field(default_factory=dict)  # calls that reward functions were asked, by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +255,7 @@ def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
 
 def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
     with naming(prompt.place()):
+        chat.check_tools(prompt.messages, prompt.tools, column="tools" in prompt.columns)
         return chat.prompt_text(prompt.messages, prompt.tools)
 
 

@@ -80,8 +80,10 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
 
 
 def check_data(checkpoints: Checkpoints, now: Tree) -> None:
-    """Refuse changed data: a place in the order means the same rows only as long as data and order stay."""
+    """Refuse a damaged checkpoint, and changed data: a place in the order means the same rows only while both stay."""
     newest = checkpoints.newest()
+    if newest is not None:
+        checkpoints.check_whole(newest)
     changed = changes(checkpoints.peek(newest)[0]["data"], now) if newest is not None else []
     if changed:
         raise ConfigError(

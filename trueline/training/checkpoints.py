@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
+from trueline.models.suitability import is_damaged
 from trueline.monitoring.run_folder import UNFINISHED, RunFolder
 from trueline.monitoring.timing import duration
 
@@ -224,13 +225,22 @@ class Checkpoints:
         """Return the counters of a checkpoint, or refuse it unless every file is what was written."""
         state, written = self.peek(checkpoint)
         found = hashes(checkpoint)
-        wrong = [name for name, digest in written.items() if found.get(name) != digest]
-        if wrong:
-            raise ConfigError(
-                f"{checkpoint}: {wrong[0]} is missing or not what was saved; remove the folder to resume from the "
-                "checkpoint before it"
-            )
+        self._refuse(checkpoint, [name for name, digest in written.items() if found.get(name) != digest])
         return state
+
+    def check_whole(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint at once that has lost a file or a part of one; hashes take longer to compare."""
+        files = {name: checkpoint / name for name in self.peek(checkpoint)[1]}
+        lost = [name for name, file in files.items() if not file.is_file()]
+        cut = [name for name, file in files.items() if name.endswith(".safetensors") and name not in lost]
+        self._refuse(checkpoint, lost + [name for name in cut if is_damaged(files[name])])
+
+    def _refuse(self, checkpoint: Path, wrong: list[str]) -> None:
+        if not wrong:
+            return
+        earlier = [one.name for one in self.finished() if one.name < checkpoint.name]
+        remedy = f"to go on from {earlier[-1]}" if earlier else "(the only one) and start over with --resume --restart"
+        raise ConfigError(f"{checkpoint}: {wrong[0]} is missing or not what was saved; remove the folder {remedy}")
 
     def peek(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
         """Return a checkpoint's counters and hashes, not yet compared with what is on the disk."""

@@ -1,4 +1,43 @@
-from tests.support.mistakes.home import GRPO, Mistake
+import shutil
+from pathlib import Path
+
+from tests.support.mistakes.home import GRPO, SFT, Mistake
+from tests.support.tiny import make_tiny_model
+from trueline.cli import main
+
+LAST = "checkpoints/step_000002"
+WEIGHTS = f"{LAST}/model/model.safetensors"
+RESUME = ["sft", "--resume", "steps=3", "--name"]
+DAMAGED = r" (is no safetensors file, or damaged|has \d+ of its \d+ bytes: it was cut off).* again"
+
+
+def add_files(folder: Path) -> None:
+    """Add runs whose last checkpoint is damaged, one way each, and models that are."""
+    data = ["--data", str(folder / "sft.jsonl"), f"folder={folder / 'runs'}", "--name", "whole", "steps=2"]
+    model = ["--model", str(make_tiny_model(folder / "small", tied=True)), "runtime=local"]
+    assert main(["sft", *model, *data, "checkpoint.every=1", "training.learning_rate=1e-3", "samples_per_step=1"]) == 0
+    whole = folder / "runs" / "whole"
+    for name in ("lost", "cut", "emptied", "stateless", "single"):
+        shutil.copytree(whole, folder / "runs" / name)
+    (folder / "runs/lost" / WEIGHTS).unlink()
+    truncate(folder / "runs/cut" / WEIGHTS, 1000)
+    truncate(folder / "runs/emptied" / WEIGHTS, 0)
+    (folder / "runs/stateless" / LAST / "training.safetensors").unlink()
+    shutil.rmtree(folder / "runs/single/checkpoints/step_000001")
+    (folder / "runs/single" / LAST / "random-0.safetensors").unlink()
+    for name, size in (("cut_model", 100_000), ("empty_model", 0), ("no_header", 100)):
+        shutil.copytree(folder / "model", folder / name)
+        truncate(folder / name / "model.safetensors", size)
+    shutil.copytree(folder / "judge", folder / "cut_judge")
+    truncate(folder / "cut_judge" / "model.safetensors", 100_000)
+    shutil.copytree(folder / "model", folder / "shards")
+    index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    (folder / "shards" / "model.safetensors.index.json").write_text(index)
+
+
+def truncate(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
 
 MISTAKES: list[Mistake] = [
     ([*GRPO, "name=taken"], 2, r"taken exists: add --resume to go on with that run, or choose another --name"),
@@ -8,4 +47,54 @@ MISTAKES: list[Mistake] = [
     ([*GRPO, "--resume", "folder=nowhere"], 2, r"no grpo run to resume in .*nowhere: name its place with folder="),
     ([*GRPO, "--restart"], 2, r"--restart starts a run over that --resume finds: give both, or neither"),
     (["export", "split", "out"], 2, r"split: neither a checkpoint nor a run folder with checkpoints in it"),
+    (
+        [*RESUME, "lost"],
+        2,
+        r"lost/.*: model/model.safetensors is missing .*remove the folder to go on from step_000001",
+    ),
+    ([*RESUME, "cut"], 2, r"cut/.*: model/model.safetensors is missing or not what was saved; remove the folder to go"),
+    (
+        [*RESUME, "emptied"],
+        2,
+        r"emptied/.*: model/model.safetensors is missing or not what was saved; remove the folder",
+    ),
+    ([*RESUME, "stateless"], 2, r"stateless/.*: training.safetensors is missing .*to go on from step_000001"),
+    (
+        [*RESUME, "single"],
+        2,
+        r"random-0.safetensors is missing .*\(the only one\) and start over with --resume --restart",
+    ),
+    ([*RESUME, "elsewhere/run"], 2, r"elsewhere/run is not a run that can be resumed .*leave --resume out"),
+    (
+        ["export", "runs/cut", "out"],
+        2,
+        r"model/model.safetensors is missing .*remove the folder to go on from step_000001",
+    ),
+    (
+        [*SFT, "--data", "sft.jsonl", "model.path=runs/lost"],
+        2,
+        r"step_000002/model: model.safetensors is missing; copy or",
+    ),
+    ([*SFT, "--data", "sft.jsonl", "model.path=cut_model"], 2, f"cut_model/model.safetensors{DAMAGED}"),
+    ([*SFT, "--data", "sft.jsonl", "model.path=empty_model"], 2, f"empty_model/model.safetensors{DAMAGED}"),
+    ([*GRPO, "model.path=no_header"], 2, f"no_header/model.safetensors{DAMAGED}"),
+    (
+        [*GRPO, "model.path=shards"],
+        2,
+        r"model.path=shards: model-00002-of-00002.safetensors is missing; copy or download",
+    ),
+    ([*GRPO, "reward.function=cut_judge"], 2, f"cut_judge/model.safetensors{DAMAGED}"),
+    (["eval", "--model", "cut_model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits"], 2, DAMAGED),
+    (
+        [*GRPO, "cluster.address=127.0.0.1:1"],
+        2,
+        r"address=127.0.0.1:1: nothing answers there .*RAY_AUTH_MODE=token ray st",
+    ),
+    (
+        [*GRPO, "cluster.address=localhost"],
+        2,
+        r"cluster.address=localhost: name HOST:PORT, where Ray's usual port is 6379",
+    ),
+    ([*GRPO, "cluster.address=no.such.host.invalid:6379"], 2, r"the host no.such.host.invalid is not known here"),
+    ([*GRPO, "cluster.address=ray://127.0.0.1:10001"], 2, r"cluster.address: ray:// .*name HOST:PORT or auto"),
 ]

@@ -69,6 +69,7 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
+
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():
@@ -83,6 +84,3 @@ def make_home(folder: Path) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
-    from tests.support.mistakes.plans import add_files  # which imports this module
-
-    add_files(folder)

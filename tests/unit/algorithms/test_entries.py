@@ -1,5 +1,8 @@
+import importlib
+import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -32,13 +35,34 @@ def test_an_unknown_name_is_refused_with_key_and_names() -> None:
 
 
 def test_a_path_is_imported() -> None:
-    assert lookup({}, "math:sqrt", "some.key") == Entry(math.sqrt, "your own")
+    assert lookup({}, "math:sqrt", "some.key") == Entry(math.sqrt, "your own", key="some.key=math:sqrt")
 
 
-@pytest.mark.parametrize("path", ["no_such_module_here:f", "math:no_such_function"])
-def test_a_path_that_cannot_be_imported_is_refused_by_key(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"some.key={path}: cannot be imported"):
-        lookup(TABLE, path, "some.key")
+OWN = {
+    "no_such_module_here:f": r"cannot be imported \(No module named .*\); is its folder on PYTHONPATH\?",
+    "math:no_such_function": r"math has no function 'no_such_function'; it has acos,",
+    "{}/broken.py:f": r" raised NameError: name 'nothing' is not defined \(broken.py, line 2\)",
+    "{}/gone.py:f": r"there is no file .*/gone.py",
+    "{}/gone.pickle": r"there is no file .*/gone.pickle",
+}
+
+
+@pytest.mark.parametrize("path", OWN)
+def test_a_path_that_cannot_be_imported_is_refused_by_key(tmp_path: Path, path: str) -> None:
+    (tmp_path / "broken.py").write_text("import math\nnothing\n")
+    with pytest.raises(ConfigError, match=f"some.key={path.format(tmp_path)}:?.*{OWN[path]}"):
+        lookup(TABLE, path.format(tmp_path), "some.key")
+
+
+def test_a_file_is_loaded_beside_modules_of_its_name_and_finds_its_neighbours(tmp_path: Path) -> None:
+    """It is called as a module that this process works with; so is a neighbour that it does not import."""
+    (tmp_path / "json.py").write_text("import neighbour\n\n\ndef f():\n    return neighbour.ANSWER\n")
+    (tmp_path / "neighbour.py").write_text("ANSWER = 7\n")
+    (tmp_path / "colorsys.py").write_text("WRONG = True\n")
+    found: Entry[[], int] = lookup({}, f"{tmp_path}/json.py:f", "some.key")
+    assert found() == 7
+    assert json.loads("[1]") == [1] and "json" in sys.modules and sys.modules["json"] is json
+    assert "WRONG" not in vars(importlib.import_module("colorsys"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -30,6 +30,12 @@ WITHOUT_END = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+SYSTEM_IN_THE_LAST_QUESTION = (  # as Mistral's: nowhere else, and not once the answer is there
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}<s>"
+    "{% for message in (messages[1:] if system else messages) %}{% if message.role == 'user' %}[INST] "
+    "{% if loop.last and system %}{{ system }}\n\n{% endif %}{{ message.content }}[/INST]"
+    "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
+)
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 
 TALK = [
@@ -175,6 +181,19 @@ def test_an_answer_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTr
     assert learnt_stretches(chat, reasoning) == ["yes</think>a</s>"]
 
 
+def test_a_question_that_is_written_in_another_way_once_it_is_answered_is_not_learnt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = chat_with(tokenizer, SYSTEM_IN_THE_LAST_QUESTION)
+    first, second = chat.encode(TALK, "all")
+    assert whole_text(chat, first) == "<s>[INST] brief\n\n1+1=[/INST] 2</s>"
+    assert learnt_stretches(chat, first) == [" 2</s>"]
+    assert whole_text(chat, second) == ("<s>[INST] 1+1=[/INST] 2</s>[INST] brief\n\nand one more?[/INST] größer: 3</s>")
+    assert learnt_stretches(chat, second) == [" größer: 3</s>"]
+    (without,) = chat.encode(TALK[1:], "all")
+    assert learnt_stretches(chat, without) == [" 2</s>", " größer: 3</s>"]
+
+
 def test_without_an_end_in_the_template_the_last_answer_gets_one(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, WITHOUT_END)
     (encoded,) = chat.encode(TALK, "all")
@@ -260,6 +279,8 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
 @pytest.mark.parametrize(
     ("prompt", "full", "other", "learnt"),
     [
+        ("s q]", "q] a.", "q] _.", " a."),
+        ("s q]", "q: a.", "q: _.", "a."),
         ("u:", "u:a.", "u:_.", "a."),
         ("u:<t>", "u:a.", "u:_.", "a."),
         ("u:<t>", "u:<b.", "u:_.", "<b."),
@@ -269,7 +290,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
     ],
 )
 def test_what_is_learnt_of_a_rendering(prompt: str, full: str, other: str, learnt: str) -> None:
-    assert learnt_text(prompt, full, lambda: other) == learnt
+    assert learnt_text(prompt, full, lambda: other, "q") == learnt
 
 
 # Tools
@@ -314,11 +335,35 @@ def test_without_a_template_calls_are_refused(tokenizer: PreTrainedTokenizerFast
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_what_is_not_shown_is_told(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
     chat = chat_with(tokenizer, template)
-    chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all", tools=TOOLS)
-    assert [line for line in chat.remarks() if "name, tools" in line and "data.chat_template=FILE" in line]
+    chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all")
+    assert [line for line in chat.remarks() if ": name;" in line and "data.chat_template=FILE" in line]
     if template:
         chat.prompt_tokens([*TOOL_TALK[:2], RESULT | {"tool_call_id": "7"}])
-        assert "name, tool_call_id, tool_calls, tools" in chat.remarks()[-1]
+        assert "name, tool_call_id, tool_calls;" in chat.remarks()[-1]
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_tools_that_are_never_shown_are_refused(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
+    """By a template that leaves them out, or without one; a prompt that happens to hold a name shows no tool."""
+    chat, asked = chat_with(tokenizer, template), [{"role": "user", "content": "add 1 and 1"}]
+    chat.tokenizer.name_or_path = "some/model"
+    why = "the chat template of some/model leaves them out" if template else "some/model has no chat template"
+    for check in (lambda: chat.check_tools(asked, TOOLS), lambda: chat.encode([*asked, TALK[2]], "all", tools=TOOLS)):
+        with pytest.raises(ConfigError, match=rf"never shown the tools add, for {why}: .*=FILE .*data.system_prompt"):
+            check()
+    with pytest.raises(ConfigError, match="tools add"):
+        chat.check_tools([{"role": "system", "content": "Give an address."}, *asked], TOOLS)
+    described = [{"role": "system", "content": "Call add(a, b) for sums."}, *asked]
+    chat.check_tools(described, TOOLS)
+    assert len(chat.encode([*described, TALK[2]], "all", tools=TOOLS)) == 1
+
+
+def test_a_template_that_shows_some_tools_is_refused_for_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, "{{ tools[0].function.name if tools }}" + CHATML)
+    others = [{"type": "function", "function": {"name": name}} for name in ("draw", "shuffle")]
+    chat.check_tools(TOOL_TALK[:1], TOOLS)
+    with pytest.raises(ConfigError, match="never shown the tools draw, shuffle, for"):
+        chat.check_tools(TOOL_TALK[:1], [*TOOLS, *others])
 
 
 def test_what_is_shown_is_not_told(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,7 +1,15 @@
+import errno
+import fcntl
+import json
 import os
+import signal
+import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trueline.config.base import ConfigError
@@ -124,3 +132,57 @@ def test_a_run_names_the_command_that_goes_on_with_it(tmp_path: Path, monkeypatc
     usual, other = create(tmp_path / "runs"), create(tmp_path / "my runs")
     assert usual.resume_command() == "trueline grpo --resume --name first"
     assert other.resume_command() == f"trueline grpo --resume --name first 'folder={tmp_path}/my runs'"
+
+
+# The lock
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from trueline.monitoring.run_folder import RunFolder
+
+with RunFolder(Path(sys.argv[1])).locked():
+    executed = subprocess.Popen(["sleep", "600"]).pid
+    forked = os.fork()
+    if not forked:
+        time.sleep(600)
+    print(executed, forked, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_is_locked_as_long_as_its_process_lives_and_not_by_its_children(tmp_path: Path) -> None:
+    """Both children outlive their parent, which is killed without a word: one was executed, one forked."""
+    run = create(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in holder.stdout.readline().split()]
+    said = rf"first is being run by process {holder.pid} on {socket.gethostname()} since 20.*kill -INT {holder.pid}"
+    with pytest.raises(ConfigError, match=said):
+        run.check_idle()
+    with pytest.raises(ConfigError, match="then give --resume again"), run.locked():
+        pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    try:
+        assert all(child.is_running() for child in children)
+        run.check_idle()
+        with run.locked() as warning:
+            assert warning == "" and json.loads(run.lock.read_text())["pid"] == os.getpid()
+            with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
+                RunFolder(run.path).check_idle()
+    finally:
+        for child in children:
+            child.kill()
+    run.check_idle()
+
+
+def test_a_disk_without_locks_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    run = create(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with run.locked() as warning:
+        assert f"warning: {run.lock} cannot be locked (No locks available)" in warning
+        run.check_idle()

@@ -40,6 +40,9 @@ def test_a_silence_is_reported_once_and_the_next_one_again(logs: Path) -> None:
         watch.check(WORK.moved + HOUR + 1)
         watch.check(WORK.moved + 3 * HOUR)
         assert len(said) == 1
+        assert explain(logs.parent).startswith("The run goes on: it computes log-probs (`score`) since ")
+        WORK.moved -= HOUR
+        watch.check(WORK.moved)
         assert explain(logs.parent).startswith("the run itself is in `score` since")
         with WORK.doing("phase", "train"):
             watch.check(WORK.moved + HOUR - 1)
@@ -82,7 +85,7 @@ def test_the_thread_reports_by_itself() -> None:
 
 
 def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
+    with pytest.raises(ConfigError, match="has no logs, so there is nothing to explain"):
         explain(logs)
     (logs / "run.log").write_text("step 1\ndone: step 4 of 4\n\n")
     assert explain(tmp_path) == "The run has ended. The last word of its log: done: step 4 of 4"
@@ -92,6 +95,35 @@ def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> No
     child += "write_beat(Path(sys.argv[1]), WORK.beat('run'))"
     subprocess.run([sys.executable, "-c", child, str(logs)], check=True)
     assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
+
+
+def test_a_run_that_moves_is_explained_calmly(tmp_path: Path, logs: Path) -> None:
+    """Also from a machine that shares the disk with its own; what is certainly wrong is told all the same."""
+    (tmp_path / "config.yaml").write_text("# trueline grpo\nsteps: 9\ntimeout_seconds: 36000\n")
+    with WORK.doing("phase", "start"):
+        write_beat(logs, WORK.beat("run"))
+    begun = "The run goes on: step 1 of 9, it loads models and engines, which may compile (`start`) since "
+    assert explain(tmp_path).startswith(begun)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with WORK.doing("phase", "rollout"), WORK.doing("call", "engine-0", "generate"):
+        beat = WORK.beat("run")
+    for one in (beat, replace(beat, host="another")):
+        write_beat(logs, one)
+        head, *rest = explain(tmp_path).splitlines()
+        assert head.startswith(
+            "The run goes on: step 3 of 9, it samples completions and waits for their rewards (`rollout`)"
+        )
+        assert "Something last moved" in head and "Nothing has moved" not in "".join(rest)
+    write_beat(logs, replace(beat, host="another", written=beat.written - HOUR))
+    assert f"its process {beat.pid} on another is gone without a word" in explain(tmp_path)
+    assert f"Go on with: trueline grpo --resume --name {tmp_path.name} folder={tmp_path.parent}" in explain(tmp_path)
+    write_beat(logs, beat)
+    write_beat(logs, replace(beat, name="engine-0", born=0.0))
+    assert explain(tmp_path).startswith("engine-0's process is gone")
+    (logs / "engine-0.beat").unlink()
+    (tmp_path / "config.yaml").write_text("# trueline grpo\nsteps: 9\ntimeout_seconds: 100\n")
+    write_beat(logs, replace(beat, moved=beat.moved - HOUR))
+    assert explain(tmp_path).startswith("engine-0 has not answered for ")
 
 
 BUSY = """

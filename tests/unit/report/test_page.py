@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,31 @@ def test_long_texts_and_many_runs_fit_too(tmp_path: Path) -> None:
     text = written(tmp_path / "page.html", *runs)
     assert len(text) < MOST_BYTES
     assert all(run["transcripts"] and run["series"]["metric/0"] for run in content_of(text)["runs"])
+
+
+def test_groups_are_shown_whole(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 99), MonitoringConfig(tensorboard=False))
+    for step in range(99):
+        for group in (7, 2):
+            rows = [{"group": group, "reply": f"{step} {group} {number}"} for number in range(8)]
+            tracker.show(step, [{"purpose": "train", "prompt": "?", **row} for row in rows])
+        tracker.show(step, [{"purpose": "evaluate", "group": 0, "reply": "r"}])
+    shown = only_run(tmp_path / "page.html", folder.path)["transcripts"]
+    groups = Counter((one["step"], one["group"]) for one in shown if one["purpose"] == "train")
+    assert set(groups.values()) == {8} and len(groups) == 25  # 201 of 300 are left by 99 evaluations
+    assert len(shown) == 99 + 25 * 8 <= MOST_TRANSCRIPTS
+    steps = sorted(step for step, _ in groups)
+    assert steps[0] == 0 and steps[-1] == 98 and max(b - a for a, b in pairwise(steps)) < 6
+
+
+def test_a_group_larger_than_the_page_is_shown_in_part(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 1), MonitoringConfig(tensorboard=False))
+    said = [{"number": 1, "prompt": ["p" * 2500] * 20, "turns": ["t" * 2500] * 20}] * 10
+    tracker.show(1, [{"purpose": "train", "group": 0, "reply": "r", "conversations": said} for _ in range(16)])
+    text = written(tmp_path / "page.html", folder.path)
+    assert len(text) < MOST_BYTES
+    shown = content_of(text)["runs"][0]["transcripts"]
+    assert 0 < len(shown) < 16 and len(shown[0]["conversations"]) == 10
 
 
 def test_header_health_ledger_and_failures(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_call_that_works_now_shows_its_number(functions: Path, name: str, rewa
 )
 def test_a_call_that_fails_again_shows_why(functions: Path, name: str, reason: str) -> None:
     done = replayed(RewardPartConfig(function=f"{functions}:{name}"), functions.parent)
-    assert done.returncode == 1
+    assert done.returncode == (2 if name == "absent" else 1)
     assert reason in done.stderr
     assert done.stdout == ""
 
@@ -71,8 +71,17 @@ def test_a_scorer_cannot_be_replayed_and_a_password_is_not_kept(tmp_path: Path) 
     write_failure(file, part, {"reply": ""}, "no answer from http://me:hidden@scorer:80/score")
     assert json.loads(file.read_text())["error"] == "no answer from http://scorer:80/score"
     done = replay(file)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "only functions can be replayed" in done.stderr
+
+
+def test_an_episode_is_not_replayed_as_if_its_reward_had_failed(tmp_path: Path) -> None:
+    write_failure(tmp_path / "1.json", None, {"prompt": "2+2="}, "the agent raised")
+    for name, said in (("1.json", "an episode cannot be replayed alone"), ("gone.json", "not a file of a failed call")):
+        done = replay(tmp_path / name)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"error: {tmp_path / name}: " in done.stderr and said in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_what_is_written(tmp_path: Path) -> None:

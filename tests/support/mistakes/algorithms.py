@@ -1,0 +1,89 @@
+from pathlib import Path
+
+from tests.support.mistakes.home import GRPO, Mistake
+
+ALGORITHMS = """
+import torch
+
+from trueline.data.types import LossOutput
+
+
+def one_parameter(samples):
+    pass
+
+
+def raises(samples, config):
+    return {}[len(samples)]
+
+
+def nothing(samples, config):
+    pass
+
+
+def short(samples, config):
+    for sample in samples:
+        sample.advantages = torch.ones(1)
+
+
+def not_finite(samples, config):
+    for sample in samples:
+        sample.advantages = sample.mask / torch.zeros(1)
+
+
+def loss_raises(logprobs, batch, config):
+    return torch.ones(2) @ torch.ones(3)
+
+
+def averaged(logprobs, batch, config):
+    return LossOutput((logprobs * batch.advantages).mean())
+
+
+def bare(logprobs, batch, config):
+    return logprobs
+
+
+def loss_not_finite(logprobs, batch, config):
+    return LossOutput(logprobs.log())
+"""
+
+
+def add_files(folder: Path) -> None:
+    (folder / "own.py").write_text(ALGORITHMS)
+    (folder / "wrong.py").write_text("def f(samples, config)\n    pass\n")
+
+
+MISTAKES: list[Mistake] = [
+    ([*GRPO, "algorithm.advantage=gone.py:f"], 2, r"algorithm.advantage: there is no file gone.py \(looked in /"),
+    ([*GRPO, "algorithm.advantage=own.py"], 2, r"own.py is a file: name the function in it, too, as own.py:NAME"),
+    ([*GRPO, "algorithm.advantage=own.py:f"], 2, r"own.py has no function 'f'; it has .*one_parameter, raises"),
+    ([*GRPO, "algorithm.advantage=gone:f"], 2, r"advantage=gone:f: cannot be imported .*PYTHONPATH"),
+    (
+        [*GRPO, "algorithm.advantage=median"],
+        2,
+        r"advantage=median: not known; choose from gae.* or give file.py:function",
+    ),
+    ([*GRPO, "algorithm.advantage=wrong.py:f"], 2, r"wrong.py:f raised SyntaxError: expected ':' \(wrong.py, line 1\)"),
+    ([*GRPO, "algorithm.advantage=broken.py:f"], 2, r"broken.py:f: cannot be imported \(No module named 'nonsense'\)"),
+    ([*GRPO, "algorithm.advantage=own:one_parameter"], 2, r"it is called with \(samples, config\), and too many"),
+    ([*GRPO, "algorithm.advantage=own.py:raises"], 1, r"error: .*own.py:raises raised KeyError: 4 \(own.py, line 12\)"),
+    ([*GRPO, "algorithm.advantage=own.py:nothing"], 1, r"nothing left sample 0 without advantages: set sample.adv"),
+    ([*GRPO, "algorithm.advantage=own.py:short"], 1, r"sample 0 advantages of shape \[1\], .*multiply by sample.mask"),
+    ([*GRPO, "algorithm.advantage=own.py:not_finite"], 1, r"advantages that are not finite: see to divisions by zero"),
+    (
+        [*GRPO, "algorithm.loss=own.py:one_parameter"],
+        2,
+        r"algorithm.loss=.*: it is called with \(logprobs, batch, conf",
+    ),
+    ([*GRPO, "algorithm.loss=own.py:loss_raises"], 1, r"loss_raises raised RuntimeError: .* \(own.py, line 30\)"),
+    (
+        [*GRPO, "algorithm.loss=own.py:averaged"],
+        1,
+        r"averaged returned values of shape \[\]: return LossOutput\(values\)",
+    ),
+    (
+        [*GRPO, "algorithm.loss=own.py:bare"],
+        1,
+        r"bare returned Tensor: return LossOutput\(values\) with a value for each",
+    ),
+    ([*GRPO, "algorithm.loss=own.py:loss_not_finite"], 1, r"returned values that are not finite: see to logarithms"),
+]

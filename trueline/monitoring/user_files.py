@@ -1,0 +1,179 @@
+"""The user's own files that a configuration names: kept by absolute path, found after a move, told when they change."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+FUNCTIONS = re.compile(r"reward\.(parts\..+\.)?function|environment\.(function|agent)|algorithm\.(advantage|loss)")
+TOOLS = re.compile(r"environment\.tools")
+DATASETS = re.compile(r"data\.path|evaluation\.(data|sets\..+)")
+HELD_OUT = re.compile(r"evaluation\..+")
+TEMPLATES = re.compile(r"(.+\.)?chat_template")
+MIXTURE = "data.mixture"  # whose keys are paths
+PLACES = re.compile(r"(model|critic|teacher)\.path|distill\.teacher|environment\.options\.documents")
+DIFFERS = {  # section -> what is not the same before and after a change
+    "reward": "rewards",
+    "environment": "episodes",
+    "algorithm": "updates",
+    "evaluation": "evaluations",
+    "data": "prompts",
+}
+PICKLED = ".pickle"
+MODULE = re.compile(r"([A-Za-z_][\w.]*):\w+")
+Tree = dict[str, Any]  # not imported, for pydantic comes with it, and processes of user functions start without
+Change = Callable[[str], str]
+Digests = dict[str, dict[str, str]]  # of files, by key
+
+
+def changed_places(tree: Tree, change: Change, path: str = "") -> Tree:
+    """Return the tree with every place in it changed; hub names, addresses and built-in names are handed over, too."""
+    changed: Tree = {}
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if key == MIXTURE:
+            changed[name] = {change(place): weight for place, weight in value.items()}
+        elif isinstance(value, dict):
+            changed[name] = changed_places(value, change, f"{key}.")
+        elif isinstance(value, list):
+            changed[name] = [changed_value(one, change, key) for one in value]
+        else:
+            changed[name] = changed_value(value, change, key)
+    return changed
+
+
+def changed_value(value: Any, change: Change, key: str) -> Any:
+    if not isinstance(value, str) or not value:
+        return value
+    if FUNCTIONS.fullmatch(key) or TOOLS.fullmatch(key):
+        return changed_function(value, change, key)
+    return change(value) if any(some.fullmatch(key) for some in (DATASETS, TEMPLATES, PLACES)) else value
+
+
+def changed_function(value: str, change: Change, key: str) -> str:
+    place, _, name = value.rpartition(":")
+    if place.isidentifier() and Path(f"{place}.py").is_file():  # a module that is imported from this folder
+        place = f"{place}.py"
+    if place.endswith(".py") and " " not in place:
+        return f"{change(place)}:{name}"
+    if key == "environment.agent" and " " in value:
+        return shlex.join(change(word) if "." in word or "/" in word else word for word in shlex.split(value))
+    return change(value) if key.startswith("reward.") or value.endswith(PICKLED) else value
+
+
+def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
+    """Return the tree of a run that can be taken up from any folder; what is no file or folder stays as it is."""
+
+    def absolute(place: str) -> str:
+        found = Path(place).expanduser()
+        return str(found.resolve()) if place not in built_in and found.exists() else place
+
+    return changed_places(tree, absolute) | {"folder": str(Path(tree["folder"]).expanduser().resolve())}
+
+
+def found_again(tree: Tree, base: Path) -> Tree:
+    """Return the tree of a run that is in the folder `base` now: with files that have moved along with it, and those
+    below the working folder named from there, as they usually were, for names of files stand in rows and metrics.
+    """
+    before = str(tree.get("folder", ""))
+
+    def found(place: str) -> str:
+        if not os.path.isabs(before) or not os.path.isabs(place):
+            return place
+        moved = os.path.normpath(base / os.path.relpath(place, before))
+        now = moved if os.path.exists(moved) and not os.path.exists(place) else place
+        near = os.path.relpath(now)
+        return near if os.path.isfile(now) and not near.startswith("..") else now
+
+    return changed_places(tree, found)
+
+
+# Changes
+
+
+def fingerprints(tree: Tree) -> Digests:
+    """Return the SHA-256 of the user's code, templates and held-out data by key; places in the tree are absolute."""
+    found: Digests = {}
+    for key, value in code_values(tree):
+        files = [file for place in places_in(value, key) for file in files_of(place)]
+        found.setdefault(key, {}).update({str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+    return found
+
+
+def code_values(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if isinstance(value, dict):
+            yield from code_values(value, f"{key}.")
+        elif any(some.fullmatch(key) for some in (FUNCTIONS, TOOLS, TEMPLATES, HELD_OUT)):
+            yield from ((key, str(one)) for one in (value if isinstance(value, list) else [value]))
+
+
+def places_in(value: str, key: str) -> list[str]:
+    seen: list[str] = []
+
+    def note(place: str) -> str:
+        seen.append(place)
+        return place
+
+    changed_value(value, note, key)
+    return seen or [value]
+
+
+def files_of(place: str) -> list[Path]:
+    """Return a file, or those of a module, and the modules beside it that are imported with it."""
+    module = MODULE.fullmatch(place)
+    bases = [Path.cwd(), *map(Path, sys.path)] if module else []
+    named = next(filter(None, (list(module_files(base, module[1])) for base in bases if module)), [Path(place)])
+    found = [file for file in named if file.is_file()]
+    for file in found:
+        found += [more for more in imported_beside(file) if more not in found]
+    return found
+
+
+def imported_beside(file: Path) -> Iterator[Path]:
+    if file.suffix != ".py":
+        return
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):
+        return
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names += [node.module] if node.module else [alias.name for alias in node.names]
+    for name in names:
+        yield from module_files(file.parent, name)
+
+
+def module_files(folder: Path, name: str) -> Iterator[Path]:
+    """Yield the files in `folder` that importing a module by this name runs."""
+    for part in name.split("."):
+        yield from (file for file in (folder / f"{part}.py", folder / part / "__init__.py") if file.is_file())
+        folder /= part
+
+
+def changed_files(record: Path, now: Digests) -> list[str]:
+    """Warn of each file that is not what it was when the run was last started, by a file that keeps fingerprints."""
+    try:
+        before = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return []
+    return [
+        f"warning: {file} ({key}) has changed since this run was last started: {DIFFERS[key.partition('.')[0]]} before "
+        "and after this point are not comparable. Bring it back as it was, or start a new run, if that matters"
+        for key, files in now.items()
+        for file, digest in files.items()
+        if before.get(key, {}).get(Path(file).name, digest) != digest
+    ]
+
+
+def keep_fingerprints(record: Path, now: Digests) -> None:
+    names = {key: {Path(file).name: digest for file, digest in files.items()} for key, files in now.items()}
+    record.write_text(json.dumps(names, indent=2) + "\n")
