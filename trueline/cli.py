@@ -162,6 +162,7 @@ def add_reward_verbs(verbs: Any) -> None:
     trial.add_argument("--reply", help="reply to ask about; default: each row's label or completion")
     trial.add_argument("--rows", type=positive, default=3, help="how many, from the first on (default 3)")
     add_config_options(trial, TRIAL_FLAGS, GenerateConfig)
+    trial.stray = "give a reply as --reply {0!r}"
     trial.set_defaults(run=try_reward)
 
 
@@ -273,8 +274,6 @@ def preview_data(options: argparse.Namespace) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
-    if stray := [word for word in options.overrides if "=" not in word]:
-        raise ConfigError(f"{stray[0]!r} is neither an option nor key=value: give a reply as --reply {stray[0]!r}")
     config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
     quiet_libraries()
     from trueline.jobs.try_reward import show_trial  # noqa: PLC0415

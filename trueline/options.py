@@ -18,7 +18,7 @@ Words = list[str]
 
 
 class Once(argparse.Action):
-    """Stores the value of a flag; that the last one of several counts is printed, and two flags of one key are refused."""
+    """Stores the value of a flag, prints which is replaced by a later one, and refuses two flags of one key."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -38,6 +38,8 @@ class CommandParser(argparse.ArgumentParser):
     """Reports every word of a command that it does not know, with what to write in place of it."""
 
     respell: Callable[[Words], Words] = staticmethod(lambda words: words)  # before they are parsed
+
+    stray = ""  # what to write in place of a word that is neither a flag nor a key
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -66,7 +68,8 @@ class CommandParser(argparse.ArgumentParser):
             try:
                 parse_override(word)
             except ConfigError as error:
-                lines.append(str(error))
+                about = "{0!r} is neither an option nor key=value: " + self.stray
+                lines.append(about.format(word) if self.stray else str(error))
         return lines and [*lines, *unknown_keys(kind, options.config, [word for word in words if KEY.match(word)])]
 
     def _unknown_flag(self, word: str, kind: type[Config]) -> str:
