@@ -22,7 +22,6 @@ from trueline.options import (
     add_config_options,
     given_flags,
     keys_first,
-    port_number,
     positive,
     verb_first,
 )
@@ -207,7 +206,7 @@ def add_report_verbs(verbs: Any) -> None:
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
     watch.add_argument("of", nargs="*", metavar="RUN", help=runs)
-    watch.add_argument("--port", type=port_number, default=0, help="default: any free one")
+    watch.add_argument("--port", type=int, default=0, help="default: any free one")
     watch.set_defaults(run=run_watch)
 
 
@@ -355,10 +354,7 @@ def run_demo(options: argparse.Namespace) -> int:
     from trueline.demo.run import run  # noqa: PLC0415
     from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
 
-    folder = options.folder or Path("runs") / default_name("demo")
-    if folder.exists():
-        raise ConfigError(f"--folder {folder} exists: name a new folder for the model, data and runs of the demo")
-    return run(folder, options.seed, options.steps)
+    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:
