@@ -101,7 +101,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             held_out = ["samples_per_step=2", "evaluation.share=0.01", "training.learning_rate=1e-4"]
             assert main([verb, "--data", f"{data}.jsonl", "--name", name, *held_out, *local]) == 0
         jobs = ["--model", "model", "--data", "data.jsonl", "runtime=local", "limit=1", "rollout.max_new_tokens=4"]
-        assert main(["generate", "--name", "NAME", "--reward", "math", *jobs]) == 0
+        for name in ("NAME", "sampled"):
+            assert main(["generate", "--name", name, "--reward", "math", *jobs]) == 0
     checkpoints = folder / "runs" / "judge" / "checkpoints"
     (checkpoints / "step_000001").rename(checkpoints / "step_000500")
     (folder / "runs/first/checkpoints/step_000001").rename(folder / "runs/first/checkpoints/step_000100")
