@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+from trueline.algorithms import user_functions
 from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
 from trueline.rewards.base import Call, PolicyError
 from trueline.rewards.functions import REWARDS
@@ -106,7 +107,7 @@ def finite(value: Any) -> dict[str, Any]:
 def explain(error: BaseException) -> str:
     """Return the traceback from where the function's own lines begin."""
     place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename == __file__:
+    while place is not None and place.tb_frame.f_code.co_filename in (__file__, user_functions.__file__):
         place = place.tb_next
     return "".join(traceback.format_exception(type(error), error, place))[-LONGEST_ERROR:].rstrip()
 
