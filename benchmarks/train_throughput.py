@@ -65,7 +65,7 @@ def timed(step: Any, steps: int) -> list[float]:
 
 
 def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
-    worker = Worker(WorkerSpec(config, TrainingConfig(), 0, 1, 1000, 0))
+    worker = Worker(WorkerSpec(config, TrainingConfig(learning_rate=1e-6), 0, 1, 1000, 0))
     worker.start(worker.listen())
     return timed(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
 

@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
     {"__init__", "api", "cli", "demo"},
-    {"verbs", "objects", "cluster_address"},
+    {"verbs", "objects", "options", "cluster_address"},
     {"planning", "doctor", "report"},
     {"rl", "offline", "jobs"},
     {"runs"},

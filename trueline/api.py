@@ -21,16 +21,18 @@ from trueline.config.supervised import SupervisedConfig
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.user_files import found_again
-from trueline.objects import Objects, reward_section
+from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
+    from trueline.data.transcripts import LazyRows
     from trueline.doctor.findings import Findings
     from trueline.runs.launch import Job
 
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first that a run has any of
 Rows = list[dict[str, Any]]
+Resume = bool | str | os.PathLike[str]  # whether, or which run
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,10 @@ class Run:
     folder: Path
     status: int | None = None  # 0: complete; 130: interrupted, and can be resumed; None: of an earlier run
 
+    def __fspath__(self) -> str:
+        """Stand for the folder, so that a run is a model, data or what is resumed."""
+        return str(self.folder)
+
     @property
     def metrics(self) -> Any:
         """Read what each step reported: a pandas DataFrame where pandas is installed, else a list of dictionaries."""
@@ -66,17 +72,21 @@ class Run:
         """Find the model folder of the newest checkpoint; that of the last round, where there are rounds."""
         from trueline.training.export import find_checkpoint  # noqa: PLC0415
 
-        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.folder.glob("round_*/*/checkpoints")}
-        return find_checkpoint(rounds[max(rounds)] if rounds else self.folder) / "model"
+        return find_checkpoint(self.folder) / "model"
 
     @property
-    def transcripts(self) -> Rows:
-        return read_rows(RunFolder(self.folder).transcripts)
+    def transcripts(self) -> "LazyRows":
+        """Open what was sampled, numbers of its tokens as arrays; a row is read when it is asked for."""
+        from trueline.data.transcripts import LazyRows, with_arrays  # noqa: PLC0415
+
+        return LazyRows(RunFolder(self.folder).transcripts, read=with_arrays)
 
     @property
-    def samples(self) -> Rows:
-        """Read the completions that `generate` sampled, in the order of the rows."""
-        return sorted(read_rows(self.folder / "samples.jsonl"), key=lambda row: int(row["id"]))
+    def samples(self) -> "LazyRows":
+        """Open the completions that `generate` sampled, in the order of the prompts; each is read when asked for."""
+        from trueline.data.transcripts import LazyRows  # noqa: PLC0415
+
+        return LazyRows(self.folder / "samples.jsonl", key=lambda row: int(row["id"]))
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -113,7 +123,7 @@ def train(
     verb: str,
     config: str | Path | Tree | None = None,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     restart: bool = False,
     dry_run: bool = False,
     **keys: Any,
@@ -122,7 +132,8 @@ def train(
 
     A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
     `environment` a class or a function, `agent` a function, `tools` a list with functions in it; data can be a list of
-    rows or a `datasets.Dataset`.
+    rows or texts, a `datasets.Dataset` or `DatasetDict`, or a `Run` of `generate`; a model can be a `Run`. `resume` can
+    name the run to go on with.
     """
     if verb not in VERBS:
         raise ConfigError(unknown_verb(verb, VERBS))
@@ -132,7 +143,9 @@ def train(
     loaded = load(verb, objects.named(asked), resume=resume, restart=restart)
     folder = Path(loaded.folder).resolve() / (loaded.name or unused_name(verb, Path(loaded.folder)))
     objects.write()
-    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=resume, dry_run=dry_run))
+    for line in objects.remarks:
+        say(line)
+    run = Run(folder, start(verb, loaded.replaced({"name": folder.name}), resume=bool(resume), dry_run=dry_run))
     if run.status not in (0, INTERRUPTED):
         raise RunFailed(run)
     return run
@@ -145,8 +158,6 @@ def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
 
 def evaluate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
     """Evaluate a model on held-out prompts, `data`; other arguments as in `train`."""
-    if not isinstance(keys.get("data", {}), dict):
-        keys["eval_data"] = keys.pop("data")
     return train("eval", config, **keys)
 
 
@@ -154,11 +165,14 @@ def tree_of(command: Verb, keys: Tree) -> Tree:
     """Return the tree that keyword arguments mean; a dictionary is a section, also where a flag has its name."""
     flags = {flag.removeprefix("--").replace("-", "_"): key for flag, key in command.flags.items()}
     tree: Tree = {}
+    names: dict[str, str] = {}
     for name, value in keys.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not is_splits(value):
             path, value = name, reward_section(value) if name == "reward" else value
         else:
             path = flags.get(name, name)
+        if (other := names.setdefault(path, name)) != name and value is not keys[other]:
+            raise ConfigError(f"{other} and {name} are the same key, {path}: give one of the two")
         tree = merge(tree, nested(path, value))
     return tree
 
@@ -181,14 +195,15 @@ def last_error(folder: Path) -> str:
 # What the command line does too
 
 
-def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False) -> RunConfig:
-    """Check what is asked of a verb; a run to go on with adds what it was begun with."""
+def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = False) -> RunConfig:
+    """Check what is asked of a verb; a run to go on with, the named one or the last, adds what it was begun with."""
     command = VERBS[verb]
+    if not isinstance(resume, bool):
+        asked = merge(asked, named_run(os.fspath(resume), asked))
     if restart and not resume:
         raise ConfigError("--restart starts a run over that --resume finds: give both, or neither for a new run")
-    name = asked.get("name")
-    if resume and "/" in str(name):  # the run's folder itself
-        asked = merge(asked, {"folder": str(Path(str(name)).parent), "name": Path(str(name)).name})
+    if resume and "/" in (name := str(asked.get("name"))):  # the run's folder itself
+        asked = merge(asked, {"folder": str(Path(name).parent), "name": Path(name).name})
     config = command.kind.parse(merge(command.defaults, asked))
     if not resume:
         return config
@@ -206,6 +221,19 @@ def load(verb: str, asked: Tree, *, resume: bool = False, restart: bool = False)
     if config.runtime != saved["runtime"]:
         config = command.kind.parse(merge(without_places(saved), asked))
     return config.replaced({"name": folder.path.name, "folder": str(folder.path.parent)})
+
+
+def named_run(word: str, asked: Tree) -> Tree:
+    """Return the keys that name the run behind --resume: a folder, or a name in the folder of runs."""
+    name, place = asked.get("name"), Path(word).expanduser().resolve()
+    if not RunFolder(place).config.is_file() and "/" not in word:
+        place = Path(str(asked.get("folder", RunConfig().folder))).resolve() / word
+    if name is not None and str(name) != place.name:
+        raise ConfigError(f"--resume {word} and --name {name} are two runs: give one of the two")
+    near = place.parent if RunFolder(place.parent).config.is_file() else place.parents[1]
+    if not RunFolder(place).config.is_file() and RunFolder(near).config.is_file():
+        raise ConfigError(f"--resume {word} is inside a run, which goes on from its newest checkpoint: give {near}")
+    return {"name": place.name, "folder": str(place.parent)}
 
 
 def without_places(saved: Tree) -> Tree:

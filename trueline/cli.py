@@ -1,38 +1,66 @@
 """The command line: one verb per algorithm and task. Heavy libraries are imported only once a run starts."""
 
 import argparse
-import difflib
 import errno
+import os
+import re
+import select
 import sys
 from collections.abc import Callable, Collection, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from trueline.api import examine, load, quiet_libraries, say, start, trains, unknown_verb
-from trueline.config.base import Config, ConfigError, suggestion
+from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, suggestion
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.verbs import DATA, REWARD, TASK_VERBS, VERBS, Verb
+from trueline.options import (
+    CommandParser,
+    Words,
+    add_config_options,
+    given_flags,
+    keys_first,
+    port_number,
+    positive,
+    verb_first,
+)
+from trueline.verbs import DATA, REWARD, VERBS, Verb
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 TRIAL_FLAGS = REWARD | DATA
-PLAN_FLAGS = {"--model": "model.path"}
+LAST = "default: the run in runs/ that was touched last"
+MOST_KEYS = 5  # that are named as near to a word
+CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        status = run_words(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not output_closed():
+            raise
+        return CLOSED_PIPE
+
+
+def output_closed() -> bool:
+    """Tell whether nobody reads the output any more, as behind `| head`; what is left of it goes nowhere then."""
+    streams = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        streams.register(stream.fileno(), 0)  # errors are always reported
+    closed = [number for number, event in streams.poll(0) if event & select.POLLERR]
+    for number in closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return bool(closed)
+
+
+def run_words(arguments: Sequence[str] | None) -> int:
     parser = make_parser()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    verbs = parser.get_default("verbs")
-    if words and not words[0].startswith("-") and words[0] not in verbs:
-        parser.error(unknown_verb(words[0], verbs))
-    if words[:1] == ["doctor"] and words[1:] and not words[1].startswith("-") and words[1] not in VERBS:
-        parser.error(unknown_verb(words[1], VERBS))
-    options, overrides = parser.parse_known_args(words)
-    flags = [word for word in overrides if word.startswith("-")]
-    if flags or (overrides and not options.takes_overrides):
-        parser.error(unknown_option((flags or overrides)[0], options))
+    options, overrides = parser.parse_known_args(arguments)
     options.overrides = overrides
     try:
         return int(options.run(options))
@@ -49,47 +77,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def unknown_option(word: str, options: argparse.Namespace) -> str:
-    said = f"unknown option {word}; keys are written as key=value"
-    if not options.takes_overrides or "verb" not in options:
-        return said
-    command = VERBS[options.verb]
-    if near := difflib.get_close_matches(word, command.flags, n=1, cutoff=0.8):
-        return f"{said}; did you mean {near[0]!r}?"
-    return said + suggestion(command.kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
+def checked_verb(
+    parser: CommandParser, verbs: Collection[str], respell: Callable[[Words], Words], others: Collection[str] = ()
+) -> None:
+    """Let a parser take a verb first; argparse would answer an unknown one with the list of all."""
+
+    def check(words: Words) -> Words:
+        words = respell(words)
+        if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+            parser.error(f"a verb must stand in front of {words[0]}: write `{parser.prog} VERB ...`")
+        if words and not words[0].startswith("-") and words[0] not in verbs:
+            no_run = f"{words[0]!r} makes no run: `{parser.prog} -h` lists the verbs that do"
+            parser.error(no_run if words[0] in others else unknown_verb(words[0], verbs))
+        return words
+
+    parser.respell = check
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def one_of(verbs: Collection[str]) -> Callable[[str], str]:
-    """Make a type for argparse, whose own error for `choices` would list all of them."""
-
-    def check(word: str) -> str:
-        if word not in verbs:
-            raise argparse.ArgumentTypeError(unknown_verb(word, verbs))
-        return word
-
-    return check
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trueline", description="Train language models from feedback.")
+def make_parser() -> CommandParser:
+    parser = CommandParser(prog="trueline", description="Train language models from feedback.")
     parser.set_defaults(takes_overrides=False)
+    parser.add_argument("--version", action="version", version=f"trueline {installed_version()}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for name, command in VERBS.items():
         verb = verbs.add_parser(name, help=command.meaning)
         add_run_options(verb, command)
         verb.set_defaults(run=run_command, verb=name)
     serve = verbs.add_parser("serve-reward", help="serve a reward model over HTTP, with a token")
-    add_config_options(serve, SERVE_FLAGS)
+    add_config_options(serve, SERVE_FLAGS, ServingConfig)
     serve.set_defaults(run=serve_reward)
     config = verbs.add_parser("config", help="list every key with its default and meaning")
-    every = [*VERBS, "serve-reward"]
-    config.add_argument("of", nargs="?", default="grpo", type=one_of(every), metavar="VERB", help="verb of the keys")
+    config.add_argument("of", nargs="*", metavar="VERB WORD", help="verb of the keys; words that a key must contain")
+    config.add_argument("--filter", action="append", default=[], metavar="WORD", help="the same as WORD")
     config.set_defaults(run=show_config)
     add_data_verbs(verbs)
     add_reward_verbs(verbs)
@@ -104,27 +123,45 @@ def make_parser() -> argparse.ArgumentParser:
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
     demo.set_defaults(run=run_demo)
     parser.set_defaults(verbs=list(verbs.choices))
+    checked_verb(parser, verbs.choices, list)
     return parser
+
+
+def installed_version() -> str:
+    try:
+        return metadata.version("trueline")
+    except metadata.PackageNotFoundError:
+        return "(not installed: run from its sources)"
+
+
+def add_behind(parser: CommandParser, verbs: Any, run: Callable[[argparse.Namespace], int]) -> list[CommandParser]:
+    """Let a parser take, behind the name of a run's verb, exactly what the run takes; return one parser a verb."""
+    kinds = parser.add_subparsers(required=True, metavar="VERB")
+    for name, command in VERBS.items():
+        kinds.add_parser(name, help=command.meaning, parents=[verbs.choices[name]], add_help=False)
+        kinds.choices[name].set_defaults(run=run)
+        kinds.choices[name].respell = keys_first
+    return list(kinds.choices.values())
 
 
 def add_data_verbs(verbs: Any) -> None:
     data = verbs.add_parser("data", help="look at what will be trained on")
-    kinds = data.add_subparsers(required=True, metavar="WHAT")
-    preview = kinds.add_parser("preview", help="show three rows as they will be trained on, learnt tokens marked")
-    about = f"verb that will train: {', '.join(TASK_VERBS)}"
-    preview.add_argument("--task", dest="verb", default="sft", type=one_of(TASK_VERBS), metavar="VERB", help=about)
-    preview.add_argument("--rows", type=int, default=3)
-    add_config_options(preview, VERBS["sft"].flags)
-    preview.set_defaults(run=preview_data, resume=False, restart=False)
+    kinds = data.add_subparsers(required=True, metavar="preview")
+    about = "show three rows as they will be trained on, learnt tokens marked, or prompts as engines will get them"
+    preview = kinds.add_parser("preview", help=about, description=about)
+    for kind in add_behind(preview, verbs, preview_data):
+        kind.add_argument("--rows", type=positive, default=3)
+        kind.add_argument("--task", metavar="VERB", help="verb of the run, in place of the word behind `preview`")
+    checked_verb(preview, VERBS, lambda words: verb_first(words, VERBS, "--task", default="sft"))
 
 
 def add_reward_verbs(verbs: Any) -> None:
     reward = verbs.add_parser("reward", help="look at what a reward says")
-    kinds = reward.add_subparsers(required=True, metavar="WHAT")
+    kinds = reward.add_subparsers(required=True, metavar="try")
     trial = kinds.add_parser("try", help="ask a reward about rows of the data: what it is given and what it says")
     trial.add_argument("--reply", help="reply to ask about; default: each row's label or completion")
-    trial.add_argument("--rows", type=int, default=3)
-    add_config_options(trial, TRIAL_FLAGS)
+    trial.add_argument("--rows", type=positive, default=3, help="how many, from the first on (default 3)")
+    add_config_options(trial, TRIAL_FLAGS, GenerateConfig)
     trial.set_defaults(run=try_reward)
 
 
@@ -141,73 +178,58 @@ def add_export(verbs: Any) -> None:
 def add_explain(verbs: Any) -> None:
     about = "tell what a run is doing: what holds it up if it does not move, and the stacks of its processes"
     explain = verbs.add_parser("explain", help=about)
-    explain.add_argument("of", metavar="RUN", help="folder of the run, or its name below runs/")
+    explain.add_argument("of", nargs="?", metavar="RUN", help=f"folder of the run, or its name below runs/; {LAST}")
     explain.set_defaults(run=run_explain)
 
 
 def add_plan(verbs: Any) -> None:
     about = "plan a run on devices that are not here: who goes where, memory and seconds of each phase"
-    plan = verbs.add_parser("plan", help=about)
-    planned = [name for name, command in VERBS.items() if trains(command)]
-    plan.add_argument("of", type=one_of(planned), metavar="VERB", help="verb of the run")
-    plan.add_argument("--devices", required=True, help="NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node")
-    plan.add_argument("--model-shape", metavar="NAME", help="published shape in place of --model, e.g. llama-70b")
-    add_config_options(plan, PLAN_FLAGS)
-    plan.set_defaults(run=plan_run)
+    plan = verbs.add_parser("plan", help=about, description=f"{about}. It takes what the run takes.")
+    devices = "NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node; a GPU without a name: 8x80GiB@990TFLOPs"
+    for kind in add_behind(plan, verbs, plan_run):
+        kind.add_argument("--devices", required=True, help=devices)
+        kind.add_argument("--model-shape", metavar="NAME", help="published shape in place of --model, e.g. llama-70b")
+    checked_verb(plan, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
 
 
 def add_report_verbs(verbs: Any) -> None:
-    runs = "folder of a run, or its name below runs/; several are compared"
+    runs = f"folder of a run, or its name below runs/; several, or a folder of runs, are compared; {LAST}"
     report = verbs.add_parser(
         "report", help="write one HTML file: curves, times, configuration and transcripts of runs"
     )
-    report.add_argument("of", nargs="+", metavar="RUN", help=runs)
+    report.add_argument("of", nargs="*", metavar="RUN", help=runs)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report-RUN.html here")
     report.add_argument("--svg", metavar="METRIC,...", help="draw only these curves, as an SVG file")
     report.add_argument(
-        "--mean", type=int, metavar="STEPS", help="with --svg: means of so many; default as on the page"
+        "--mean", type=positive, metavar="STEPS", help="with --svg: means of so many; default as on the page"
     )
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
-    watch.add_argument("of", nargs="+", metavar="RUN", help=runs)
-    watch.add_argument("--port", type=int, default=0, help="default: any free one")
+    watch.add_argument("of", nargs="*", metavar="RUN", help=runs)
+    watch.add_argument("--port", type=port_number, default=0, help="default: any free one")
     watch.set_defaults(run=run_watch)
 
 
 def add_doctor(verbs: Any) -> None:
-    """Add a verb that takes, behind its name, exactly what a run takes."""
     about = "look at a run before it starts: what would be refused, and what would go wrong"
     doctor = verbs.add_parser("doctor", help=about, description=f"{about}. Without --deep no weights are loaded.")
     deep = "start its processes, sample 16 prompts and train one step, in a folder that is removed again"
-    kinds = doctor.add_subparsers(required=True, metavar="VERB")
-    for name, command in VERBS.items():
-        kinds.add_parser(name, help=command.meaning, parents=[verbs.choices[name]], add_help=False)
-        kinds.choices[name].set_defaults(run=run_doctor)
-        kinds.choices[name].add_argument("--deep", action="store_true", help=deep)
+    for kind in add_behind(doctor, verbs, run_doctor):
+        kind.add_argument("--deep", action="store_true", help=deep)
+    checked_verb(doctor, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
 
 
-def add_run_options(verb: argparse.ArgumentParser, command: Verb) -> None:
-    add_config_options(verb, command.flags)
+def add_run_options(verb: CommandParser, command: Verb) -> None:
+    add_config_options(verb, command.flags, command.kind)
+    verb.respell = keys_first
     verb.add_argument("--dry-run", action="store_true", help="print the resolved keys and the placement, then stop")
-    verb.add_argument("--resume", action="store_true", help="go on with the run --name, or that touched last")
+    about = "go on with this run (a folder, or a name below runs/), or with the run --name, or that touched last"
+    verb.add_argument("--resume", nargs="?", default=False, const=True, metavar="RUN", help=about)
     if trains(command):
         about = "with --resume: start a run over that has no checkpoint yet"
         verb.add_argument("--restart", action="store_true", help=about)
     else:
         verb.set_defaults(restart=False)
-
-
-def add_config_options(verb: argparse.ArgumentParser, flags: dict[str, str]) -> None:
-    for flag, key in flags.items():
-        verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=f"same as {key}=...")
-    verb.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML; later files win")
-    verb.epilog = "Any key of `trueline config` can be set as key=value, e.g. training.learning_rate=1e-5"
-    verb.set_defaults(takes_overrides=True)
-
-
-def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> list[str]:
-    values = vars(options)
-    return [f"{key}={values[key]}" for key in flags.values() if values[key] is not None]
 
 
 def load_options(options: argparse.Namespace) -> RunConfig:
@@ -217,7 +239,7 @@ def load_options(options: argparse.Namespace) -> RunConfig:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    return start(options.verb, load_options(options), resume=options.resume, dry_run=options.dry_run)
+    return start(options.verb, load_options(options), resume=bool(options.resume), dry_run=options.dry_run)
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -227,7 +249,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         config = load_options(options)
     except ConfigError as error:
         return show({"plan": [refusal(error, VERBS[options.verb].kind)]})
-    return show(examine(options.verb, config, resume=options.resume, deep=options.deep))
+    return show(examine(options.verb, config, resume=bool(options.resume), deep=options.deep))
 
 
 def serve_reward(options: argparse.Namespace) -> int:
@@ -241,13 +263,18 @@ def serve_reward(options: argparse.Namespace) -> int:
 def preview_data(options: argparse.Namespace) -> int:
     config = load_options(options)
     quiet_libraries()
-    from trueline.offline.launch import show_preview  # noqa: PLC0415
+    if isinstance(config, SupervisedConfig):
+        from trueline.offline.launch import show_preview  # noqa: PLC0415
 
-    assert isinstance(config, SupervisedConfig)
-    return show_preview(config, options.rows)
+        return show_preview(config, options.rows)
+    from trueline.jobs.preview import show_prompts  # noqa: PLC0415
+
+    return show_prompts(config, options.rows)
 
 
 def try_reward(options: argparse.Namespace) -> int:
+    if stray := [word for word in options.overrides if "=" not in word]:
+        raise ConfigError(f"{stray[0]!r} is neither an option nor key=value: give a reply as --reply {stray[0]!r}")
     config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
     quiet_libraries()
     from trueline.jobs.try_reward import show_trial  # noqa: PLC0415
@@ -266,16 +293,34 @@ def run_export(options: argparse.Namespace) -> int:
 
 def run_explain(options: argparse.Namespace) -> int:
     from trueline.monitoring.watch import explain  # noqa: PLC0415
+    from trueline.report.runs import find_run  # noqa: PLC0415
 
-    named = Path(RunConfig.model_fields["folder"].default) / options.of
-    sys.stdout.write(explain(Path(options.of) if Path(options.of).is_dir() else named) + "\n")
+    of = chosen_runs([])[0] if options.of is None else options.of
+    sys.stdout.write(explain(find_run(of).path) + "\n")
     return 0
 
 
+def chosen_runs(words: Words) -> Words:
+    """Return the folders of the runs that are meant, and print which, where they are not all named."""
+    from trueline.report.runs import describe_choice, find_runs  # noqa: PLC0415
+
+    found = find_runs(words)
+    if line := describe_choice(words, found):
+        say(line)
+    return [str(folder.path) for folder in found.values()]
+
+
 def plan_run(options: argparse.Namespace) -> int:
-    asked = [*given_flags(options, PLAN_FLAGS), *options.overrides]
-    asked += [f"model.path={options.model_shape}"] * (options.model_shape is not None)
-    config = load(options.of, VERBS[options.of].kind.asked(options.config, asked))
+    command, shape = VERBS[options.verb], options.model_shape
+    if not trains(command):
+        raise ConfigError(
+            f"plan {options.verb}: only runs of one training are planned on paper; `trueline {options.verb} ... "
+            "--dry-run` plans it on this machine"
+        )
+    if shape is not None and vars(options)["model.path"] not in (None, shape):
+        raise ConfigError(f"--model-shape {shape} and --model {vars(options)['model.path']}: give one of the two")
+    options.overrides = [*options.overrides, *[f"model.path={shape}"] * (shape is not None)]
+    config = load_options(options)
     quiet_libraries()
     from trueline.planning.hardware import read_devices  # noqa: PLC0415
     from trueline.planning.paper import plan_on_paper  # noqa: PLC0415
@@ -288,10 +333,13 @@ def run_report(options: argparse.Namespace) -> int:
     from trueline.report.page import write_report  # noqa: PLC0415
     from trueline.report.picture import write_picture  # noqa: PLC0415
 
+    runs = chosen_runs(options.of)
+    if options.svg is None and options.mean is not None:
+        raise ConfigError(f"--mean {options.mean} is for --svg: on the page, means are chosen there; leave --mean out")
     if options.svg is None:
-        written = write_report(options.of, options.out)
+        written = write_report(runs, options.out, say)
     else:
-        written = write_picture(options.of, options.svg.split(","), options.out, options.mean)
+        written = write_picture(runs, options.svg.split(","), options.out, options.mean)
     say(f"written: {written}")
     return 0
 
@@ -300,7 +348,7 @@ def run_watch(options: argparse.Namespace) -> int:
     quiet_libraries()
     from trueline.report.live import watch  # noqa: PLC0415
 
-    return watch(options.of, options.port)
+    return watch(chosen_runs(options.of), options.port)
 
 
 def run_demo(options: argparse.Namespace) -> int:
@@ -308,16 +356,35 @@ def run_demo(options: argparse.Namespace) -> int:
     from trueline.demo.run import run  # noqa: PLC0415
     from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
 
-    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
+    folder = options.folder or Path("runs") / default_name("demo")
+    if folder.exists():
+        raise ConfigError(f"--folder {folder} exists: name a new folder for the model, data and runs of the demo")
+    return run(folder, options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:
-    config: Config = ServingConfig()
-    if options.of in VERBS:
-        config = VERBS[options.of].kind.parse(VERBS[options.of].defaults)
-    for key in config.leaves():
+    verb, *words = options.of or ["grpo"]
+    every = [*VERBS, "serve-reward"]
+    if verb not in every:
+        unknown = unknown_verb(verb, every)
+        about = f"; keys about a word: `trueline config grpo {verb}`" * ("did you mean" not in unknown)
+        raise ConfigError(unknown + about)
+    config: Config = VERBS[verb].kind.parse(VERBS[verb].defaults) if verb in VERBS else ServingConfig()
+    wanted = [word.lower() for word in (*words, *options.filter)]
+    keys = [key for key in config.leaves() if all(word in f"{key.path} {key.meaning}".lower() for word in wanted)]
+    if not keys:
+        near = near_keys(type(config), wanted)
+        raise ConfigError(f"no key of {verb} has {' and '.join(map(repr, wanted))} in its name or meaning{near}")
+    for key in keys:
         sys.stdout.write(f"{key.path} = {key.default}  [{key.kind}]\n    {key.meaning}\n")
     return 0
+
+
+def near_keys(kind: type[Config], wanted: Words) -> str:
+    """Name keys with a word that is almost one of these, or that others call so."""
+    parts = {key: re.split(r"[._]", key) for key in keys_of(kind)}
+    near = [key for key, names in parts.items() if any(likeness(a, b) >= NEAR for a in wanted for b in names)]
+    return f"; near are {', '.join(near[:MOST_KEYS])}" if near else suggestion(kind, "_".join(wanted))
 
 
 if __name__ == "__main__":

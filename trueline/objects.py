@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.reward import RewardConfig
+from trueline.data.stored import choose_split
 from trueline.monitoring.run_folder import PRIVATE, UNFINISHED
 from trueline.monitoring.user_files import DATASETS, FUNCTIONS, PICKLED, TOOLS
 
@@ -31,12 +32,15 @@ class Objects:
 
     folder: Path
     files: dict[Path, bytes] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)  # lines about what was taken of what was given
 
     def named(self, tree: Tree, path: str = "") -> Tree:
         """Return the tree with the name of a file for each function and dataset in it, and text for each path."""
         return {name: self._value(value, f"{path}{name}") for name, value in tree.items()}
 
     def _value(self, value: Any, path: str) -> Any:
+        if is_splits(value) and DATASETS.fullmatch(path):
+            value = self._split(value, path)
         if isinstance(value, dict):
             return self.named(value, f"{path}.")
         if isinstance(value, os.PathLike):
@@ -63,6 +67,11 @@ class Objects:
                 f"it, or give it as file.py:{name}"
             ) from None
 
+    def _split(self, splits: dict[str, Table], path: str) -> Table:
+        name, remark = choose_split(list(splits), f"{path}=DatasetDict", held_out=path.startswith("evaluation."))
+        self.remarks.append(remark)
+        return splits[name]
+
     def _rows(self, rows: list[Any] | Table, path: str) -> str:
         if isinstance(rows, Table):
             stream = io.BytesIO()
@@ -86,6 +95,11 @@ class Objects:
                 aside.touch(0o600)
                 aside.write_bytes(content)
                 aside.rename(file)
+
+
+def is_splits(value: Any) -> bool:
+    """Tell whether a value is a `datasets.DatasetDict`, or a dictionary like it, rather than a section of keys."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(part, Table) for part in value.values())
 
 
 def line_of(row: Any, number: int, path: str) -> str:

@@ -45,7 +45,7 @@ def offline(kind: type[SupervisedConfig], meaning: str, defaults: Tree | None = 
 
 
 def preference(meaning: str, keys: Tree) -> Verb:
-    return offline(PreferenceRunConfig, meaning, {"preference": keys, "training": {"learning_rate": 1e-6}})
+    return offline(PreferenceRunConfig, meaning, {"preference": keys})
 
 
 def job(kind: type[RunConfig], meaning: str, prepare: str, flags: dict[str, str], defaults: Tree | None = None) -> Verb:
@@ -61,7 +61,7 @@ TASK_VERBS: dict[str, Verb] = {
     "ipo": preference("identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
     "simpo": preference("preferences without a reference model", {"loss": "simpo", "beta": 2.0, "gamma": 1.0}),
     "orpo": preference("supervised loss plus odds ratio, without a reference model", {"loss": "orpo"}),
-    "kto": offline(KTORunConfig, "learn from answers labelled good or bad", {"training": {"learning_rate": 1e-6}}),
+    "kto": offline(KTORunConfig, "learn from answers labelled good or bad"),
     "distill": offline(DistillRunConfig, "learn a teacher's next-token distributions"),
 }
 
@@ -78,7 +78,7 @@ VERBS: dict[str, Verb] = {
         EvalConfig,
         "sample held-out prompts and report mean@k, pass@k and maj@k",
         "sampling:prepare_eval",
-        HELD_OUT,
+        HELD_OUT | {"--data": "evaluation.data"},
     ),
     "raft": job(
         RaftConfig,
@@ -91,6 +91,5 @@ VERBS: dict[str, Verb] = {
         "rounds of best-against-worst pairs, each followed by dpo against the present model",
         "rounds:prepare_rounds",
         DATA | HELD_OUT,
-        {"training": {"learning_rate": 1e-6}},
     ),
 }

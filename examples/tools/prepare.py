@@ -16,10 +16,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEMPLATE = (
+    "{% if tools %}<s>s{% for tool in tools %}{{ tool.function.name }}{% endfor %}</s>{% endif %}"
     "{% for message in messages %}<s>{{ message.role[0] }}{{ message.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>a{% endif %}"
 )
 CALL = '{"name": "draw", "arguments": {}}'
+DRAW = {"name": "draw", "description": "Draw a card.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": DRAW}]
 LETTERS = "abcdefgh"
 
 
@@ -53,7 +56,7 @@ def conversation(generator: random.Random, number: int) -> list[dict[str, str]]:
 def main(folder: Path) -> None:
     make_model(folder / "model")
     generator = random.Random(0)
-    taught = [{"messages": conversation(generator, number % 100)} for number in range(4000)]
+    taught = [{"messages": conversation(generator, number % 100), "tools": TOOLS} for number in range(4000)]
     asked = [{"prompt": f"card {number}?"} for number in range(100)]
     for name, rows in (("teacher", taught), ("practice", asked)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,34 +3,53 @@
 import itertools
 import json
 import re
+import runpy
 import shlex
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaForSequenceClassification
+from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
+from tests.support.clinic import change, diagnosed_words, make_shape
 from tests.support.tiny import make_tiny_model
+from tests.support.tool_calls import TOOL_TEMPLATE
+from trueline import api
 from trueline.cli import main
+from trueline.config.run import RunConfig
 from trueline.demo.material import make_tokenizer
+from trueline.doctor.findings import Findings
+from trueline.jobs import plan as sampling_plan
+from trueline.offline import plan as offline_plan
+from trueline.rl import surroundings
+from trueline.runtime.cluster import Machine
 from trueline.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TALK = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-ROWS = {
-    "data prompts held_out test chat code": {"answer": "2"},
-    "pairs": {"chosen": "2", "rejected": "3"},
-    "rated": {"completion": "2", "label": True},
-    "steps": {"completions": ["one more", "2"], "labels": [True, False]},
-    "talk": {"messages": TALK},
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "data prompts chat": lambda number: {"answer": str(number + 1)},
+    "code": lambda number: {"prompt": f"print({number})", "answer": str(number)},
+    "held_out test": lambda number: {"prompt": f"{number}+2=", "answer": str(number + 2)},
+    "pairs": lambda number: {"chosen": str(number + 1), "rejected": "no"},
+    "rated": lambda number: {"completion": str(number + 1), "label": number > 0},
+    "steps": lambda number: {"completions": ["one more", str(number + 1)], "labels": [True, False]},
+    "talk": lambda number: {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in talk(number)]},
 }
+COUNT = 800  # rows
 MINE = """
 def above_median(samples, config): ...
 def squared(logprobs, batch, config): ...
 def reward(reply, label): return float(reply == label)
 """
+
+
+def talk(number: int) -> list[tuple[str, str]]:
+    return [("user", f"{number}+1="), ("assistant", str(number + 1))]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -48,18 +67,23 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the pages name: models, data, files, and runs that ended."""
-    folder = tmp_path_factory.mktemp("home")
+    folder, tokenizer = tmp_path_factory.mktemp("home"), make_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
     for name in ("model", "teacher", "Qwen/Qwen3-0.6B"):
         make_tiny_model(folder / name, tied=True)
-        config = folder / name / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
-    scoring = AutoConfig.from_pretrained(folder / "model", num_labels=1, reward_mean=0.5, reward_std=1.0)
+        change(folder / name / "config.json", max_position_embeddings=4096)
+        tokenizer.save_pretrained(folder / name)
+    scoring = AutoConfig.from_pretrained(folder / "model", num_labels=1)
     LlamaForSequenceClassification(scoring).save_pretrained(folder / "reward_model")
-    make_tokenizer().save_pretrained(folder / "reward_model")
+    change(folder / "reward_model/config.json", reward_mean=0.5, reward_std=1.0)
+    tokenizer.save_pretrained(folder / "reward_model")
+    (folder / "models").mkdir()
+    (folder / "models/style").symlink_to(folder / "reward_model")
+    (folder / "rewards.py").write_text("def brief(reply): return -len(reply)\n")
     for names, row in ROWS.items():
         for name in names.split():
-            rows = [row | ({} if "messages" in row else {"prompt": f"{number}+1="}) for number in range(20)]
-            rows[0] |= {"label": False} if name == "rated" else {}
+            rows = [{"prompt": f"{number}+1="} | row(number) for number in range(COUNT)]
+            rows = [{key: one[key] for key in one if key != "prompt" or "messages" not in one} for one in rows]
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "mine.py").write_text(MINE)
@@ -69,12 +93,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         local = ["runtime=local", "monitoring.tensorboard=false", "steps=1", "--model", "model"]
         small = ["prompts_per_step=1", "algorithm.group_size=2", "rollout.max_new_tokens=4", "--reward", "math"]
-        averaged = ["training.ema_decay=0.9", "algorithm.kl.coefficient=0"]
+        averaged = ["training.ema_decay=0.9", "algorithm.kl.coefficient=0", "training.learning_rate=1e-5"]
         assert main(["grpo", "--data", "data.jsonl", "--name", "first", *local, *small, *averaged]) == 0
         adapted = [*averaged, "model.lora.rank=2"]
         assert main(["grpo", "--data", "data.jsonl", "--name", "adapted", *local, *small, *adapted]) == 0
         for verb, name, data in (("sft", "long", "data"), ("rm", "judge", "pairs")):
-            held_out = ["samples_per_step=2", "evaluation.share=0.2"]
+            held_out = ["samples_per_step=2", "evaluation.share=0.01", "training.learning_rate=1e-4"]
             assert main([verb, "--data", f"{data}.jsonl", "--name", name, *held_out, *local]) == 0
         jobs = ["--model", "model", "--data", "data.jsonl", "runtime=local", "limit=1", "rollout.max_new_tokens=4"]
         assert main(["generate", "--name", "NAME", "--reward", "math", *jobs]) == 0
@@ -112,3 +136,68 @@ def test_every_command_works_up_to_its_start(
             failed.append(f"{page}: trueline {shlex.join(words)}: {said}")
     sys.modules.pop("mine", None)
     assert not failed, "\n".join(failed)
+
+
+@pytest.fixture
+def sized(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That folder with models of a size that people train, without their bytes, planned for GPUs that hold them."""
+    for name in ("model", "teacher", "Qwen/Qwen3-0.6B"):
+        shutil.rmtree(folder := home / name)
+        make_shape(folder, hidden=1024, layers=28, words=151936)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = TOOL_TEMPLATE.replace("</s>", tokenizer.eos_token)
+        tokenizer.save_pretrained(folder)
+    machine = Machine(cpus=64, memory_bytes=2**40, gpus=4, gpu_bytes=80 * 2**30)
+    for module in (surroundings, offline_plan, sampling_plan):
+        monkeypatch.setattr(module, "machine_at_hand", lambda: machine)
+    for name in ("TRUELINE_REWARD_TOKEN", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "a token")
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return home
+
+
+def proposed(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield what pages and examples have people run: commands, configurations, and parts of them."""
+    yield from commands()
+    yield from ((file.name, [file.stem, "--config", f"examples/{file.name}"]) for file in EXAMPLES)
+    for page in PAGES:
+        blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for number, block in enumerate(blocks):
+            (folder / f"{page.stem}-{number}.yaml").write_text(block)
+            keys = ["--model", "model", "--data", "data.jsonl", "--config", f"{page.stem}-{number}.yaml"]
+            yield page.name, ["grpo", *keys]
+
+
+@pytest.mark.slow
+def test_nothing_that_is_proposed_is_warned_of(sized: Path) -> None:
+    """Neither by the plan nor by the doctor; what is said of the machine is not about an example."""
+    numbers, found = itertools.count(), []
+    for page, words in proposed(sized):
+        words = [word for word in words if word not in ("doctor", "--deep", "--dry-run")]
+        if not words or words[0] not in VERBS:
+            continue
+        named = [] if "--resume" in words else ["--name", f"unused-{next(numbers)}"]
+        said = diagnosed_words([*words, *named])
+        worse = [one for family in said if family != "machine" for one in said[family] if one.level != "fine"]
+        found += [f"{page}: trueline {shlex.join(words)}: {one.level}: {one.what}; {one.why}" for one in worse]
+    sys.modules.pop("mine", None)
+    assert not found, "\n".join(found)
+
+
+def test_the_python_of_the_readme_is_not_warned_of(sized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only call is examined in place of its start."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: list[Findings] = []
+
+    def look(verb: str, config: RunConfig, **how: bool) -> int:
+        found.append(api.examine(verb, config))
+        return 0
+
+    monkeypatch.setattr(api, "start", look)
+    (sized / "readme.py").write_text(block.replace("run.plot()", ""))
+    runpy.run_path(str(sized / "readme.py"), run_name="__main__")
+    (said,) = found
+    worse = [one for family in said if family != "machine" for one in said[family] if one.level != "fine"]
+    assert not worse, worse

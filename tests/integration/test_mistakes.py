@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.disk import files_up_to
-from tests.support.mistakes import TABLES, algorithms, folders
-from tests.support.mistakes.home import GRPO, Mistake, make_home
+from tests.support.mistakes import TABLES, fill_home
+from tests.support.mistakes.home import GRPO, Mistake
 from trueline.cli import main
 
 Screen = pytest.CaptureFixture[str]
@@ -17,7 +17,7 @@ ROWS = [(f"{table}{number}", row) for table, rows in TABLES.items() for number, 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
-    make_home(folder, folders.add_files, algorithms.add_files)
+    fill_home(folder)
     return folder
 
 

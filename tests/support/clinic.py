@@ -1,6 +1,7 @@
 """A folder of models, data and rewards, sound and broken, and what the doctor says of a run made of them."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -15,7 +16,7 @@ from trueline.api import examine
 from trueline.cli import load_options, make_parser
 from trueline.config.base import ConfigError
 from trueline.demo.material import make_tokenizer
-from trueline.doctor.findings import Finding, refusal
+from trueline.doctor.findings import Finding, Findings, refusal
 from trueline.verbs import VERBS
 
 TURN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>\n{% endfor %}"
@@ -109,6 +110,15 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "bare": [{"prompt": f"{number}:"} for number in range(100)],
 }
 
+GAME = """
+class Game:
+    def reset(self, prompt, label):
+        self.label = label
+
+    def step(self, reply):
+        return float(self.label in reply)
+"""
+
 
 def make_clinic(folder: Path) -> Path:
     make_tiny_model(folder / "model", tied=True)
@@ -119,10 +129,11 @@ def make_clinic(folder: Path) -> Path:
     copy(folder, "starting", chat_template="<s>" + TEMPLATES["chat"], starts=True)
     change(copy(folder, "disagreeing", chat_template=TEMPLATES["chat"]) / "generation_config.json", eos_token_id=0)
     make_shape(folder / "smol", hidden=576, layers=30, words=49152)
-    make_shape(folder / "huge", hidden=65536, layers=400, words=300)
+    make_shape(folder / "huge", hidden=16384, layers=100, words=300)
     for name, rows in ROWS.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(REWARDS)
+    (folder / "game.py").write_text(GAME)
     (folder / "runs" / "taken").mkdir(parents=True)
     packages = {"vllm": "0.1.0", "pynvml": "1.0", "nvidia-ml-py": "1.0"}
     for name, version in packages.items():
@@ -171,14 +182,20 @@ def make_shape(folder: Path, *, hidden: int, layers: int, words: int) -> None:
     size = hidden * words + layers * 4 * hidden * hidden * 3
     head = json.dumps({"all": {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    os.truncate(folder / "model.safetensors", 8 + len(head) + 4 * size)  # of zeros that take no room
 
 
 def diagnosed(words: str) -> list[Finding]:
     """All that the doctor says of a command."""
-    options, overrides = make_parser().parse_known_args(["doctor", *words.split()])
-    options.overrides = [*overrides, "runtime=local"] if "runtime=" not in words else overrides
+    local = ["runtime=local"] if "runtime=" not in words else []
+    return [one for findings in diagnosed_words([*words.split(), *local]).values() for one in findings]
+
+
+def diagnosed_words(words: list[str]) -> Findings:
+    """All that the doctor says of a command, by family."""
+    options, options.overrides = make_parser().parse_known_args(["doctor", *words])
     try:
         config = load_options(options)
     except ConfigError as error:
-        return [refusal(error, VERBS[options.verb].kind)]
-    return [one for findings in examine(options.verb, config, deep=options.deep).values() for one in findings]
+        return {"plan": [refusal(error, VERBS[options.verb].kind)]}
+    return examine(options.verb, config, resume=options.resume, deep=options.deep)

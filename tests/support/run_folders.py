@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from trueline.config.reward import RewardPartConfig
 from trueline.config.run import MonitoringConfig
+from trueline.data.transcripts import packed
 from trueline.monitoring.run_folder import FOLDER, HEAD, RunFolder
 from trueline.monitoring.trackers import Tracker
 from trueline.rewards.replay import write_failure
-from trueline.rl.tokens import MOST_TOKENS, packed
+from trueline.rl.tokens import MOST_TOKENS
 
 START = 1.8e9
 PHASES = {"rollout": 3.0, "score": 0.7, "train": 2.0, "save": 0.1, "sync": 0.3}
@@ -107,9 +107,9 @@ def made_tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
     turns = [str(turn["content"]) for turn in row.get("turns", [])] or [row["reply"]]
     texts = [(text, at % 2 == 0) for at, turn in enumerate(turns) for text in re.findall(r"\s*\S+|\s+", turn)]
     kept, noise = texts[:MOST_TOKENS], np.random.default_rng(seed)
-    values = {name: torch.from_numpy(noise.normal(size=len(kept))) for name in ("logprob", "log_ratio", "entropy")}
-    values |= {"logprob": -values["logprob"].abs(), "log_ratio": values["log_ratio"] / 50}
-    values |= {"entropy": values["entropy"].abs(), "advantage": torch.full((len(kept),), row["reward"] - 0.5)}
+    values = {name: noise.normal(size=len(kept)) for name in ("logprob", "log_ratio", "entropy")}
+    values |= {"logprob": -np.abs(values["logprob"]), "log_ratio": values["log_ratio"] / 50}
+    values |= {"entropy": np.abs(values["entropy"]), "advantage": np.full(len(kept), row["reward"] - 0.5)}
     return {
         "text": [text for text, _ in kept],
         "sampled": [len(list(turn)) for _, turn in groupby(kept, key=lambda one: one[1])],

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+import yaml
+from datasets import Dataset, DatasetDict
 from torch import Tensor
 
 import trueline
@@ -260,7 +261,9 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
 
 def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any], tmp_path: Path) -> None:
     def broken(reply: str) -> float:
-        raise RuntimeError("no such grade")
+        if reply:
+            raise RuntimeError("no such grade")
+        return 0.0  # one that fails at every call is refused before the run has a folder
 
     with pytest.raises(trueline.RunFailed) as error:
         trueline.train("grpo", data=ROWS, reward=broken, name="fails", steps=1, **small)
@@ -325,3 +328,61 @@ def test_threads_leave_a_core_free_even_where_torch_was_imported_before(monkeypa
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_dataset_of_several_splits_gives_its_train(small: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    def part(*rows: str) -> Dataset:
+        return Dataset.from_list([{"prompt": row} for row in rows])
+
+    def planned(verb: str, **keys: Any) -> dict[str, Any]:
+        trueline.train(verb, reward="exact", dry_run=True, **(small | keys))
+        out, err = capsys.readouterr()
+        return {"config": yaml.safe_load(out.partition("\nmachine ")[0]), "err": err, "out": out}
+
+    splits = DatasetDict(train=part("a", "b"), test=part("c"))
+    files = {"data": {"label_column": "prompt"}}
+    done = planned("grpo", data=splits, config=files)
+    assert "taken      data.path=DatasetDict: its split train, without test" in done["err"]
+    assert "data       2 prompts, " in done["out"] and done["config"]["data"]["path"].endswith(".parquet")
+    with pytest.raises(trueline.ConfigError, match=r"data\.path=DatasetDict has the splits x, y and no train"):
+        planned("grpo", data=DatasetDict(x=part("a"), y=part("b")), config=files)
+    sets = planned(
+        "grpo", data=splits["train"], evaluation={"sets": {"one": part("a"), "two": part("b")}}, config=files
+    )
+    assert sets["config"]["evaluation"]["sets"].keys() == {"one", "two"}
+    trueline.evaluate(data=splits, reward="exact", dry_run=True, config=files, **{**small_job(small)})
+    assert "evaluation.data=DatasetDict: its split test, without train" in capsys.readouterr().err
+
+
+def small_job(small: dict[str, Any]) -> dict[str, Any]:
+    """What of these keys jobs have that train nothing."""
+    return {key: value for key, value in small.items() if key not in ("prompts_per_step", "training.learning_rate")}
+
+
+def test_texts_are_prompts_or_plain_text(small: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["1+1=2", "2+2=4"]
+    trueline.train("grpo", data=texts, reward=counter("1"), dry_run=True, **small)
+    assert "data       2 prompts, 0 held out; longest prompt 5 tokens" in capsys.readouterr().out
+    trueline.train("sft", data=texts, dry_run=True, model=small["model"], folder=small["folder"], runtime="local")
+    assert "format     text" in capsys.readouterr().out
+
+
+def test_evaluate_takes_data_by_both_names_but_not_two_of_them(small: dict[str, Any]) -> None:
+    job = small_job(small)
+    for name in ("data", "eval_data"):
+        run = trueline.train("eval", reward="exact", evaluation={"limit": 1}, **{name: ROWS}, **job)
+        assert Path(config_of(run)["evaluation"]["data"]).parent.name == "objects"
+    with pytest.raises(trueline.ConfigError, match=r"data and eval_data are the same key, evaluation\.data: give one"):
+        trueline.evaluate(data="a.jsonl", eval_data="b.jsonl", reward="exact", **job)
+
+
+def test_a_run_is_the_model_the_data_and_what_is_resumed(small: dict[str, Any], tmp_path: Path) -> None:
+    sampled = trueline.generate(data=ROWS[:4], reward=counter("1"), samples=2, name="gen", **small_job(small))
+    shared = {"runtime": "local", "monitoring": {"tensorboard": False}, "folder": tmp_path}
+    first = trueline.train("sft", model=small["model"], data=sampled, steps=1, name="first", **shared)
+    assert config_of(first)["data"]["path"] == str(tmp_path / "gen" / "kept.jsonl")
+    second = trueline.train("sft", model=first, data=sampled, steps=1, name="second", **shared)
+    assert config_of(second)["model"]["path"] == str(first.model)
+    for number, which in enumerate((first, "first", str(first.folder)), 2):
+        again = trueline.train("sft", resume=which, steps=number, **({} if which is first else {"folder": tmp_path}))
+        assert again.folder == first.folder and list(again.metrics["step"])[-1] == number

@@ -1,5 +1,7 @@
 """What the command line says to words it does not know; nothing here loads a model."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from trueline.cli import load_options, main, make_parser
+from trueline.config.algorithm import PRESETS
+from trueline.config.base import ConfigError
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
+from trueline.config.sampling import EvalConfig
 from trueline.monitoring.run_folder import RunFolder
 
 
@@ -53,7 +58,7 @@ def test_a_verb_like_no_other_points_to_the_list(capsys: pytest.CaptureFixture[s
 def test_an_unknown_verb_is_not_swamped_by_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gpro"])
-    assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] VERB ..."
+    assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] [--version] VERB ..."
     for words in (["config", "gpro"], ["data", "preview", "--task", "dop"]):
         line = said_to(capsys, *words)
         assert f"unknown verb {words[-1]!r}; did you mean '{words[-1][0]}" in line
@@ -82,9 +87,13 @@ def test_an_unknown_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str],
     assert meant in line
 
 
-def test_options_of_verbs_without_keys_get_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said_to(capsys, "demo", "--lr").endswith("unknown option --lr; keys are written as key=value")
-    assert said_to(capsys, "serve-reward", "--lr").endswith("unknown option --lr; keys are written as key=value")
+def test_options_of_verbs_without_keys_are_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    takes = "trueline demo takes --seed, --steps, --folder, and no keys"
+    assert said_to(capsys, "demo", "--lr").endswith(f"unknown option --lr; {takes}")
+    assert said_to(capsys, "demo", "--stps", "3").endswith(f"unknown option --stps; {takes}; did you mean '--steps'?")
+    assert said_to(capsys, "demo", "steps=3").endswith(f"'steps=3'; {takes}; did you mean '--steps 3'?")
+    line = said_to(capsys, "serve-reward", "--max_length")
+    assert line.endswith("unknown option --max_length; keys are written as key=value; did you mean 'max_tokens'?")
 
 
 def test_a_demo_takes_steps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,3 +138,97 @@ def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> N
     assert (local.training.ranks, local.critic.ranks, local.rollout.engines) == (None, None, None)
     assert local.placement == "auto"
     assert mixed.engines() == local.engines() | {"critic": "deepspeed"}
+
+
+def test_every_foreign_word_is_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num_generations", "8", "--per_device_train_batch_size", "4", "--bf16", "True", "beta=0.1", "steps"]
+    said_to(capsys, "grpo", *words)
+    with pytest.raises(SystemExit):
+        main(["grpo", *words, "--stop", "a", "b", "--x", "-1"])
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [line.partition(";")[0].removeprefix("trueline grpo: error: ") for line in lines] == [
+        *(f"unknown option --{name}" for name in ("num_generations", "per_device_train_batch_size", "bf16")),
+        "unknown option --stop",
+        "unknown option --x",
+        "'steps' is not an override: write it as section.key=value, e.g. training.ranks=2",
+        "unknown key 'beta'",
+    ]
+
+
+@pytest.mark.parametrize("verb", [[], ["doctor"]])
+def test_eval_takes_its_prompts_as_data(verb: list[str], tmp_path: Path) -> None:
+    def evaluated(*words: str) -> str:
+        options, options.overrides = (parsed := make_parser().parse_known_args([*verb, "eval", *words]))[0], parsed[1]
+        config = load_options(options)
+        assert isinstance(config, EvalConfig) and not config.data.path
+        return config.evaluation.data
+
+    assert evaluated("--data", "a") == evaluated("--eval-data", "a") == "a"
+    assert evaluated("--data", "a", "--eval-data", "a") == "a"
+
+
+def test_a_run_is_named_behind_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, place in enumerate(("runs/first", "other/second")):
+        folder = RunFolder(tmp_path / place).open(RLConfig.parse({"seed": number}), "grpo", resume=False)
+        (folder.checkpoints / "step_000001").mkdir(parents=True)
+
+    def resumed(*words: str) -> tuple[int, int, str, str]:
+        options, options.overrides = (parsed := make_parser().parse_known_args(["grpo", *words]))[0], parsed[1]
+        config = load_options(options)
+        assert isinstance(config, RLConfig)
+        return config.seed, config.steps, str(config.name), str(Path(config.folder).resolve())
+
+    steps, runs, other = RLConfig().steps, str(tmp_path / "runs"), str(tmp_path / "other")
+    assert resumed("--resume", "runs/first") == resumed("--resume", "first") == (0, steps, "first", runs)
+    assert resumed("--resume", "steps=7", "minibatches=1") == (0, 7, "first", runs)
+    assert resumed("steps=7", "--resume", str(tmp_path / "other/second")) == (1, 7, "second", other)
+    with pytest.raises(ConfigError, match=r"checkpoints/step_000001 is inside a run, .*: give .*/runs/first$"):
+        resumed("--resume", "runs/first/checkpoints/step_000001")
+
+
+def test_keys_are_found_by_their_names_and_meanings(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> list[str]:
+        assert main(["config", *words]) == 0
+        return [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+
+    rates = shown("grpo", "learning_rate")
+    assert "training.learning_rate" in rates and "critic.learning_rate" in rates and "steps" not in rates
+    assert shown("grpo", "--filter", "LEARNING_RATE") == rates == shown("--filter", "learning_rate", "grpo")
+    assert shown("grpo", "learning", "Muon") == ["training.learning_rate"]  # of which one is in the meaning
+    assert len(shown("sft")) > 50
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_nobody_reading_on_is_no_error(unbuffered: str) -> None:
+    command = f"{sys.executable} -m trueline.cli config grpo | true; echo ${{PIPESTATUS[0]}}"
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=variables)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and re.fullmatch(r"trueline \S+\n", capsys.readouterr().out)
+
+
+def test_a_plan_takes_the_command_of_its_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--model", "shape:llama-8b", "--data", "none.jsonl", "--eval-data", "none.jsonl", "--name", "mine"]
+    for verb in PRESETS:
+        extra = ["--reward", "math", "--dry-run", *["teacher.path=llama-8b"] * (verb == "on_policy_distill")]
+        command = [verb, *run, "--tools", "calculator", *extra, "model.lora.rank=8", "rollout.tensor_parallel=2"]
+        assert main(["plan", "--devices", "8xH200", *command]) == 0, capsys.readouterr().err
+        assert "expected   rollout" in capsys.readouterr().out
+    for verb in ("generate", "eval", "raft", "iterative_dpo"):
+        words = [verb, *run[:4], "--reward", "math", "--devices", "1xH100"]
+        assert f"plan {verb}: only runs of one training" in said_to(capsys, "plan", *words)
+
+
+def test_every_command_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    verbs = make_parser().get_default("verbs")
+    deeper = [["data", "preview"], ["reward", "try"], ["plan", "grpo"], ["doctor", "sft"], ["data", "preview", "dpo"]]
+    for words in ([], *([verb] for verb in verbs), *deeper):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "-h"])
+        assert ended.value.code == 0 and "usage: trueline" in capsys.readouterr().out

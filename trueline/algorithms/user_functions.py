@@ -30,6 +30,9 @@ def load_function(specification: str, built_in: Mapping[str, Function], *, guest
     if specification.endswith(PICKLED):
         return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
+    if specification.endswith(".py") and Path(specification).is_file():
+        there = public_names(load_file(Path(specification), guest))
+        raise NoSuchFunction(f"name a function of it, as {specification}:FUNCTION; it has {', '.join(there) or 'none'}")
     if not separator:
         raise NoSuchFunction(
             f"not a built-in ({', '.join(built_in)}), nor file.py:function, package.module:function or a folder"
@@ -38,9 +41,13 @@ def load_function(specification: str, built_in: Mapping[str, Function], *, guest
         module = load_file(Path(place), guest) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        there = [own for own, value in vars(module).items() if callable(value) and not own.startswith("_")]
+        there = public_names(module)
         raise NoSuchFunction(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
     return function
+
+
+def public_names(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
 
 
 def pickled(function: Function) -> bytes:

@@ -104,14 +104,32 @@ def merge(under: Tree, over: Tree) -> Tree:
 
 def read_tree(file: Path) -> Tree:
     try:
-        tree = yaml.safe_load(file.read_text())
+        text = file.read_text(encoding="utf-8-sig")
+        check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), f"--config {file}")
+        tree = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"--config {file}: cannot be read ({error.strerror}); give a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {file}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {file}: expected `key: value` lines, found {type(tree).__name__}")
     return tree
+
+
+def check_repeats(node: yaml.Node | None, place: str, path: str = "") -> None:
+    """Refuse a key that a section holds twice: YAML would take the last one in silence."""
+    lines: dict[str, int] = {}
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        key, line = f"{path}{name.value}", name.start_mark.line + 1
+        if key in lines:
+            where = f"stands in lines {lines[key]} and {line}" if lines[key] != line else f"stands twice in line {line}"
+            raise ConfigError(f"{place}: the key {key!r} {where}: keep one of them")
+        lines[key] = line
+        check_repeats(value, place, f"{key}.")
+    for item in node.value if isinstance(node, yaml.SequenceNode) else []:
+        check_repeats(item, place, path)
 
 
 def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
@@ -120,10 +138,15 @@ def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
     if not separator or not path:
         raise ConfigError(f"{override!r} is not an override: write it as section.key=value, e.g. training.ranks=2")
     try:
-        value = text if path in texts and text != "null" else yaml.safe_load(text)
+        value = text if path in texts and text != "null" else read_value(text, path)
     except yaml.YAMLError:
         value = text
     return nested(path, value)
+
+
+def read_value(text: str, path: str) -> Any:
+    check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), f"{path}={text}")
+    return yaml.safe_load(text)
 
 
 def nested(path: str, value: Any) -> Tree:

@@ -28,7 +28,7 @@ class SourceConfig(Config):
     """Keys by which all kinds of runs describe their rows."""
 
     path: str = ""
-    """JSON, JSONL, CSV, Parquet or Arrow file, a folder of them, or a hub name (`owner/name` or `owner/name:split`)."""
+    """JSON, JSONL, CSV, TSV, Parquet or Arrow file, a folder of them, or a hub name (`owner/name[:split]`)."""
 
     mixture: dict[str, float] = {}
     """Several datasets in place of `path`: each one's path and how likely a row is drawn from it (normalised)."""

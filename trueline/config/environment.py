@@ -49,12 +49,19 @@ class EnvironmentConfig(Config):
     episodes_per_process: int = Field(128, ge=1)
     """Episodes, and calls of theirs, at a time in one process; others wait for a place, and no deadline runs."""
 
+    trial: bool = True
+    """Play one episode with a made-up reply, for up to 10 seconds, before models load; what fails in it is reported."""
+
     memory_gib: float = Field(4.0, gt=0)
     """Memory that one of these processes may take beyond its imports."""
 
     @field_validator("tools", mode="before")
     @classmethod
     def list_tools(cls, tools: Any) -> Any:
+        if tools is None:
+            raise ValueError("is empty: name tools, e.g. --tools calculator, or leave it out")
+        if isinstance(tools, dict):  # which `mcp: COMMAND` is to YAML
+            return [f"{name}:{rest or ''}" for name, rest in tools.items()]
         return split_tools(tools) if isinstance(tools, str) else tools
 
     @field_validator("tools")

@@ -1,11 +1,25 @@
 """Which model is trained, and how."""
 
-from typing import Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from trueline.config.base import Config, ConfigError
 
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}  # short ones that are in use
+HALF = ("fp16", "float16", "half")
+
+
+def full_dtype(name: Any) -> Any:
+    """Spell a short name out, and refuse half precision with its reason."""
+    short = name.removeprefix("torch.") if isinstance(name, str) else name
+    if short in HALF:
+        raise ValueError(f"{name} overflows without loss scaling, which is not done here: set bfloat16 or float32")
+    return DTYPE_NAMES.get(short, short) if isinstance(short, str) else short
+
+
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(full_dtype)]
 LARGEST_PASS = 16384  # tokens; more in one pass gains no speed
 
 
@@ -22,13 +36,26 @@ class LoraConfig(Config):
     """Dropout in front of the added matrices. Above 0, training and scoring see different functions."""
 
     targets: str = "all-linear"
-    """all-linear, or a comma-separated list of module names such as q_proj,v_proj."""
+    """all-linear, names of linear layers such as q_proj,v_proj, or a pattern of whole names: .*self_attn.*_proj."""
 
     quantize: bool = False
     """QLoRA: hold the frozen weights in 4 bits (bitsandbytes)."""
 
     sync: Literal["auto", "merged", "adapter"] = "auto"
     """What RL sends to engines: adapters alone, or weights they are merged into; auto: alone if engines hold them."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def list_targets(cls, targets: Any) -> Any:
+        """Take a list, also one in brackets or with spaces, as names with commas between them."""
+        bracketed = isinstance(targets, str) and re.fullmatch(r"\[[\w\s,.'\"-]*\]", targets)
+        names = re.split(r"[\s,'\"]+", targets[1:-1]) if bracketed else targets
+        return ",".join(str(name).strip() for name in names if name) if isinstance(names, list) else names
+
+    def peft_targets(self) -> str | list[str]:
+        """Return targets as peft reads them: all-linear or a pattern as it stands, else a list of names."""
+        whole = self.targets == "all-linear" or re.search(r"[*+?^$()|\\\[\]{}]", self.targets)
+        return self.targets if whole else [name.strip() for name in self.targets.split(",")]
 
     def apart(self) -> bool:
         return self.rank > 0 and self.sync == "adapter"
@@ -41,7 +68,7 @@ class ModelConfig(Config):
     path: str = ""
     """Hugging Face model: a folder with config, safetensors weights and tokenizer, or a hub name."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """Computation type; auto is bfloat16 on GPUs and float32 on CPUs. Master weights stay float32."""
 
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -103,8 +130,8 @@ class TrainingConfig(RanksConfig):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon for the matrices of hidden layers and AdamW for all else (float32; torch, or ZeRO 0)."""
 
-    learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate; Muon scales its updates to the size of AdamW's, so that one rate serves both."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate, of AdamW and of Muon; null: what suits the task, the model's size and adapters."""
 
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after warm-up: constant, or falling to zero at the last step; wsd: constant, then falling."""
@@ -135,6 +162,11 @@ class TrainingConfig(RanksConfig):
 
     max_bad_steps: int = Field(3, ge=0)
     """Steps in a row with a loss or gradient that is not finite (skipped, counted) before the run stops."""
+
+    def peak_rate(self) -> float:
+        if self.learning_rate is None:
+            raise ConfigError("learning_rate is null: set it, for only the plan of a run fills it in")
+        return self.learning_rate
 
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:

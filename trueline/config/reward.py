@@ -123,6 +123,9 @@ class RewardConfig(RewardPartConfig):
     max_failure_share: float = Field(0.05, ge=0, le=1)
     """Share of failed rewards, among a step's answers or the last 100 if those are more, above which the run stops."""
 
+    probe: bool = True
+    """Call functions about a few rows, and knock at servers, before models load; refuse what fails at every call."""
+
     policy_error: float = Field(0.0, allow_inf_nan=False)
     """Reward of a completion whose own doing is the error, such as code that does not end."""
 

@@ -8,7 +8,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
-from trueline.config.model import ModelConfig, TrainingConfig, check_mesh, check_training
+from trueline.config.model import Dtype, ModelConfig, TrainingConfig, check_mesh, check_training
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import CheckpointConfig, RunConfig
@@ -65,7 +65,7 @@ class RolloutConfig(SamplingControls):
     tensor_parallel: int = Field(1, ge=1)
     """Devices that one engine spreads its weights over."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """Computation type of the engine; auto follows model.dtype."""
 
     temperature: float = Field(1.0, gt=0)

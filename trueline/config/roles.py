@@ -50,8 +50,5 @@ class CriticConfig(RoleConfig, TrainingConfig):
     path: str | None = None
     """Model that the critic starts from; null takes a local reward model where there is one, else the policy's."""
 
-    learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
-
 
 Role = FrozenConfig | CriticConfig

@@ -5,14 +5,14 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from trueline.config.base import Tree
-from trueline.config.model import check_training
+from trueline.config.model import TrainingConfig, check_training
 from trueline.config.preference import PreferenceConfig
 from trueline.config.rl import EvaluationConfig
 from trueline.config.sampling import SelectionConfig
-from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig, SupervisedTrainingConfig
+from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig
 
 
-class RoundTrainingConfig(SupervisedTrainingConfig):
+class RoundTrainingConfig(TrainingConfig):
     """How each round trains; the keys are those of `sft` and `dpo`."""
 
     steps: int | None = Field(None, ge=1)

@@ -63,7 +63,8 @@ class ClusterConfig(Config):
 
 class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
-    """Sampled conversations written to transcripts.jsonl at every step."""
+    """Completions of a step written to transcripts.jsonl, in the mean: whole groups, so not in every step if they are
+    large; 0 writes none."""
 
     tokens: bool = True
     """Keep log-prob, log-ratio, advantage and entropy of each token of these transcripts."""
@@ -120,7 +121,7 @@ class RunConfig(EnginesConfig):
     folder: str = "runs"
     """Where run folders are made."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
     """Seeds data order, sampling and initialisation."""
 
     runtime: Literal["ray", "local"] = "ray"

@@ -11,11 +11,6 @@ from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfi
 from trueline.config.run import RunConfig
 
 
-class SupervisedTrainingConfig(TrainingConfig):
-    learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate."""
-
-
 class HeldOutConfig(Config):
     data: str = ""
     """Held-out rows, same columns as data.path; empty takes `share` of the training rows instead."""
@@ -51,7 +46,7 @@ class SupervisedConfig(RunConfig):
     """Longest sequence; data.too_long says what happens to a longer one. null takes the model's context."""
 
     model: ModelConfig = ModelConfig()
-    training: SupervisedTrainingConfig = SupervisedTrainingConfig()
+    training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
 

@@ -1,5 +1,6 @@
 """Turn messages into tokens; this is the only file that touches chat templates."""
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ class ChatFormat:
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
         self.joins = False  # whether it has joined messages by line breaks
         self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
-        self.shows_tools: bool | None = None  # told by the first row that has some
+        self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template leaves out
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self._prompt_tokens(self.prompt_text(messages, tools))
@@ -43,7 +44,6 @@ class ChatFormat:
         if self.templated:
             return self._render(messages, tools, open_turn=True)
         self.joins = True
-        self.left_out |= {"tools"} if tools else set()
         return "\n".join(self._plain_text(message) for message in messages)
 
     def _prompt_tokens(self, text: str) -> list[int]:
@@ -74,6 +74,29 @@ class ChatFormat:
         if not (marked and closed.startswith(opened) and closed.endswith(ending) and whole.startswith(closed)):
             return None
         return self.text_tokens(ending + whole[len(closed) :])
+
+    def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
+        """Return the names of tools that neither the template nor a system message tells the model."""
+        names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
+        if names not in self.unseen:
+            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            given = [self._apply(asked, some, open_turn=True) for some in (tools, ()) if self.templated]
+            self.unseen[names] = [name for name in names if not given or given[0].count(name) <= given[1].count(name)]
+        described = " ".join(content_of(message) for message in messages if message["role"] == "system")
+        return [name for name in self.unseen[names] if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", described)]
+
+    def check_tools(self, messages: list[Message], tools: Sequence[Tool], *, column: bool = True) -> None:
+        """Refuse tools that the model would never be shown; `column`: they stand in the row."""
+        if not tools or not (unseen := self.unseen_tools(messages, tools)):
+            return
+        model = self.tokenizer.name_or_path
+        why = f"the chat template of {model} leaves them out" if self.templated else f"{model} has no chat template"
+        raise ConfigError(
+            f"the model is never shown the tools {', '.join(unseen)}, for {why}: set data.chat_template=FILE to a "
+            "Jinja file that writes `tools`, or describe them by name in data.system_prompt"
+            + ", or rename the column 'tools'"
+            * column
+        )
 
     def without_end(self, tokens: list[int]) -> list[int]:
         """Return a continuation without the end token that was sampled already."""
@@ -124,6 +147,7 @@ class ChatFormat:
         (say, leaves out earlier reasoning) a new sequence starts. A turn that nothing precedes answers
         nothing and is not learnt.
         """
+        self.check_tools(messages, tools)
         earliest = max(start, 1)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= earliest]
         encode_turns = self._encode_templated if self.templated else self._encode_plain
@@ -186,9 +210,6 @@ class ChatFormat:
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self._apply(messages, tools, open_turn)
-        if tools and self.shows_tools is None:
-            self.shows_tools = text != self._apply(messages, (), open_turn)
-            self.left_out |= set() if self.shows_tools else {"tools"}
         self.left_out.update(*(unseen_fields(message, text) for message in messages))
         return text
 

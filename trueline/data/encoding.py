@@ -24,6 +24,9 @@ class Encodings:
     counts: dict[str, int]
 
 
+CUT_IN_TWO = "steps that hold data.step_separator, at which a reply would be cut in two"
+
+
 class Fitting:
     """The length limit, and the tally of what it did."""
 
@@ -78,6 +81,7 @@ def encode_conversations(
 ) -> Encodings:
     """Make one sample per sequence; a conversation whose template rewrites earlier turns becomes several."""
     fitting = Fitting(max_tokens, policy)
+    fitting.tally |= unlearnt_ends(records)
     samples: list[Sample] = []
     for record in records:
         for encoded in encode_text(record, chat, learn):
@@ -85,6 +89,16 @@ def encode_conversations(
             fitting.tally["dropped"] += fitted is None
             samples += [to_tensors(fitted)] if fitted else []
     return fitting.result(samples, len(records))
+
+
+def unlearnt_ends(records: list[Conversation | Document]) -> dict[str, int]:
+    """Count conversations with a first or last message that is not learnt, though one may expect it, in words."""
+    talks = [record.messages for record in records if isinstance(record, Conversation)]
+    found = {
+        "with a last message that nothing answers": sum(talk[-1]["role"] != "assistant" for talk in talks),
+        "with a first message that answers nothing": sum(talk[0]["role"] == "assistant" for talk in talks),
+    }
+    return {what: count for what, count in found.items() if count}
 
 
 def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy: Policy) -> Encodings:
@@ -136,11 +150,13 @@ def encode_steps(
 ) -> Encodings:
     """Put the label of a step at its last token: the separator's, where there is one."""
     fitting = Fitting(max_tokens, policy)
+    fitting.tally[CUT_IN_TWO] = 0
     samples: list[Sample] = []
     for record in records:
         encoded, labels = encode_labelled(record, chat, separator)
         fitted = fitting.fit(encoded, record.place)
         fitting.tally["dropped"] += fitted is None
+        fitting.tally[CUT_IN_TWO] += sum(separator in step for step in record.steps)
         if fitted is not None:
             sample = to_tensors(fitted)
             sample.step_labels = torch.tensor(labels[: len(fitted.tokens)], dtype=torch.float32)
@@ -189,6 +205,7 @@ def encode_completion(
 
 def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tuple[Encoded, list[float]]:
     with naming(record.place):
+        chat.check_tools(record.prompt, record.tools)
         tokens = chat.prompt_tokens(record.prompt, record.tools)
     mask, labels = [False] * len(tokens), [0.0] * len(tokens)
     end = chat.text_tokens(separator)  # apart from the step, so that it is the same token after every one

@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.data.messages import Message, Tool, content_of
-from trueline.data.readers import choose_column, parse_messages, read_messages, read_tools, text_of, value_of
+from trueline.data.readers import (
+    choose_column,
+    messages_or_text,
+    parse_messages,
+    read_messages,
+    read_tools,
+    renamed_roles,
+    text_of,
+    value_of,
+)
 from trueline.data.sources import Located
 
 
@@ -105,7 +114,7 @@ def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Co
 def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
     """Read pairs: `margin_column` holds by how much the chosen completion is better; without it every margin is 0."""
     if margin_column is not None:
-        choose_column(rows[0], margin_column, (), "margin_column")
+        choose_column(rows[0], margin_column, (), "reward_model.margin_column")
 
     def read(located: Located, columns: Columns, config: DataConfig) -> list[Pair]:
         prompt, chosen, rejected = completions_of(located, columns, config)
@@ -141,7 +150,9 @@ def read_rows(
     name, columns = find_format(rows[0], config, list(readers))
     found = [column for column in columns.values() if column]
     records = [record for located in rows for record in readers[name](located, columns, config)]
-    return records, f"{name} (column{'s' if len(found) > 1 else ''} {', '.join(found)})"
+    renamed = renamed_roles({column: located.row.get(column) for column in found} for located in rows)
+    roles = f"; roles: {renamed}" if renamed else ""
+    return records, f"{name} (column{'s' if len(found) > 1 else ''} {', '.join(found)}){roles}"
 
 
 def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:
@@ -205,7 +216,7 @@ def prompt_of(located: Located, columns: Columns, config: DataConfig) -> list[Me
 
 def turns_of(located: Located, column: str) -> list[Message]:
     """Read the turns of a column; text is one turn of the assistant's."""
-    value = value_of(located, column)
+    value = messages_or_text(located, column)
     if isinstance(value, list):
         return parse_messages(value, located, column)
     return [{"role": "assistant", "content": text_of(located, column)}]
@@ -228,7 +239,7 @@ def check_completion(completion: list[Message], located: Located, column: str) -
 
 def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
     column = columns["messages"]
-    messages = parse_messages(value_of(located, column), located, column)
+    messages = parse_messages(messages_or_text(located, column), located, column)
     if all(message["role"] != "assistant" for message in messages[1:]):
         raise ConfigError(
             f"{located.place}: column {column!r} has no message of the assistant that answers another, so nothing can "
@@ -268,7 +279,9 @@ def completions_of(
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
-        raise ConfigError(f"{located.place}: chosen and rejected are the same: {content_of(chosen[-1])!r:.80}")
+        raise ConfigError(
+            f"{located.place}: chosen and rejected are the same, {content_of(chosen[-1])!r:.80}: change or remove it"
+        )
     if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
         shared = shared_turns(chosen, rejected)
         if any(message not in chosen[:shared] for message in prompt):
@@ -291,7 +304,7 @@ def shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
 
 def whole_conversation(located: Located, column: str) -> list[Message]:
     """Read messages, or text with turns marked as `\\n\\nHuman:` and `\\n\\nAssistant:`."""
-    value = value_of(located, column)
+    value = messages_or_text(located, column)
     if isinstance(value, list):
         return parse_messages(value, located, column)
     before, *marked = TURN.split(text_of(located, column))

@@ -6,6 +6,8 @@ from typing import Any
 Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
 Tool = dict[str, Any]  # a schema, as chat templates read it
 
+TEMPLATE_ROLES = ("system", "user", "assistant", "tool")  # that chat templates know
+
 
 def content_of(message: Message) -> str:
     """Return a message's content, or empty text where there is none, as in an environment's messages."""

@@ -1,33 +1,44 @@
 """Turn dataset rows into prompts, and hold what every reader of rows shares: columns, texts, messages."""
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.messages import Message, Tool
-from trueline.data.sources import Located
+from trueline.data.sources import TEXT, Located, Row
 from trueline.data.types import Prompt
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")
-ROLES = {  # a speaker's name, as datasets have it -> the role that chat templates know
+ROLES = {  # a speaker's name in small letters, as datasets have it -> the role that chat templates know
     "human": "user",
     "user": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "assistant": "assistant",
     "chatgpt": "assistant",
+    "ai": "assistant",
     "bot": "assistant",
     "model": "assistant",
     "system": "system",
+    "developer": "system",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
+    "ipython": "tool",
 }
+PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")  # a list of them as text
 
 
 def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> list[Prompt]:
-    prompt_column = choose_column(rows[0], config.prompt_column, PROMPT_COLUMNS, "data.prompt_column")
+    usual = (TEXT,) if rows[0].bare else PROMPT_COLUMNS
+    prompt_column = choose_column(rows[0], config.prompt_column, usual, "data.prompt_column")
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
+    if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
+        label_column = ""  # samples of prompts without labels have an empty one
     return [
         Prompt(
             id=number,
@@ -73,8 +84,22 @@ def text_of(located: Located, column: str) -> str:
     return value
 
 
-def read_messages(located: Located, column: str, system_prompt: str | None) -> list[Message]:
+def messages_or_text(located: Located, column: str) -> Any:
+    """Return a column's value, and in place of JSON text of messages, which CSV files hold, those messages."""
     value = value_of(located, column)
+    if not isinstance(value, str) or not PYTHON_MESSAGES.match(value.lstrip()):
+        return value
+    found = unpacked(value)
+    if not isinstance(found, list):
+        raise ConfigError(
+            f"{located.place}: column {column!r} holds messages as text that is no JSON: {value!r:.80}; write them "
+            "with json.dumps, or as a list in a JSONL file"
+        )
+    return found
+
+
+def read_messages(located: Located, column: str, system_prompt: str | None) -> list[Message]:
+    value = messages_or_text(located, column)
     messages = checked_messages(value, located, column) if isinstance(value, list) else None
     if messages is None:
         messages = [{"role": "user", "content": text_of(located, column)}]
@@ -114,12 +139,22 @@ def parse_message(entry: Any, where: str) -> Message:
         content = ""  # which most templates can add to text, unlike nothing
     if not isinstance(speaker, str) or not isinstance(content, str):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
-    if not role and speaker not in ROLES:
-        raise ConfigError(f"{where}: from={speaker!r} is not known; use one of {', '.join(ROLES)}")
-    message = {"role": ROLES.get(speaker, speaker), "content": content, **fields}
+    if speaker.lower() not in ROLES:
+        named = "role" if role else "from"
+        raise ConfigError(f"{where}: {named}={speaker!r} is not known; use one of {', '.join(ROLES)}")
+    message = {"role": ROLES[speaker.lower()], "content": content, **fields}
     if not (calls or content.strip() or message["role"] == "tool"):
         raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def renamed_roles(rows: Iterable[Row]) -> str:
+    """Return which roles of the rows are read as others, in words; nothing where all have their usual names."""
+    lists = [value for row in rows for value in row.values() if isinstance(value, list)]
+    entries = [entry for value in lists for entry in value if isinstance(entry, dict)]
+    speakers = dict.fromkeys(str(entry.get("role") or entry.get("from")) for entry in entries)
+    renamed = {name: ROLES[name.lower()] for name in speakers if ROLES.get(name.lower(), name) != name}
+    return ", ".join(f"{name} as {role}" for name, role in renamed.items())
 
 
 def joined_text(content: Any, where: str) -> Any:

@@ -1,12 +1,14 @@
-"""Open datasets: local JSON, JSONL, CSV, Parquet and Arrow files, folders of them, and hub names."""
+"""Open datasets: local JSON, JSONL, CSV, TSV, Parquet and Arrow files, folders of them, and hub names."""
 
 import csv
 import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,10 +18,14 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.data.stored import HELD_OUT, saved_files
 from trueline.monitoring.beats import WORK
 
 Row = dict[str, Any]
-HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+LONGEST_FIELD = 2**31 - 1  # characters; the library's own limit is that of a short text
+PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
+TEXT = "text"  # column of rows that are texts by themselves
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
@@ -30,6 +36,7 @@ class Located:
     row: Row
     place: str
     padded: bool = False  # nested fields that it has not are there as nulls, for Arrow gives all rows the same
+    bare: bool = False  # it was a text, in no column
 
 
 def open_source(path: str, key: str) -> list[Located]:
@@ -86,6 +93,8 @@ def first_line(error: Exception) -> str:
 
 
 def data_files(folder: Path, key: str) -> list[Path]:
+    if (saved := saved_files(folder, key)) is not None:
+        return saved
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
@@ -102,53 +111,95 @@ def data_files(folder: Path, key: str) -> list[Path]:
 def read_file(file: Path, key: str) -> Iterator[Located]:
     reader = READERS.get(file.suffix)
     if reader is None:
-        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; use one of {', '.join(READERS)}")
+        packed = "unpack it, and " if file.suffix in PACKED else ""
+        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; {packed}use one of {', '.join(READERS)}")
     try:
         yield from reader(file)
-    except (arrow.ArrowInvalid, UnicodeDecodeError, csv.Error) as error:
+    except (arrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                place = f"{file}, line {number}"
-                yield Located(parsed_object(line, place), place)
+                yield parsed_row(line, f"{file}, line {number}")
 
 
-def parsed_object(text: str, place: str) -> Row:
+def parsed_row(text: str, place: str) -> Located:
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
+    except RepeatedKey as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return located_row(row, place)
+
+
+class RepeatedKey(ValueError):
+    """An object of JSON with one key twice, of which the first would be lost."""
+
+
+def single_keys(pairs: list[tuple[str, Any]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
     return row
 
 
+def located_row(row: Any, place: str) -> Located:
+    """Return a row with named columns; a text is a row of one."""
+    if isinstance(row, str):
+        return Located({TEXT: row}, place, bare=True)
+    if not isinstance(row, dict):
+        array = "; a file that is one array ends in .json" if isinstance(row, list) else "; mend or remove it"
+        raise ConfigError(
+            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}{array}"
+        )
+    return Located(row, place)
+
+
 def read_json(file: Path) -> Iterator[Located]:
-    text = file.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("["):
-        yield from read_json_lines(file)
-        return
+    text = file.read_text(encoding="utf-8-sig")
     try:
-        rows = json.loads(text)
+        whole = json.loads(text, object_pairs_hook=single_keys)
+        rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
+        if not text.lstrip().startswith("["):
+            yield from read_json_lines(file)
+            return
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
+    except RepeatedKey as error:
+        raise ConfigError(f"{file}: {error}") from None
     for number, row in enumerate(rows, 1):
-        place = f"{file}, row {number}"
-        if not isinstance(row, dict):
-            raise ConfigError(f"{place}: expected an object with named columns, found {type(row).__name__}")
-        yield Located(row, place)
+        yield located_row(row, f"{file}, row {number}")
 
 
-def read_csv(file: Path) -> Iterator[Located]:
+def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
+    csv.field_size_limit(LONGEST_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines), 1):
-            if None in row or None in row.values():
-                raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
-            yield Located(dict(row), f"{file}, row {number}")
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
+        try:
+            check_header(rows.fieldnames or [], file, separator)
+            for number, row in enumerate(rows, 1):
+                if None in row or None in row.values():
+                    raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
+                yield Located(dict(row), f"{file}, row {number}")
+        except csv.Error as error:
+            raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}; see to its quotation marks") from None
+
+
+def check_header(header: Sequence[str], file: Path, separator: str) -> None:
+    """Refuse a column that is there twice, and a single one whose name holds what separates fields elsewhere."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
+    others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
+    if others:
+        raise ConfigError(
+            f"{file}: its fields are separated by {SEPARATORS[others[0]]}, in a {file.suffix} file "
+            f"{SEPARATORS[separator]} separate them: save it with these, or as JSONL"
+        )
 
 
 def read_parquet(file: Path) -> Iterator[Located]:
@@ -189,6 +240,7 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }

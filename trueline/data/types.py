@@ -116,6 +116,7 @@ class Trajectory:
     outcome: Outcome = Outcome.FINISHED
     truncated: bool = False  # a turn was cut off by the length limit
     cut_off: str = ""  # why it had no further turn, where a limit ended it
+    limit: str = ""  # the key of the last limit that cut it off
     reply: str = ""  # the last one
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -299,6 +300,11 @@ def pack_samples(samples: list[Sample]) -> PackedSamples:
     lengths = np.array([sample.length() for sample in samples])
     weights = np.array([sample.weight for sample in samples])
     return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays)
+
+
+def reported(metrics: dict[str, float], name: str) -> float | None:
+    """Return a metric of an episode, or None; the one value that an episode reports is its mean as well."""
+    return metrics.get(name, metrics.get(name.removesuffix("/mean")))
 
 
 def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sample]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trueline.config.base import Tree
+from trueline.config.base import ConfigError, Tree
 from trueline.config.rl import RLConfig
 from trueline.config.sampling import EvalConfig
 from trueline.config.supervised import SftConfig
@@ -32,9 +32,13 @@ SCORED: Tree = {"reward": {"function": "exact"}, "rollout": {"max_new_tokens": 5
 
 def run(folder: Path, seed: int, steps: int) -> int:
     """Make a model in a new folder and train it, at last by so many steps of GRPO."""
+    SftConfig.parse({"seed": seed})  # before anything is made
     console = Console(highlight=False)
     folder = folder.resolve()
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: cannot be made ({error.strerror}): name a new folder") from None
     parameters = make_model(folder / "model", seed)
     make_data(folder, seed)
     console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")

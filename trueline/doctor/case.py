@@ -21,6 +21,7 @@ from trueline.doctor.findings import Finding
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.tasks import TASKS
 from trueline.runs.preflight import Reading, load_prompts
+from trueline.runs.rewards import Trial, check_rewards
 
 Kind = TypeVar("Kind")
 Record = Prompt | Conversation | Document | Pair | Rated | StepRated
@@ -58,6 +59,7 @@ class Case:
     prompts: list[Prompt]  # none of tasks that sample nothing
     rows: list[Row]
     held_out: list[Row]
+    trials: dict[str, Trial] = field(default_factory=dict)  # calls that reward functions were asked, by their names
 
     @property
     def model(self) -> ModelConfig:
@@ -86,13 +88,15 @@ Check = Callable[[Case], Iterable[Finding]]
 def case_of(config: RunConfig, reading: Reading) -> Case:
     """Make a case of what a plan has read."""
     prompts = [one for one in reading.rows if isinstance(one, Prompt)]
-    return Case(config, reading.facts, reading.chat, prompts, rows_of(reading.rows), rows_of(reading.held_out))
+    rows, held_out = rows_of(reading.rows), rows_of(reading.held_out)
+    return Case(config, reading.facts, reading.chat, prompts, rows, held_out, reading.trials)
 
 
 def gather(config: RunConfig) -> Case:
     """Read whatever can be read without loading weights, of a run whose plan is refused."""
     case = Case(config, None, None, [], [], [])
-    facts = readable(lambda: check_model(case.model))
+    head = TASKS[config.task].head if isinstance(config, SupervisedConfig) else "language"
+    facts = readable(lambda: check_model(case.model, head, quantized=isinstance(config, SamplingConfig)))
     template = dict(dict(config)["data"])["chat_template"]
     chat = readable(lambda: load_chat(case.model, template)) if facts else None
     if isinstance(config, SupervisedConfig):
@@ -100,7 +104,8 @@ def gather(config: RunConfig) -> Case:
         return Case(config, facts, chat, [], rows, held_out)
     assert isinstance(config, RLConfig | SamplingConfig)  # no other kind of run is there
     prompts, tested = readable(lambda: prompts_of(config)) or ([], [])
-    return Case(config, facts, chat, prompts, rows_of(prompts), rows_of(tested))
+    asked = readable(lambda: check_rewards(config.reward, [prompts], config.data, required=False)) if prompts else None
+    return Case(config, facts, chat, prompts, rows_of(prompts), rows_of(tested), asked.trials if asked else {})
 
 
 def readable(read: Callable[[], Kind]) -> Kind | None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.doctor.case import Case, Row
 from trueline.doctor.findings import Finding, share
@@ -21,7 +22,10 @@ def repeated_rows(case: Case) -> Iterator[Finding]:
 
 
 def contradictions(case: Case) -> Iterator[Finding]:
-    """Find prompts that several rows label in different ways."""
+    """Find prompts that several rows label in different ways; an environment may well set one task in many ways."""
+    played = case.section("environment", EnvironmentConfig)
+    if played is not None and played.plays():
+        return
     labels: dict[int, set[str]] = {}
     for row in case.rows:
         labels.setdefault(row.question, set()).add(str(row.label))
@@ -71,6 +75,9 @@ def told_labels(case: Case) -> Iterator[Finding]:
 
 
 def trailing_space(case: Case) -> Iterator[Finding]:
+    """Find prompts whose end joins the reply's first word; behind a template, its marks stand in between."""
+    if case.chat is None or case.chat.templated:
+        return
     ending = [row for row in case.rows if row.text() != row.text().rstrip()]
     if ending:
         what = f"{share(len(ending), len(case.rows))} have a prompt that ends in white space, e.g. {ending[0].place}"

@@ -15,7 +15,7 @@ from trueline.config.rl import RLConfig
 from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.doctor.findings import Finding, named_key
 from trueline.doctor.machine import existing
-from trueline.monitoring.health import BAD, OK, WATCH, gap_level
+from trueline.monitoring.health import BAD, CUT_OFF, OK, WATCH, cut_off_words, gap_level, limits_in
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
@@ -24,7 +24,7 @@ from trueline.offline.dataset import Material
 from trueline.offline.plan import SupervisedPlan
 from trueline.offline.trainer import SupervisedTrainer
 from trueline.rl.build import rl_trainer
-from trueline.rl.metrics import CUT_OFF, UNIFORM, Metrics, describe_step
+from trueline.rl.metrics import UNIFORM, Metrics, describe_step
 from trueline.rl.plan import RLPlan
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.groups import Group
@@ -129,15 +129,15 @@ def last_line(text: str) -> str:
 
 
 def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
-    share, limit = metrics["response_length/truncated_share"], config.rollout.max_new_tokens
+    share, limits = metrics["response_length/truncated_share"], limits_in(metrics, "response_length/")
+    values = {key.path: key.default for key in config.leaves()}
+    key = max(limits, key=lambda one: limits[one], default="rollout.max_new_tokens")
     length = f"mean length {metrics['response_length/mean']:.0f} tokens"
     level = "bad" if share > ALWAYS_CUT else "watch" if share > CUT_OFF else "fine"
-    why = (
-        "" if level == "fine" else "what is cut off is judged unfinished: raise the limit, or see whether they can end"
-    )
-    yield Finding(
-        level, f"{share:.0%} of the answers are cut off at {limit} tokens; {length}", why, "rollout.max_new_tokens"
-    )
+    why = "" if level == "fine" else "what is cut off is judged unfinished; see whether answers can end"
+    cut = f"{share:.0%} of the answers are" if round(share, 2) else "hardly any answer is" if share else "no answer is"
+    what = f"{cut} cut off" if level == "fine" else cut_off_words(share, limits, values)
+    yield Finding(level, f"{what}; {length}", why, key)
 
 
 def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     same = "" if spread else "all are equal, so there is nothing to learn from: `trueline reward try`"
     yield Finding("fine" if spread else "bad", what, same, "reward.function")
     share = metrics.get("reward/uniform_groups_share")
-    if share is not None:
+    if share:
         level = "watch" if share > UNIFORM else "fine"
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == "watch" else ""
         words = f"in {share:.0%} of {len(sampled.groups)} groups all answers have one reward"

@@ -51,7 +51,8 @@ def line_of(one: Finding) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    return f"{part} of {whole} rows ({100 * part / max(whole, 1):.0f} %)"
+    percent = f"{100 * part / max(whole, 1):.0f}"
+    return f"{part} of {whole} rows" + (f" ({percent} %)" if percent != "0" else "")
 
 
 def show(found: Findings) -> int:

@@ -53,9 +53,10 @@ def epochs(case: Case) -> Iterator[Finding]:
 
 
 def learning_rate(case: Case) -> Iterator[Finding]:
-    if case.training is None or case.facts is None:
+    rate = case.training.learning_rate if case.training else None
+    if case.training is None or case.facts is None or rate is None:
         return
-    size, rate = case.facts.parameters, case.training.learning_rate
+    size = case.facts.parameters
     kind = case.config.task if isinstance(case.config, SupervisedConfig) else "policy"
     if isinstance(case.config, RoundsConfig):
         kind = case.config.trained.task

@@ -12,9 +12,17 @@ from trueline.data.types import Completion, Prompt
 class OutOfBudget(Exception):
     """The episode has had all its turns, or has no room for another token: it ends here, and is truncated."""
 
+    def __init__(self, reason: str, limit: str = "") -> None:
+        super().__init__(reason)
+        self.limit = limit  # the key that sets it
+
 
 class EnvironmentFailure(RuntimeError):
     """An environment, a tool or an agent failed. It is never turned into a number."""
+
+
+class WrongResult(EnvironmentFailure):
+    """User code returned what no environment or agent returns."""
 
 
 class EnvironmentLost(EnvironmentFailure):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.config.environment import EnvironmentConfig
-from trueline.environments.base import EnvironmentFailure, EnvironmentLost
+from trueline.environments.base import EnvironmentFailure, EnvironmentLost, WrongResult
 from trueline.rewards.child import ChildProcess, end_of
 
 START_SECONDS = 120.0
@@ -159,7 +159,8 @@ class Host:
         elif "raised" in message:
             waiting.answer.set_exception(Raised(message["raised"]))
         else:
-            waiting.answer.set_exception(self.failure(message["error"]))
+            failure = WrongResult if "unfit" in message else EnvironmentFailure
+            waiting.answer.set_exception(self.failure(message["error"], failure))
 
     async def _blame(self, number: int, why: str) -> None:
         """End the process for a call that is overdue, or for those at work when it does not answer anything."""
@@ -190,8 +191,8 @@ class Host:
                 waiting.answer.set_exception(self.failure(why) if suspect and known else lost)
                 waiting.answer.exception()  # whoever asked may be gone
 
-    def failure(self, reason: str) -> EnvironmentFailure:
-        return EnvironmentFailure(f"{self.program.words()}: {reason}")
+    def failure(self, reason: str, kind: type[EnvironmentFailure] = EnvironmentFailure) -> EnvironmentFailure:
+        return kind(f"{self.program.words()}: {reason}")
 
     async def stop(self) -> None:
         self.ended, self.stopped = f"{self.program.words()}: its process was stopped", True

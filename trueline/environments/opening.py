@@ -4,8 +4,8 @@ import asyncio
 import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
@@ -20,6 +20,8 @@ from trueline.environments.played import Agent, Game, ToolUse, row_of
 from trueline.environments.single_turn import SingleTurn
 from trueline.environments.structures import Structures
 from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
+from trueline.environments.tools.toolbox import MCP
+from trueline.environments.trial import last_lines, try_episode
 from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.combined import CombinedReward
 
@@ -33,7 +35,7 @@ def program_of(config: EnvironmentConfig) -> Program | None:
         return Program("tools", config.tools, key, config)
     named = config.function or config.agent
     if key == "agent" and not is_function(named):
-        return Program("program", shlex.split(named), key, config)
+        return Program("program", split_command(named), key, config)
     return Program("function", [named], key, config)
 
 
@@ -45,23 +47,44 @@ def is_function(named: str) -> bool:
     return bool(separator) and name.isidentifier() and " " not in place
 
 
-def check_environment(config: EnvironmentConfig, *examples: Prompt) -> list[Tool]:
-    """Load the environment in a process, compare what it takes with what rows have, and return the tools' schemas."""
+def split_command(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"environment.agent={text}: {error}; close its quotation marks") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of an environment before the start."""
+
+    tools: list[Tool] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bool = True) -> Found:
+    """Load the environment in a process, compare what it takes with what rows have, and try an episode.
+
+    `rewarded` tells whether the run has a reward besides that of the environment.
+    """
     program = program_of(config)
     if program is None:
-        return []
+        return Found()
     with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
-        about = thread.submit(asyncio.run, described(program)).result()
+        return thread.submit(asyncio.run, look_at(program, list(examples), rewarded)).result()
+
+
+def check_parameters(host: Host, examples: list[Prompt]) -> None:
+    """Refuse parameters without a value; options are for the class of an environment, not for its `reset`."""
+    options = {} if host.about["plays"] == "steps" else host.program.config.options
     for example in examples:
-        given = {*row_of(example), *config.options}
-        missing = [name for name in about["required"] if name not in given]
+        given = {*row_of(example), *options}
+        missing = [name for name in host.about["required"] if name not in given]
         if missing:
             raise ConfigError(
-                f"{program.words()}: no value for its parameter {missing[0]!r}; it is given "
+                f"{host.program.words()}: no value for its parameter {missing[0]!r}; it is given "
                 f"{', '.join(sorted(given))}: rename it, give it a default, or set environment.options"
             )
-    schemas: list[Tool] = about.get("schemas", [])
-    return schemas
 
 
 def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int) -> list[str]:
@@ -77,16 +100,23 @@ def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: i
     return lines
 
 
-async def described(program: Program) -> dict[str, Any]:
+async def look_at(program: Program, examples: list[Prompt], rewarded: bool) -> Found:
+    config = program.config
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(program, Path(folder, "environment.log"))
+        single = replace(program, config=config.replaced({"processes": 1}))
+        hosts = Hosts(single, Path(folder, "environment.log"))
+        host, warnings = hosts.hosts[0], []
         try:
             await host.start()
+            check_parameters(host, examples)
+            if config.trial and not config.tools:
+                warnings = await try_episode(hosts, examples[0], rewarded=rewarded)
         except EnvironmentFailure as error:
-            raise ConfigError(str(error)) from None
+            served = any(tool.startswith(MCP) for tool in config.tools)
+            raise ConfigError(str(error) + (last_lines(hosts) if served else "")) from None
         finally:
-            await host.stop()
-        return host.about
+            await hosts.stop()
+        return Found(host.about.get("schemas", []), warnings)
 
 
 def parser_of(config: EnvironmentConfig, chat: ChatFormat) -> Parse:

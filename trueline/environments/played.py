@@ -3,11 +3,20 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from trueline.data.messages import Message
 from trueline.data.types import Prompt
-from trueline.environments.base import Ending, Environment, EnvironmentFailure, OutOfBudget, Policy, Reply
+from trueline.environments.base import (
+    Ending,
+    Environment,
+    EnvironmentFailure,
+    OutOfBudget,
+    Policy,
+    Reply,
+    WrongResult,
+)
 from trueline.environments.chat_completions import Parse
 from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Hosts, Mistake, Place, Raised
@@ -33,7 +42,8 @@ class Hosted(Environment):
     async def play(self, policy: Policy, prompt: Prompt) -> Ending:
         self.metrics = {}
         try:
-            earned = await self.take_turns(await self.place(), policy, prompt)
+            place = await self.place()
+            earned = check_earned(await self.take_turns(place, policy, prompt), place, bool(self.rewards.parts))
         except OutOfBudget:
             if not policy.talk().turns:
                 raise
@@ -47,8 +57,8 @@ class Hosted(Environment):
         return Ending(ending.reward, ending.policy_error, self.metrics | ending.metrics)
 
     @abstractmethod
-    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
-        """Play to the end, and return what is earned by it besides what turns have earned."""
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float | None:
+        """Play to the end, and return what is earned by it besides what turns have earned; None: a reward judges it."""
 
     async def place(self) -> Place:
         alone = self.here is not None and self.here.suspect
@@ -62,6 +72,12 @@ class Hosted(Environment):
             await here.close()
 
 
+def check_earned(earned: float | None, place: Place, rewarded: bool) -> float:
+    if earned is None and not rewarded:
+        raise WrongResult(f"{place.host.program.words()} returned no reward, and there is no --reward: add one of them")
+    return earned or 0.0
+
+
 OWN_METRICS = "environment/"  # in front of what user code reports, so that no name of it is one of the run's own
 
 
@@ -69,16 +85,26 @@ class Game(Hosted):
     """A user's class with `reset` and `step`."""
 
     async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+        self.reports: dict[str, list[float]] = {}
         messages = await place.ask("reset", values=row_of(prompt))
         while True:
             reply = await policy.reply(messages, prompt.tools)
             step = await place.ask("step", reply=reply.text)
-            self.metrics |= {f"{OWN_METRICS}{name}": value for name, value in step["metrics"].items()}
+            self._report(step["metrics"])
             if step["done"]:
                 policy.hear(step["messages"])
                 return float(step["reward"])
             messages = [*messages, reply.message, *step["messages"]]
             policy.add_reward(step["reward"])
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        """Note what a step reports: the last value of a name, and the mean where there are several in the episode."""
+        for name, value in metrics.items():
+            values = self.reports.setdefault(name, [])
+            values.append(value)
+            self.metrics[f"{OWN_METRICS}{name}"] = value
+            if len(values) > 1:
+                self.metrics[f"{OWN_METRICS}{name}/mean"] = fmean(values)
 
 
 class ToolUse(Hosted):
@@ -140,11 +166,11 @@ class Agent(Hosted):
         super().__init__(hosts, rewards)
         self.endpoint, self.parse = endpoint, parse
 
-    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
+    async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float | None:
         seat = self.endpoint.open(policy, self.parse)
         try:
             values, url = row_of(prompt), self.endpoint.url
-            reward = await place.ask("play", seat.quiet, values=values, url=url, key=seat.key)
+            reward: float | None = await place.ask("play", seat.quiet, values=values, url=url, key=seat.key)
         except EnvironmentFailure:
             if seat.failure is not None:
                 raise seat.failure from None
@@ -154,10 +180,7 @@ class Agent(Hosted):
         finally:
             seat.close()
             self.metrics |= {f"agent/overridden/{name}": float(count) for name, count in seat.overridden.items()}
+            self.metrics |= {"agent/structured": float(seat.structured)} if seat.structured else {}
         if seat.failure is not None:
             raise seat.failure
-        if seat.structured:
-            self.metrics["agent/structured"] = float(seat.structured)
-        if reward is None and not self.rewards.parts:
-            raise EnvironmentFailure(f"{place.host.program.words()} returned no reward, and there is no --reward")
-        return float(reward or 0.0)
+        return reward

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,15 +22,28 @@ from functools import cache, partial
 from typing import Any, Protocol
 
 from trueline.algorithms.user_functions import NoSuchFunction, load_function
-from trueline.data.messages import Message
+from trueline.data.messages import TEMPLATE_ROLES, Message
 from trueline.environments.remote_policy import AsyncRemotePolicy, RemotePolicy
 from trueline.environments.tools.calls import ToolMistake
 from trueline.environments.tools.toolbox import Toolbox, contained
+from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.base import PolicyError
 from trueline.rewards.linux import die_with_parent
-from trueline.rewards.process import checked, explain, filled, limit_memory
+from trueline.rewards.process import checked, describe, explain, filled, limit_memory
 
 Values = dict[str, Any]  # what a row gives: prompt, messages, label and columns
+STEP = (
+    "a text to go on, a number to end with that reward, or a dict such as "
+    '{"messages": "...", "reward": 0.0, "done": False, "metrics": {}}'
+)
+
+
+class ProgramEnded(RuntimeError):
+    """An agent's program ended in a failure of its own."""
+
+
+class UnfitResult(TypeError):
+    """What user code returned cannot be used; the message says what it has to return."""
 
 
 class Stage(Protocol):
@@ -63,11 +77,14 @@ class Games:
         unset = [name for name in required(self.made) if name not in self.options]
         if unset:
             raise NoSuchFunction(f"{self.made.__name__} takes {unset[0]!r}: set it in environment.options")
+        check_options(self.made, self.options)
+        if inspect.isfunction(has["step"]) and not takes_reply(has["step"]):
+            raise NoSuchFunction(f"`step` of {self.made.__name__} is given the reply: write def step(self, reply)")
         return {"plays": "steps", "required": required(has["reset"])[1:]}
 
     async def reset(self, episode: str, values: Values) -> list[Message]:
         game = self.playing[episode] = await asyncio.to_thread(self.made, **self.options)
-        return as_messages(await called(game.reset, **filled(game.reset, values)), values["messages"])
+        return as_messages(await called(game.reset, **filled(game.reset, values)), values["messages"], "reset")
 
     async def step(self, episode: str, reply: str) -> dict[str, Any]:
         return as_step(await called(self.playing[episode].step, reply))
@@ -86,6 +103,12 @@ class Runs:
 
     def describe(self) -> dict[str, Any]:
         needed = [name for name in required(self.function) if name not in CLIENTS and name not in self.options]
+        takes = describe(self.function)
+        if not takes["any"] and CLIENTS.keys().isdisjoint(takes["all"]):
+            raise NoSuchFunction(
+                f"{self.function.__name__} takes none of {', '.join(CLIENTS)}, so it cannot ask the model for a reply"
+            )
+        check_options(self.function, self.options)
         return {"plays": "itself", "required": needed}
 
     async def play(self, episode: str, values: Values, url: str, key: str) -> float | None:
@@ -93,7 +116,7 @@ class Runs:
         asynchronous = inspect.iscoroutinefunction(self.function)
         made = {name: make(url, key, asynchronous) for name, make in clients.items()}
         reward = await called(self.function, **filled(self.function, {**values, **self.options, **made}))
-        return None if reward is None else checked(reward)
+        return None if reward is None else number_of(reward, "the reward that it returned")
 
     async def close(self, episode: str) -> None: ...
 
@@ -106,6 +129,10 @@ class Programs:
         self.running: dict[str, subprocess.Popen[str]] = {}
 
     def describe(self) -> dict[str, Any]:
+        command = self.command[0] if self.command else ""
+        if shutil.which(command) is None:
+            function = f"; a function is named {command}:NAME" if command.endswith(".py") else ""
+            raise NoSuchFunction(f"there is no command {command!r} that can be run{function}")
         return {"plays": "itself", "required": []}
 
     async def play(self, episode: str, values: Values, url: str, key: str) -> float | None:
@@ -115,7 +142,7 @@ class Programs:
         )
         said, _ = await asyncio.to_thread(process.communicate, json.dumps({**values, **self.options}, default=str))
         if process.returncode:
-            raise RuntimeError(f"{self.command[0]} ended with status {process.returncode} (see the log)")
+            raise ProgramEnded(f"{self.command[0]} ended with status {process.returncode} (see the log)")
         last = said.strip().rpartition("\n")[2]
         with contextlib.suppress(ValueError):
             return checked(float(last))
@@ -142,6 +169,8 @@ class Tools:
 
 def loaded(specification: list[str], options: dict[str, Any]) -> Stage:
     """Load a class that takes turns, or a function that plays whole episodes."""
+    if ":" not in specification[0] and not specification[0].endswith(PICKLED):
+        raise NoSuchFunction("name a class or a function of a file or module, as file.py:Name or package.module:Name")
     found = load_function(specification[0], {})
     return Games(found, options) if inspect.isclass(found) else Runs(found, options)
 
@@ -180,15 +209,34 @@ def required(function: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind not in kinds]
 
 
-def as_messages(said: Any, otherwise: list[Message]) -> list[Message]:
+def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    takes = describe(function)
+    unknown = [name for name in options if name not in takes["all"] and not takes["any"]]
+    if unknown:
+        known = ", ".join(name for name in takes["all"] if name not in CLIENTS) or "none"
+        raise NoSuchFunction(f"environment.options.{unknown[0]}: it takes no such option; it takes {known}")
+
+
+def takes_reply(step: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(step).bind("self", "reply")
+    except TypeError:
+        return False
+    return True
+
+
+def as_messages(said: Any, otherwise: list[Message], method: str = "step") -> list[Message]:
     """Return what an environment says as messages: text is the user's, nothing is `otherwise`."""
     if said is None:
         return otherwise
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
-    if isinstance(said, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in said):
+    if isinstance(said, list) and all(isinstance(one, dict) and one.get("role") in TEMPLATE_ROLES for one in said):
         return said
-    raise TypeError(f"messages are a text or a list of {{role, content}}, got {said!r:.200} of {type(said).__name__}")
+    raise UnfitResult(
+        f"`{method}` returned {said!r:.80} of type {type(said).__name__} as messages: return a text or a list of "
+        '{"role": "user", "content": "..."}, with the roles ' + ", ".join(TEMPLATE_ROLES)
+    )
 
 
 def as_step(said: Any) -> dict[str, Any]:
@@ -197,14 +245,30 @@ def as_step(said: Any) -> dict[str, Any]:
         said = {"messages": said}
     elif not isinstance(said, dict):
         said = {"reward": said, "done": True}
-    unknown = sorted(set(said) - {"messages", "reward", "done", "metrics"})
+    if said.get("reward", 0.0) is None or isinstance(said.get("reward"), tuple | list):
+        raise UnfitResult(f"`step` returned {said['reward']!r:.80}: return {STEP}")
+    unknown = sorted(map(str, set(said) - {"messages", "reward", "done", "metrics"}))
     if unknown:
-        raise TypeError(f"`step` returned {unknown[0]!r}: it takes messages, reward, done and metrics")
+        raise UnfitResult(f"`step` returned a dict with {', '.join(map(repr, unknown))}: return {STEP}")
     done, messages = bool(said.get("done", False)), as_messages(said.get("messages"), [])
     if not done and not messages:
-        raise TypeError(f"`step` returned {said!r:.200}: without messages and without done=True nothing can follow")
-    metrics = {str(name): checked(value) for name, value in said.get("metrics", {}).items()}
-    return {"messages": messages, "reward": checked(said.get("reward", 0.0)), "done": done, "metrics": metrics}
+        raise UnfitResult(f"`step` returned {said!r:.200}: without messages and without done=True nothing can follow")
+    metrics = said.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise UnfitResult(f"`step` returned the metrics {metrics!r:.80}: return a dict of numbers by name")
+    return {
+        "messages": messages,
+        "reward": number_of(said.get("reward", 0.0), "the reward that `step` returned"),
+        "done": done,
+        "metrics": {str(name): number_of(value, f"the metric {name!r} of `step`") for name, value in metrics.items()},
+    }
+
+
+def number_of(value: Any, what: str) -> float:
+    try:
+        return checked(value)
+    except TypeError:
+        raise UnfitResult(f"{what} must be a finite number, got {value!r:.80} of type {type(value).__name__}") from None
 
 
 def started_threads(count: int) -> ThreadPoolExecutor:
@@ -245,8 +309,10 @@ class Server:
             self.reply({"id": number, "result": await self.work(request)})
         except (ToolMistake, PolicyError) as mistake:
             self.reply({"id": number, "mistake": str(mistake)})
-        except NoSuchFunction as error:
+        except (NoSuchFunction, ProgramEnded) as error:
             self.reply({"id": number, "error": str(error)})
+        except UnfitResult as error:
+            self.reply({"id": number, "error": str(error), "unfit": True})
         except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit too)
             self.reply({"id": number, **self.blamed(request, error)})
 

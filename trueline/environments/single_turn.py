@@ -1,10 +1,13 @@
 """The environment of one prompt, one completion and one reward."""
 
+from typing import Any
+
 from trueline.data.messages import Talk, content_of
 from trueline.data.types import Prompt
 from trueline.environments.base import Ending, Environment, Policy, as_said
 from trueline.rewards.base import Call
 from trueline.rewards.combined import CombinedReward
+from trueline.rewards.process import CONVERSATIONAL
 
 
 class SingleTurn(Environment):
@@ -36,4 +39,10 @@ def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:
         "messages": talk.before_reply(),
         "turns": talk.after_opening(),
         "label": prompt.label,
+        **({CONVERSATIONAL: True} if any(map(is_conversation, prompt.columns.values())) else {}),
     }
+
+
+def is_conversation(value: Any) -> bool:
+    """Tell whether a column holds messages, which is what TRL's reward functions are then given."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]

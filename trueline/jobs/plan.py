@@ -1,6 +1,6 @@
 """Plan a sampling job before it starts: fill in what the machine and the model decide, refuse what cannot work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from trueline.config.base import ConfigError, Tree
@@ -11,6 +11,7 @@ from trueline.data.loader import make_order
 from trueline.data.types import Prompt, with_tools
 from trueline.environments.opening import check_environment, describe_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.groups import Numbered
 from trueline.runs.engines import check_engines
 from trueline.runs.preflight import (
@@ -25,7 +26,7 @@ from trueline.runs.preflight import (
     resolve_path,
     resolved_rollout,
 )
-from trueline.runs.rewards import check_rewards
+from trueline.runs.rewards import RewardCheck, check_rewards
 from trueline.runs.roles import RoleModel, own_gpus, reward_models
 from trueline.runs.summary import engines_line, machine_line, model_line, prompts_line
 from trueline.runtime.cluster import Machine, machine_at_hand
@@ -44,10 +45,11 @@ class SamplingPlan(Generic[Kind]):
     reward_roles: list[RoleModel]  # rewards that are models on this machine
     sets: dict[str, PromptSet]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
     def reading(self) -> Reading:
-        return Reading(self.facts, self.chat, [prompt for one in self.sets.values() for prompt in one.prompts], [])
+        prompts = [prompt for one in self.sets.values() for prompt in one.prompts]
+        return Reading(self.facts, self.chat, prompts, [], self.rewards.trials)
 
     def prompts(self) -> int:
         return sum(len(one.prompts) for one in self.sets.values())
@@ -55,12 +57,17 @@ class SamplingPlan(Generic[Kind]):
 
 def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
     if not config.scored() and (config.keep != "all" or config.pairs):
-        asked = "pairs=true" if config.pairs else f"keep={config.keep}"
-        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set keep=all and pairs=false")
+        asked, other = ("pairs=true", "pairs=false") if config.pairs else (f"keep={config.keep}", "keep=all")
+        raise ConfigError(f"{asked} compares rewards: name one with --reward, or set {other}")
     sources = {path: load_prompts(config.data, path, config.data.source_key()) for path in config.data.sources()}
     plan = plan_sampling(config, sources, scored=config.scored())
     if config.pairs and config.environment.kind():
         check_pairs(plan.chat)
+    if not chosen_prompts(plan):
+        raise ConfigError(
+            f"shard={config.shard} of shards={config.shards} has none of the {config.limit or plan.prompts()} prompts: "
+            "lower shards"
+        )
     return plan
 
 
@@ -88,11 +95,14 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_engines(config, "rollout")
     firsts = [prompts[0] for prompts in sets.values()]
     examples = {(tuple(first.columns), type(first.label)): first for first in firsts}.values()
-    tools = check_environment(config.environment, *examples)
-    sets = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in sets.items()}
+    found = check_environment(config.environment, *examples, rewarded=bool(config.reward.named_parts()))
+    sets = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in sets.items()}
     required = scored and not config.environment.plays()
-    warnings = [said for example in examples for said in check_rewards(config.reward, example, required=required)]
-    facts, machine = check_model(config.model), machine_at_hand()
+    played = bool(config.environment.kind())
+    rewards = check_rewards(config.reward, [*sets.values()], config.data, required=required, played=played)
+    rewards = replace(rewards, warnings=[*found.warnings, *rewards.warnings])
+    quantized, machine = ROLLOUT_ENGINES[config.rollout.engine].quantized, machine_at_hand()
+    facts = check_model(config.model, quantized=quantized)
     dtype = resolve_dtype(config.model.dtype, config.reward_model, machine)
     values: Tree = {"model": {"dtype": dtype, "path": resolve_path(config.model.path)}}
     config = config.replaced(values)
@@ -108,7 +118,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     check_rollout(rollout, config.model, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = {name: fitting_prompts(source, limit, too_long) for name, source in sources.items()}
-    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat, warnings)
+    return SamplingPlan(config, rollout, machine, facts, layout, reward_roles, fitted, chat, rewards)
 
 
 def engine_count(config: SamplingConfig, reward_roles: list[RoleModel], machine: Machine) -> int:
@@ -143,11 +153,12 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             model_line(plan.config.model.path, plan.facts, plan.rollout.dtype),
             engines_line(plan.rollout),
             f"reward     {rewards or ('of the environment' if plan.config.scored() else 'none')}",
+            *plan.rewards.lines,
             *describe_environment(plan.config.environment, plan.chat, plan.rollout.longest()),
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",
-            *(f"warning: {text}" for text in plan.warnings),
+            *(f"warning: {text}" for text in plan.rewards.warnings),
         ]
     )
 

@@ -9,19 +9,21 @@ from typing import Any
 
 from rich.table import Table
 
-from trueline.config.base import Tree
+from trueline.config.base import ConfigError, Tree
 from trueline.config.rl import SamplingControls
 from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.jobs.plan import describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import write_json
-from trueline.jobs.sampling import EVALUATION, SUMMARY, prepare_eval, prepare_generate, shown
+from trueline.jobs.sampling import EVALUATION, SUMMARY, prepare_eval, prepare_generate, selection_warnings, shown
+from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline.launch import prepare_supervised
 from trueline.runs.engines import check_engines
 from trueline.runs.launch import Job, Start, launch
+from trueline.runs.learning_rate import rate_keys, rate_line
 from trueline.training.export import Export, export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
@@ -129,16 +131,23 @@ def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress)
 def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
     """Plan the rounds and check whatever can be told of all stages before the first one starts."""
     check_engines(config, "training")
+    if config.trainer == "dpo" and not config.scored():
+        raise ConfigError(
+            "reward.function is empty: iterative_dpo prefers answers by their rewards: name one with --reward"
+        )
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
     first.training(1)
+    check_model(plan.config.model)
     if config.evaluation.named_sets():
         plan_eval(first.evaluation(0))
-    config = config.replaced({"model": {"path": plan.config.model.path}})
+    size, task = plan.facts.parameters, config.trained.task
+    rate = rate_keys(size, task, config.model, config.training)
+    config = config.replaced({"model": {"path": plan.config.model.path}, "training": rate})
     recipe = Recipe(config, folder, config.prompts_per_round or plan.prompts())
     work = f"{config.rounds} rounds of {recipe.prompts} prompts, answers to each: {config.samples}; each round then "
     work += f"{config.trainer} on {config.learnt}" + (" and eval" if config.evaluation.named_sets() else "")
-    return recipe, describe(plan, work)
+    return recipe, f"{describe(plan, work)}\n{rate_line(size, task, config.model, config.training)}"
 
 
 def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
@@ -154,10 +163,10 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
             return status
         if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
-            progress.note(
-                f"error: {stage.name} has nothing for {recipe.config.trainer} in {recipe.config.learnt}: take more "
-                "samples, other prompts, or a lower threshold"
-            )
+            assert isinstance(stage.config, GenerateConfig)
+            why = selection_warnings(read(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
+            learnt = f"{recipe.config.trainer} in {recipe.config.learnt}"
+            progress.note(f"error: {stage.name} has nothing for {learnt}: {why}")
             return 1
         done.append(stage.name)
         write_json(recipe.folder / DONE, done)

@@ -54,6 +54,7 @@ def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
         "parts": {name.removeprefix(PART): value for name, value in parts.items()},
         "outcome": str(trajectory.outcome),
         "truncated": trajectory.truncated,
+        **({"limit": trajectory.limit} if trajectory.limit else {}),
         "tokens": trajectory.sampled_tokens(),
         **({"error": trajectory.error} if trajectory.error else {}),
     }
@@ -226,6 +227,7 @@ class Tally:
     means: list[float] = field(default_factory=list)  # reward of each prompt's completions
     best: list[float] = field(default_factory=list)  # of each prompt's best completion
     errors: Counter[str] = field(default_factory=Counter)
+    limits: Counter[str] = field(default_factory=Counter)  # that cut completions off
 
     def add(self, row: Row) -> None:
         completions = row["completions"]
@@ -235,6 +237,7 @@ class Tally:
             self.means.append(fmean(rewards))
             self.best.append(max(rewards))
         self.errors.update(f"{completion['outcome']}: {completion.get('error', '').strip()}" for completion in failed)
+        self.limits.update(completion["limit"] for completion in completions if "limit" in completion)
         self.counts.update(
             prompts=1,
             completions=len(completions),
@@ -246,7 +249,8 @@ class Tally:
 
     def summary(self) -> Row:
         rewards = {"reward_mean": fmean(self.means), "reward_best_mean": fmean(self.best)} if self.means else {}
-        return {**self.counts, **rewards, "errors": dict(self.errors.most_common(SHOWN_ERRORS))}
+        errors = dict(self.errors.most_common(SHOWN_ERRORS))
+        return {**self.counts, "truncated_by": dict(self.limits), **rewards, "errors": errors}
 
 
 def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -> Row:

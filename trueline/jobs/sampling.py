@@ -13,7 +13,7 @@ from rich.table import Table
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.environments.opening import OpenEnvironment
 from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
@@ -26,6 +26,7 @@ from trueline.jobs.sample_file import (
     write_selection,
     written_aside,
 )
+from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.user_files import found_again
@@ -122,6 +123,8 @@ def prepare_generate(config: GenerateConfig, start: Start) -> Job:
     share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
     work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
     work += ", pairs of best and worst" if config.pairs else ""
+    if config.keep == "best" and config.samples == 1:
+        work += "\nwarning: samples=1 leaves keep=best nothing to choose from, so every answer is kept: raise samples"
     return job_of(plan, work, len(prompts), generate)
 
 
@@ -145,15 +148,20 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
         if len(left) < len(prompts):
             progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
-        pace = Pace(progress, len(prompts) - len(left), plan.config.scored())
+        pace = Pace(progress, len(prompts) - len(left), budget_for(plan.config, folder), plan.config.scored())
         if left and not sample(plan, left, file, folder, pace):
-            progress.note(f"stopped: {pace.done} of {len(prompts)} prompts are answered")
+            progress.note(
+                "\n".join([*pace.budget.total(), f"stopped: {pace.done} of {len(prompts)} prompts are answered"])
+            )
             progress.note(f"go on with: {folder.resume_command()}")
             return 130
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
-    progress.note(summary_line(summary))
+    warnings = [f"warning: {line}" for line in selection_warnings(summary, plan.config)]
+    progress.note("\n".join([summary_line(summary), *warnings, *pace.budget.total()]))
+    shares = {key: count / summary["completions"] for key, count in summary["truncated_by"].items()}
+    warn_of_limits(progress, plan, summary["truncated"] / summary["completions"], shares)
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
     return 0
 
@@ -171,12 +179,17 @@ def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
             )
 
 
+def budget_for(config: SamplingConfig, folder: RunFolder) -> FailureBudget:
+    return FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
+
+
 @dataclass(slots=True)
 class Pace:
     """The pace of sampling, reported every few seconds."""
 
     progress: Progress
     done: int  # prompts
+    budget: FailureBudget
     scored: bool = True
     tokens: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -191,10 +204,13 @@ class Pace:
         self.done += 1
         self.tokens += sum(one.sampled_tokens() for one in group)
         self.rewards += [one.reward for one in group if one.reward is not None and self.scored]
+        self.budget.add(group)
         if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
             self.said = time.monotonic()
             mean = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
             self.progress.step(self.done, mean | {"speed/tokens_per_second": self.tokens / (self.said - self.started)})
+            for line in self.budget.news():
+                self.progress.note(line)
 
     def speed(self) -> Row:
         """Return seconds and tokens per second; nothing where nothing was left to sample."""
@@ -207,7 +223,6 @@ def sample(
 ) -> bool:
     """Sample what is left; tell whether all is done. An interrupt gives up what is under way, to be sampled later."""
     config, rollout = plan.config, plan.rollout
-    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
     under_way = 2 * rollout.max_sequences * plan.layout.engines
 
     def told(message: str) -> None:
@@ -220,10 +235,18 @@ def sample(
         for place, group in sampler.each(left, sampling.loop, under_way=under_way):
             file.add(row_of(left[place][0], group, scored=config.scored(), played=played))
             pace.add(group)
-            budget.add(group)
             if interrupts.requested:
                 break
     return pace.done == pace.progress.total
+
+
+def warn_of_limits(
+    progress: Progress, plan: SamplingPlan[Kind], share: float, limits: dict[str, float], place: str = ""
+) -> None:
+    """Name the limits that cut most answers off."""
+    if share > CUT_OFF:
+        values = {key.path: key.default for key in plan.config.leaves()}
+        progress.note(f"warning: {place}{cut_off_words(share, limits, values)}")
 
 
 def summary_line(summary: Row) -> str:
@@ -232,6 +255,26 @@ def summary_line(summary: Row) -> str:
     rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
     said += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
     return "summary    " + ", ".join(said)
+
+
+def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
+    """Say why nothing was selected, where that is so."""
+    found = []
+    best = (
+        f" (the best answers have {summary['reward_best_mean']:.3f} on average)"
+        if "reward_best_mean" in summary
+        else ""
+    )
+    if not summary["kept"]:
+        low = f"no reward reached threshold={config.threshold:g}{best}: lower it, or raise samples"
+        bad = "every answer failed, was empty or was cut off (rollout.max_new_tokens, keep_truncated)"
+        found.append(f"nothing was kept: {low if config.keep == 'threshold' and best else bad}")
+    if config.pairs and not summary["pairs"]:
+        found.append(
+            "no prompt has a pair, for its answers have equal rewards or equal words, or failed: raise samples or "
+            "rollout.temperature, or take a reward that tells answers apart"
+        )
+    return found
 
 
 # eval
@@ -248,18 +291,12 @@ def prepare_eval(config: EvalConfig, start: Start) -> Job:
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
     config, evaluation = plan.config, plan.config.evaluation
     sets = {name: one.prompts for name, one in plan.sets.items()}
-    budget = FailureBudget(config.reward.max_failure_share, 0, failure_files(config.reward, folder.path))
-    pace = Pace(progress, 0)
-
-    def told(group: Group) -> None:
-        pace.add(group)
-        budget.add(group)
-
+    pace = Pace(progress, 0, budget_for(config, folder))
     with open_sampling(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
         sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
-        metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(told)
+        metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with written_aside(folder.transcripts) as stream:
@@ -270,7 +307,13 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
     if reported := environment_names(groups):
         progress.console.print(environment_table(metrics, list(counts), reported))
-    progress.note(f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}")
+    for name in sets:
+        shares = limits_in(metrics, prefix_of(name))
+        warn_of_limits(
+            progress, plan, metrics[f"{prefix_of(name)}truncated_share"], shares, f"{name}: " if name else ""
+        )
+    done = f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}"
+    progress.note("\n".join([*pace.budget.total(), done]))
     return 0
 
 

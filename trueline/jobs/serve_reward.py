@@ -61,7 +61,7 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     model = config.served_model()
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
-    facts, machine = check_model(model), machine_at_hand()
+    facts, machine = check_model(model, "reward"), machine_at_hand()
     check_parallel(model, facts)
     model = model.replaced(
         {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}

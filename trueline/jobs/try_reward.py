@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
-from trueline.rewards.base import RewardFailure, Verdict
+from trueline.rewards.base import RewardFailure, Verdict, last_words
 from trueline.rewards.combined import CombinedReward, kind_of
 from trueline.runs.preflight import load_prompts
 from trueline.runs.rewards import check_rewards, open_rewards
@@ -29,13 +28,17 @@ def show_trial(config: GenerateConfig, reply: str | None, rows: int) -> int:
                 f"reward.function={part.function} is a reward model, which must be loaded: ask it with `trueline eval`"
             )
     key = config.data.source_key()
-    prompts = [one for path in config.data.sources() for one in load_prompts(config.data, path, key)[: max(rows, 1)]]
-    warnings = check_rewards(config.reward, prompts[0])
+    sources = [load_prompts(config.data, path, key) for path in config.data.sources()]
+    prompts = [one for source in sources for one in source[:rows]]
+    found = check_rewards(config.reward, sources, config.data, probe=False)
     replies = [(reply, "--reply") if reply is not None else reply_of(prompt) for prompt in prompts]
     verdicts = asyncio.run(ask(config, prompts, [text for text, _ in replies]))
     for prompt, (text, source), verdict in zip(prompts, replies, verdicts, strict=True):
         sys.stdout.write("\n".join(describe(prompt, text, source, verdict)) + "\n\n")
-    sys.stdout.write("".join(f"warning: {warning}\n" for warning in warnings))
+    short = [f"rows       {one[0].source} has {len(one)} of the {rows} asked for" for one in sources if len(one) < rows]
+    sys.stdout.write(
+        "".join(f"{line}\n" for line in (*short, *found.lines, *(f"warning: {one}" for one in found.warnings)))
+    )
     return int(any(isinstance(verdict, RewardFailure) for verdict in verdicts))
 
 
@@ -66,24 +69,26 @@ async def verdict_of(rewards: CombinedReward, call: dict[str, Any]) -> Verdict |
 
 def describe(prompt: Prompt, reply: str, source: str, verdict: Verdict | RewardFailure) -> list[str]:
     call = reward_call(prompt, reply)
-    others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
     return [
         f"row {prompt.id + 1} of {prompt.source}",
         f"  prompt   {shortened(call['prompt'])}",
         f"  reply    {shortened(reply)} ({source})",
-        *([f"  label    {shortened(prompt.label)}"] * (prompt.label is not None)),
-        *(f"  {name:<8} {shortened(value)}" for name, value in others.items()),
+        *columns_of(prompt),
         f"  reward   {said(verdict)}",
     ]
+
+
+def columns_of(prompt: Prompt) -> list[str]:
+    """Describe what rewards get of a row by name, beside prompt and reply."""
+    others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
+    labels = {"label": prompt.label} if prompt.label is not None else {}
+    return [f"  {name:<8} {shortened(value)}" for name, value in (labels | others).items()]
 
 
 def said(verdict: Verdict | RewardFailure) -> str:
     """Put a verdict into one line; of a traceback, its last words and the function's line."""
     if isinstance(verdict, RewardFailure):
-        text = str(verdict)
-        place = re.findall(r'File "(.+)", line (\d+)', text)
-        where = f" ({Path(place[-1][0]).name}, line {place[-1][1]})" if place else ""
-        return f"none: {text.rpartition(chr(10))[2]}{where}"
+        return f"none: {last_words(str(verdict))}"
     parts = ", ".join(f"{name} {value:g}" for name, value in verdict.parts.items()) if len(verdict.parts) > 1 else ""
     notes = [f"reward.policy_error: {verdict.policy_error}"] * bool(verdict.policy_error) + [parts] * bool(parts)
     return f"{verdict.reward:g}" + "".join(f" ({note})" for note in notes)

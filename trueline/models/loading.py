@@ -1,10 +1,8 @@
 """Check Hugging Face models and tokenizers before anything heavy starts, then load them."""
 
-import json
 import os
-import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
 from trueline.models.shapes import PAPER, SHAPES, shape_settings
+from trueline.models.suitability import check_file, check_folder, check_kind, check_quantized, read_header
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -30,10 +29,10 @@ HEADS = ("score", "classifier")  # what architectures call a layer that scores
 LABELS = {"reward": 1, "value": 1, "steps": 2}
 THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one after the other
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
 DAMAGED = "copy or download it again, or name another model"
 ShareOut = Callable[[nn.Parameter], None]  # leaves this rank its part of a parameter; all ranks call it at once
+WHOLE = ("architectures", "quantization_config", "is_encoder_decoder")  # said of a model, not of its text part
 RESCALED_LOGITS = (  # the chunked head knows none
     "final_logit_softcapping",
     "logit_scale",
@@ -62,23 +61,35 @@ class ModelFacts:
     kind: str = ""  # model_type of its configuration
 
 
-def check_model(config: ModelConfig) -> ModelFacts:
-    """Refuse a model that cannot be trained here, by name and with the remedy; on paper, read its shape alone."""
+def check_model(config: ModelConfig, head: str = "language", *, quantized: bool = False) -> ModelFacts:
+    """Refuse a model that cannot have this head here, by name and with the remedy; on paper, read its shape alone.
+
+    Weights may be `quantized` where engines alone load them.
+    """
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
     folder = Path(config.path.removeprefix(PAPER)).expanduser()
     if config.path.startswith(PAPER):
         return check_settings(config, folder, paper_settings(config))
+    named = f"model.path={config.path}"
+    check_file(folder, named)
     if folder.is_dir():
         check_folder(folder)
     elif not hub_name(config.path):
         raise ConfigError(
-            f"model.path={config.path}: there is no such folder or run (looked in {Path.cwd()}); a model of the hub is "
-            "named owner/name"
+            f"{named}: there is no such folder or run (looked in {Path.cwd()}); a model of the hub is named owner/name"
         )
     else:
         try_hub()
-    return check_settings(config, folder, load_settings(config))
+    settings = load_settings(config)
+    check_kind(named, settings, head)
+    if not quantized:
+        check_quantized(named, settings)
+    if config.lora.rank:
+        from trueline.models.lora import check_targets  # noqa: PLC0415  (it imports this module)
+
+        check_targets(config, head)
+    return check_settings(config, folder, settings)
 
 
 def paper_settings(config: ModelConfig) -> dict[str, Any]:
@@ -120,51 +131,33 @@ def intermediate_size(settings: dict[str, Any]) -> int:
     return int(size * (settings.get("num_experts_per_tok") or 1))
 
 
-def check_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        adapter = "it holds a LoRA: merge it with `trueline export RUN FOLDER --merge` and name that folder"
-        lora = (folder / "adapter_config.json").is_file()
-        remedy = adapter if lora else "name a folder that `save_pretrained` wrote, or a run with a checkpoint"
-        raise ConfigError(f"model.path={folder}: no config.json, so this is not a Hugging Face model folder; {remedy}")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"model.path={folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
-    if lost := lost_files(folder):
-        raise ConfigError(f"model.path={folder}: {lost[0]} is missing; {DAMAGED}")
-    if not list(folder.glob("*.safetensors")) and (folder.parent / "manifest.json").is_file():
-        raise ConfigError(
-            f"model.path={folder}: this checkpoint holds the training state alone (checkpoint.model=last); make a "
-            f"model of it with `trueline export {folder.parent} FOLDER` and name that folder"
-        )
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"model.path={folder}: no .safetensors weights (pickled weights are not loaded); convert them"
-        )
-
-
-def lost_files(folder: Path) -> list[str]:
-    """Return the weight files that an index or a checkpoint's manifest names and that are not there."""
-    named: list[str] = []
-    for file, key in ((folder / "model.safetensors.index.json", "weight_map"), (folder.parent / "manifest.json", "")):
-        with suppress(OSError, ValueError, KeyError, AttributeError):
-            told = json.loads(file.read_text())
-            named += told[key].values() if key else [name[6:] for name in told if name.startswith("model/")]
-    return [name for name in dict.fromkeys(named) if name.endswith(".safetensors") and not (folder / name).is_file()]
-
-
 def load_settings(config: ModelConfig) -> dict[str, Any]:
+    from huggingface_hub.errors import StrictDataclassError  # noqa: PLC0415
     from transformers import AutoConfig  # noqa: PLC0415
 
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path={config.path}: cannot be opened ({first_line(error)}); name a folder that holds a model, or "
-            "one of the hub that can be reached"
-        ) from error
+    except (OSError, ValueError, StrictDataclassError) as error:
+        wrong = isinstance(error, StrictDataclassError)  # which names the value in its second line
+        said = " ".join(str(error).split()) if wrong else first_line(error)
+        raise ConfigError(f"model.path={config.path}: cannot be opened ({said}); {remedy(error, config)}") from error
     text = loaded.get_text_config()
     # Some architectures spell these otherwise (n_head, n_embd); the object knows them by their common names.
-    settings = dict(text.to_dict())
-    return settings | {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
+    settings, whole = dict(text.to_dict()), loaded.to_dict()
+    common = {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
+    own = {key: whole[key] for key in WHOLE if key in whole}
+    return settings | common | own | {"num_labels": loaded.num_labels}
+
+
+def remedy(error: Exception, config: ModelConfig) -> str:
+    """Propose what a configuration that Transformers cannot read needs."""
+    if "trust_remote_code" in str(error) and not config.trust_remote_code:
+        return "set model.trust_remote_code=true if you trust its authors, for their Python code would run here"
+    if "does not recognize this architecture" in str(error):
+        return "install a newer transformers, or choose another model"
+    if Path(config.path).expanduser().is_dir():
+        return "save or download its config.json again"
+    return "name a folder that holds a model, or one of the hub that can be reached"
 
 
 def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
@@ -181,24 +174,7 @@ def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
 
 
 def safetensors_numel(file: Path) -> int:
-    """Count the numbers in a file by its header, and refuse a file that is not as long as its header says."""
-    entries = read_header(file)
-    if entries is None:
-        size = file.stat().st_size
-        raise ConfigError(f"{file} is damaged or not complete ({size} bytes): {DAMAGED}")
-    return sum(torch.Size(entry["shape"]).numel() for entry in entries)
-
-
-def read_header(file: Path) -> list[dict[str, Any]] | None:
-    """Return the tensors that a safetensors file holds, or None where the file does not hold them whole."""
-    length = file.stat().st_size
-    with file.open("rb") as stream, suppress(struct.error, ValueError, KeyError, TypeError, AttributeError):
-        size = struct.unpack("<Q", stream.read(8))[0]
-        told = json.loads(stream.read(size)) if size < length else {"": {}}
-        entries = [entry for name, entry in told.items() if name != "__metadata__"]
-        if 8 + size + max((entry["data_offsets"][1] for entry in entries), default=0) == length:
-            return entries
-    return None
+    return sum(torch.Size(entry["shape"]).numel() for entry in read_header(file).values())
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -209,7 +185,10 @@ def load_tokenizer(config: ModelConfig) -> Any:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.path}: its tokenizer cannot be loaded ({first_line(error)})") from error
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path={config.path}: its tokenizer has no end-of-sequence token; set eos_token")
+        raise ConfigError(
+            f"model.path={config.path}: its tokenizer has no end-of-sequence token: set eos_token in its "
+            "tokenizer_config.json"
+        )
     return tokenizer
 
 
@@ -265,9 +244,10 @@ def load_model(
     plain = None if config.attention == "auto" else config.attention
     try:
         with nullcontext() if share_out is None else one_by_one(share_out):
-            model = getattr(transformers, CLASSES[head]).from_pretrained(
+            model, found = getattr(transformers, CLASSES[head]).from_pretrained(
                 config.path,
                 config=settings,
+                output_loading_info=True,
                 dtype=dtype,
                 attn_implementation=attention.NAME if packed else plain,
                 trust_remote_code=config.trust_remote_code,
@@ -279,6 +259,7 @@ def load_model(
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
+    check_complete(config, head, found["missing_keys"])
     if head == "value" and not str(settings.architectures).endswith("ForSequenceClassification']"):
         torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic knows nothing, rather than noise
     if config.lora.quantize:
@@ -286,6 +267,16 @@ def load_model(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def check_complete(config: ModelConfig, head: str, missing: Collection[str]) -> None:
+    """Refuse weights that no file holds, which would be random; a new scoring head is meant to be."""
+    lost = sorted(name for name in missing if head == "language" or name.partition(".")[0] not in HEADS)
+    if lost:
+        raise ConfigError(
+            f"model.path={config.path}: its files lack {len(lost)} of the model's tensors, {lost[0]} for one, and "
+            "those would be random: name a folder with all of its weights"
+        )
 
 
 @contextmanager

@@ -1,18 +1,20 @@
 """Add, merge, switch off and export low-rank adapters beside frozen weights."""
 
+import difflib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
-from trueline.config.model import LoraConfig
-from trueline.models.loading import CLASSES, scoring_head
+from trueline.config.model import LoraConfig, ModelConfig
+from trueline.models.loading import CLASSES, HEADS, scoring_head
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
@@ -26,12 +28,11 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
     """Freeze all weights but the added ones and a new scoring head; return peft's description of them."""
     import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
 
-    targets = config.targets if config.targets == "all-linear" else config.targets.split(",")
     described = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=config.peft_targets(),
         task_type=TASKS[head],
         base_model_name_or_path=path,
         exclude_modules=None if head == "language" else ["score", "classifier"],
@@ -45,6 +46,62 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
         layer.requires_grad_(True)
         described.modules_to_save = [name]  # said afterwards: peft would wrap the layer, and its name would change
     return described
+
+
+def check_targets(config: ModelConfig, head: str) -> None:
+    """Refuse a target that is no linear layer of the model, though others may be."""
+    targets = config.lora.peft_targets()
+    if targets == "all-linear":
+        return
+    model = empty_model(config, head)
+    layers, linear = dict(list(model.named_modules())[1:]), linear_layers(model)
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    for target in [targets] if isinstance(targets, str) else targets:
+        found = matching(target, targets, layers)
+        wrong = [name for name in found if name not in linear]
+        if not found:
+            near = difflib.get_close_matches(target, [*known.split(", "), "all-linear"], n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            problem = f"no layer of the model has the name {target!r}; {hint}"
+        elif wrong:
+            kind = type(layers[wrong[0]]).__name__
+            problem = (
+                f"{target!r} takes {wrong[0]} ({kind}), and adapters go beside linear layers below the head only; "
+            )
+        else:
+            continue
+        raise ConfigError(
+            f"model.lora.targets={config.lora.targets}: {problem}its linear layers are {known} (all-linear)"
+        )
+
+
+def matching(target: str, targets: str | list[str], names: Iterable[str]) -> list[str]:
+    """Return the layers that peft takes for a target: by a pattern of the whole name, or by its last words."""
+    if isinstance(targets, str):
+        try:
+            return [name for name in names if re.fullmatch(target, name)]
+        except re.error as error:
+            raise ConfigError(f"model.lora.targets={target}: not a regular expression ({error})") from None
+    return [name for name in names if name == target or name.endswith(f".{target}")]
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Return the names of the layers that adapters can stand beside: all linear ones but the head."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
+
+    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
+    named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not head]
+    return [name for name, _ in named if name not in HEADS]
+
+
+def empty_model(config: ModelConfig, head: str) -> Any:
+    """Make the model without its weights."""
+    import transformers  # noqa: PLC0415
+
+    trusted = config.trust_remote_code
+    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
+    with torch.device("meta"):
+        return getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
 
 
 @contextmanager

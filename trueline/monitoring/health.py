@@ -1,10 +1,11 @@
 """The health of a run: rules over the metrics of its steps, each OK, WATCH or BAD."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, isclose, isfinite, log
 from statistics import fmean
+from types import MappingProxyType
 
 from trueline.monitoring.series import WINDOW, Series
 
@@ -19,6 +20,8 @@ RARE = 1e-5  # chance of a streak
 SPIKE = 10.0  # times what gradients seldom exceed
 LEAST_GAP = 1e-8  # nats; smaller ones are rounding
 GAP, UNIFORM = "mismatch/logprob_gap_mean", "reward/uniform_groups_share"
+CUT_OFF, CUT_BY = 0.5, "cut_by/"  # share of answers that is warned of; before the key of a limit, in metrics
+NOTHING: Mapping[str, object] = MappingProxyType({})
 Row = dict[str, float]
 Verdict = tuple[int, str]  # level, and why
 FINE: Verdict = (OK, "")
@@ -175,18 +178,34 @@ def equal_rewards(history: History) -> Verdict:
     return FINE
 
 
+def limits_in(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the share of answers that each limit cut off, by its key."""
+    prefix += CUT_BY
+    return {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
+
+
+def cut_off_words(share: float, limits: Mapping[str, float], values: Mapping[str, object] = NOTHING) -> str:
+    """Say how many answers are cut off and which limits to raise, the most frequent first, with their `values`."""
+    frequent = sorted(limits, key=lambda key: limits[key], reverse=True) or ["rollout.max_new_tokens"]
+    named = [f"{key}={values[key]}" if key in values else key for key in frequent]
+    if len(named) > 1:
+        named = [f"{name} ({limits[key]:.0%})" for name, key in zip(named, frequent, strict=True)]
+    return f"{share:.0%} of the answers are cut off: raise {', '.join(named)}"
+
+
 def truncation(history: History) -> Verdict:
     key = "response_length/truncated_share"
     series = history.series[key]
     start, recent = series.start(), series.recent
+    limits = limits_in(history.last, "response_length/")
     never = series.lowest == 1 and series.count >= STREAK
     if never or (recent > 0.8 and recent > start + 0.5):
-        why = f"{recent:.0%} of the answers are cut off: raise rollout.max_new_tokens, or see whether they can end"
+        why = f"{cut_off_words(recent, limits)}, or see whether they can end"
         return (WATCH if history.gains() else BAD), why
     if recent > start + 0.3:
         return WATCH, f"{moved(history, key)}: answers stop ending"
     if recent > 0.2:
-        return WATCH, f"{recent:.0%} of the answers are cut off: raise rollout.max_new_tokens"
+        return WATCH, cut_off_words(recent, limits)
     return FINE
 
 

@@ -19,6 +19,7 @@ from trueline.monitoring.user_files import changed_files, fingerprints, keep_fin
 UNFINISHED = ".unfinished"
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 FOLDER = "run        "  # line of run.log that ends the plan, with the folder
+RUNS = Path(RunConfig.model_fields["folder"].default)
 PRIVATE = 0o700  # transcripts, rows and logs are for who made them
 LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 
@@ -133,11 +134,16 @@ class RunFolder:
         base = Path(folder).resolve()
         if name is not None:
             return cls(base / name)._checked(verb)
-        found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
-        runs = [run for run in found if run.verb() == verb]
+        runs = [run for run in cls.all_in(base) if run.verb() == verb]
         if not runs:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
-        return max(runs, key=RunFolder.touched)
+        return runs[0]
+
+    @classmethod
+    def all_in(cls, base: Path) -> "list[RunFolder]":
+        """Return the runs of a folder, those that were touched last first."""
+        found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
+        return sorted(found, key=RunFolder.touched, reverse=True)
 
     def _checked(self, verb: str) -> "RunFolder":
         if not self.config.is_file():
@@ -177,6 +183,11 @@ class RunFolder:
         base = Path(RunConfig.model_fields["folder"].default).resolve()
         place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
         return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
+
+    def trained(self) -> Path:
+        """Return the folder with the checkpoints: the run's own, or that of the training in its last round."""
+        rounds = {int(place.parents[1].name[6:]): place.parent for place in self.path.glob("round_*/*/checkpoints")}
+        return rounds[max(rounds)] if rounds else self.path
 
     def has_checkpoint(self) -> bool:
         return any(path.suffix != UNFINISHED for path in self.checkpoints.glob("step_*"))

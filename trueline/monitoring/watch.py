@@ -161,7 +161,7 @@ def explain(run: Path) -> str:
     """Explain a run from outside: what it does, what holds it up, or how it ended."""
     folder = RunFolder(run)
     if not folder.logs.is_dir():
-        raise ConfigError(f"{run} is not the folder of a run: it has no logs")
+        raise ConfigError(f"{run} has no logs, so there is nothing to explain: name a run that was started")
     driver = read_beat(folder.logs / f"{RUN}{BEAT}")
     if driver is not None and lives(driver):
         seen = situation(driver, folder.logs)

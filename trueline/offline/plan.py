@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError, Tree, parse_override
 from trueline.config.model import RanksConfig
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
@@ -14,9 +14,9 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.offline.dataset import Material, check_longest, load_material
-from trueline.offline.tasks import teacher_model
+from trueline.offline.tasks import TASKS, teacher_model
 from trueline.runs.engines import check_engines
-from trueline.runs.learning_rate import rate_warnings
+from trueline.runs.learning_rate import rate_keys, rate_line, rate_warnings
 from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, place_tokens, settled
 from trueline.runs.preflight import (
     Reading,
@@ -27,6 +27,7 @@ from trueline.runs.preflight import (
     resolve_dtype,
     resolve_path,
 )
+from trueline.runs.roles import reads_alike
 from trueline.runs.summary import machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, placed
@@ -59,7 +60,7 @@ class SupervisedPlan:
 def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> SupervisedPlan:
     """Read, check and tokenize before any model is loaded; with `here`, this machine must have the memory to train."""
     check_engines(config, "training")
-    facts, machine = check_model(config.model), machine_at_hand()
+    facts, machine = check_model(config.model, TASKS[config.task].head), machine_at_hand()
     config, world, max_tokens = resolve(config, facts, machine)
     chat = load_chat(config.model, config.data.chat_template)
     material = load_material(config, chat, max_tokens)
@@ -79,13 +80,15 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
     ranks = rank_count(config.training, config.model, machine)
     limit = config.training.micro_batch_tokens
     max_tokens = config.max_tokens or min(facts.context, (limit or facts.context) * config.model.context_parallel)
+    if max_tokens > facts.context:
+        raise ConfigError(f"max_tokens={max_tokens} is more than the model's context of {facts.context}: lower it")
     resolved = config.replaced(
         {
             "model": {
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks},
+            "training": {"ranks": ranks} | rate_keys(facts.parameters, config.task, config.model, config.training),
             "max_tokens": max_tokens,
         }
     )
@@ -94,7 +97,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
     check_routers("training", resolved.training, resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
-        check_teacher(resolved)
+        check_teacher(resolved, facts)
     return resolved, ranks, max_tokens
 
 
@@ -130,29 +133,55 @@ def forecast_memory(
 
 def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int) -> str:
     """Return the first keys that share the model out further and make it fit, in a configuration's words."""
-    for keys in ({"zero_stage": 3}, {"zero_stage": 3, "offload": "optimizer"}):
+    adapters, sharded, on_host = "model.lora.rank=16", "training.zero_stage=3", "training.offload=optimizer"
+    for keys in ([sharded], [on_host], [sharded, on_host], [adapters], [adapters, sharded]):
         with suppress(ConfigError):
-            forecast_memory(config.replaced({"training": keys}), facts, machine, world, longest, propose=False)
-            return " and ".join(f"training.{key}={value}" for key, value in keys.items())
+            tried = config
+            for key in keys:
+                tried = tried.replaced(parse_override(key))
+            forecast_memory(tried, facts, machine, world, longest, propose=False)
+            return " and ".join(keys)
     return ""
 
 
-def check_teacher(config: DistillRunConfig) -> None:
+def check_teacher(config: DistillRunConfig, student: ModelFacts) -> None:
     if not config.distill.teacher:
         raise ConfigError("distill.teacher is empty: name the model to learn from, e.g. distill.teacher=path/to/folder")
-    check_model(teacher_model(config))
+    named, wanted = f"distill.teacher={config.distill.teacher}", student.vocabulary
+    try:
+        found = check_model(teacher_model(config), head="language").vocabulary
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path=", "distill.teacher=", 1)) from error
+    if found != wanted:
+        raise ConfigError(f"{named}: it knows {found} tokens and the student {wanted}: choose models of one vocabulary")
+    if not reads_alike(config.distill.teacher, config.model):
+        raise ConfigError(
+            f"{named}: its tokenizer is not that of model.path={config.model.path}: choose another teacher"
+        )
+    if (config.distill.top_k or 0) > wanted:
+        raise ConfigError(f"distill.top_k={config.distill.top_k} is more than the {wanted} tokens there are: lower it")
+
+
+def teacher_warnings(config: SupervisedConfig) -> list[str]:
+    if not isinstance(config, DistillRunConfig) or config.distill.teacher != config.model.path:
+        return []
+    return [
+        f"distill.teacher={config.distill.teacher} is the student itself, so there is nothing to learn: name another"
+    ]
 
 
 def describe_plan(plan: SupervisedPlan) -> str:
     config, train, held_out = plan.config, plan.material.train, plan.material.held_out
     model, parameters = config.model, plan.facts.parameters
     counts = ", ".join(f"{count} {what}" for what, count in train.counts.items() if count and what != "rows")
-    rates = rate_warnings(parameters, config.task, model, config.training)
+    rate = (parameters, config.task, model, config.training)
+    warnings = [*rate_warnings(*rate), *teacher_warnings(config)]
     return "\n".join(
         [
             machine_line(plan.machine),
             model_line(model.path, plan.facts, model.dtype, model.lora.rank),
             ranks_line("training", plan.layout.policy_ranks, config.training, model),
+            rate_line(*rate),
             *node_lines(plan.layout, plan.machine),
             *(plan.forecast.lines() if plan.forecast else []),
             f"data       {train.rows()} rows, longest {plan.longest} tokens" + (f" ({counts})" if counts else ""),
@@ -160,6 +189,6 @@ def describe_plan(plan: SupervisedPlan) -> str:
             *([f"held out   {held_out.rows()} rows"] if held_out else []),
             *plan.chat.remarks(),
             f"length     {plan.steps} steps of {config.samples_per_step} rows",
-            *warning_lines(config, plan.layout, plan.machine, rates),
+            *warning_lines(config, plan.layout, plan.machine, warnings),
         ]
     )

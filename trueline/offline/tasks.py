@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.preference import WITHOUT_REFERENCE
 from trueline.config.supervised import (
@@ -62,7 +63,10 @@ def encode_verdicts(records: Records, chat: ChatFormat, config: KTORunConfig, li
 
 
 def encode_process(records: Records, chat: ChatFormat, config: ProcessRewardRunConfig, limit: int) -> Encodings:
-    return encode_steps(records, chat, limit, config.data.too_long, config.data.step_separator.replace("\\n", "\n"))
+    separator = config.data.step_separator.replace("\\n", "\n")
+    if not separator:
+        raise ConfigError("data.step_separator is empty: name the text that ends a step, for replies are cut there")
+    return encode_steps(records, chat, limit, config.data.too_long, separator)
 
 
 def preference_reference(config: PreferenceRunConfig) -> bool:

@@ -1,10 +1,11 @@
 """Devices on paper: what their makers promise, and how much of it a run gets."""
 
+import difflib
 import re
 from dataclasses import dataclass
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.speed import PEAK_TFLOPS
+from trueline.monitoring.speed import PEAK_TFLOPS, peak_tflops
 from trueline.runtime.cluster import Machine, Node
 
 GIB = 2**30
@@ -27,18 +28,51 @@ GLOO_RATE = 2e9  # through the memories of hosts: assumed
 class Device:
     """What a data sheet says of a GPU in a machine of eight."""
 
-    gib: float  # as CUDA reports it
+    gib: float  # as a driver reports it, a little less than the data sheet's
     memory_rate: float  # bytes a second
     link_rate: float  # to the other GPUs of its node, in one direction
-    network_rate: float  # to other nodes
+    network_rate: float = 25e9  # to other nodes
+    aliases: tuple[str, ...] = ()  # other names in use
 
 
+PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9  # bytes a second, where no other link joins more than two GPUs
 DEVICES = {
-    "A100": Device(79.1, 2.04e12, 300e9, 25e9),  # 80 GB SXM
-    "H100": Device(79.1, 3.35e12, 450e9, 50e9),  # SXM
-    "H200": Device(139.8, 4.8e12, 450e9, 50e9),
-    "B200": Device(178.3, 8.0e12, 900e9, 50e9),
+    "A100": Device(79.1, 2.04e12, 300e9, aliases=("A100-80GB", "A100 SXM", "A100 SXM4 80GB")),
+    "A100-40GB": Device(39.3, 1.555e12, 300e9, aliases=("A100 SXM4 40GB",)),
+    "A800": Device(79.1, 2.04e12, 200e9),
+    "H100": Device(79.1, 3.35e12, 450e9, 50e9, ("H100 SXM", "H100 SXM5", "H100-80GB")),
+    "H100 PCIe": Device(79.1, 2.0e12, PCIE5, 50e9),
+    "H100 NVL": Device(93.0, 3.9e12, PCIE5, 50e9, ("H100-94GB",)),
+    "H800": Device(79.1, 3.35e12, 200e9, 50e9),
+    "H20": Device(95.0, 4.0e12, 450e9, 50e9),
+    "H200": Device(139.8, 4.8e12, 450e9, 50e9, ("H200 SXM", "H200-141GB")),
+    "GH200": Device(94.5, 4.0e12, 450e9, 50e9, ("GH200-96GB", "GH200-480GB")),
+    "B200": Device(178.3, 8.0e12, 900e9, 50e9, ("B200 SXM", "B200-180GB")),
+    "L4": Device(22.0, 300e9, PCIE4),
+    "L40": Device(44.4, 864e9, PCIE4),
+    "L40S": Device(44.4, 864e9, PCIE4),
+    "A10": Device(22.0, 600e9, PCIE4),
+    "A10G": Device(22.0, 600e9, PCIE4),
+    "A30": Device(23.5, 933e9, PCIE4),
+    "A40": Device(44.4, 696e9, PCIE4),
+    "V100": Device(31.7, 900e9, 150e9, aliases=("V100-32GB", "V100 SXM2", "V100 SXM2 32GB")),
+    "V100-16GB": Device(15.7, 900e9, 150e9, aliases=("V100 SXM2 16GB",)),
+    "T4": Device(14.5, 320e9, PCIE3),
+    "RTX 3090": Device(23.5, 936e9, PCIE4, aliases=("3090",)),
+    "RTX 4090": Device(23.5, 1008e9, PCIE4, aliases=("4090",)),
+    "RTX 5090": Device(31.3, 1792e9, PCIE5, aliases=("5090",)),
+    "RTX A6000": Device(47.4, 768e9, PCIE4, aliases=("A6000",)),
+    "RTX 6000 Ada": Device(47.4, 960e9, PCIE4, aliases=("6000 Ada", "RTX 6000 Ada Generation")),
+    "MI210": Device(63.9, 1.6e12, PCIE4),
+    "MI250X": Device(63.9, 1.6e12, 200e9, aliases=("MI250X GCD",)),  # one of its two dies, each of which is a device
+    "MI300X": Device(191.9, 5.3e12, 448e9, 50e9),
+    "MI325X": Device(255.9, 6.0e12, 448e9, 50e9),
+    "MI355X": Device(287.9, 8.0e12, 537e9, 50e9),
 }
+FORM = "write NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node"
+SIZED = "a GPU that has no name here is written with its memory and bfloat16 speed, e.g. 2x8x80GiB@990TFLOPs or 1x80GiB"
+ABOVE_0 = r"0*[1-9]\d*(?:\.\d+)?"
+MAKERS = re.compile(r"nvidia|amd|geforce|tesla|instinct|[\s_-]", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +80,8 @@ class Devices:
     nodes: int
     gpus_of_node: int
     name: str
-
-    @property
-    def device(self) -> Device:
-        return DEVICES[self.name]
+    device: Device
+    tflops: float | None  # of dense bfloat16 matrices; without them a plan has no seconds
 
     def machine(self) -> Machine:
         """Return these devices as a planner sees a machine."""
@@ -59,7 +91,7 @@ class Devices:
 
     def flops(self) -> float:
         """Return what one GPU computes in a second."""
-        return COMPUTE * PEAK_TFLOPS[self.name] * 1e12
+        return COMPUTE * (self.tflops or 0.0) * 1e12
 
     def exchange_rate(self, gpus: int) -> float:
         """Return the bytes a second at which each of so many GPUs gets what all hold, a node once by all its ways."""
@@ -72,10 +104,33 @@ class Devices:
 
 
 def read_devices(text: str) -> Devices:
-    """Read `8x8xH100`, eight nodes of eight GPUs, or `8xH100`, one node."""
-    found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z]\w*)", text)
-    if found is None:
-        raise ConfigError(f"--devices {text}: write NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node")
-    if found[3].upper() not in DEVICES:
-        raise ConfigError(f"--devices {text}: {found[3]} is not known; choose from {', '.join(DEVICES)}")
-    return Devices(int(found[1] or 1), int(found[2]), found[3].upper())
+    """Read `8x8xH100`, eight nodes of eight GPUs, `8xH100`, one node, or `8x80GiB@990TFLOPs`, a GPU by its figures."""
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(\w.*)", text)
+    if found is None or re.match(r"\d+x|\d$|0", found[3]):
+        raise ConfigError(f"--devices {text}: {FORM}; {SIZED}")
+    nodes, gpus, word = int(found[1] or 1), int(found[2]), found[3]
+    if sized := re.fullmatch(rf"({ABOVE_0})(GiB|GB)(?:@({ABOVE_0})TFLOPs)?", word, re.IGNORECASE):
+        return sized_devices(nodes, gpus, float(sized[1]) * (GIB if sized[2].lower() == "gib" else 1e9), sized[3])
+    names = {plain(one): name for name, device in DEVICES.items() for one in (name, *device.aliases)}
+    if plain(word) not in names:
+        raise ConfigError(f"--devices {text}: {word} is not known{near_devices(word, names)}; {SIZED}")
+    name = names[plain(word)]
+    return Devices(nodes, gpus, name, DEVICES[name], peak_tflops(name))
+
+
+def plain(name: str) -> str:
+    """Return a GPU's name without its maker, spaces and dashes."""
+    return MAKERS.sub("", name).lower()
+
+
+def near_devices(word: str, names: dict[str, str]) -> str:
+    near = dict.fromkeys(names[one] for one in difflib.get_close_matches(plain(word), names, n=4, cutoff=0.5))
+    return f" (near are {', '.join(near)})" if near else f" (known are {', '.join(DEVICES)})"
+
+
+def sized_devices(nodes: int, gpus: int, memory: float, speed: str | None) -> Devices:
+    """Return devices by their figures, with bandwidths that are to their speed as those of an H100 to its own."""
+    like, tflops = DEVICES["H100"], float(speed) if speed else None
+    share = (tflops or 0.0) / PEAK_TFLOPS["H100"]
+    device = Device(memory / GIB, share * like.memory_rate, share * like.link_rate, like.network_rate)
+    return Devices(nodes, gpus, f"{memory / GIB:.1f} GiB GPU", device, tflops)

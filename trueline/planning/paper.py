@@ -1,5 +1,6 @@
 """Plans of runs on devices that are not here, of models that need not be: by the planners of real runs."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from trueline.config.base import ConfigError, nested
@@ -12,13 +13,14 @@ from trueline.models.loading import check_model
 from trueline.models.shapes import PAPER
 from trueline.monitoring.timing import duration
 from trueline.offline import plan as offline
-from trueline.planning.hardware import Devices
+from trueline.planning.hardware import DEVICES, Devices
 from trueline.planning.seconds import phase_seconds, sync_bytes, train_seconds
 from trueline.rl.estimates import describe_roles, memory_bytes
 from trueline.rl.plan import RLPlan, check_algorithm, decide
 from trueline.rl.surroundings import Surroundings
 from trueline.runs.memory import GIB, Tenant, place_tokens
 from trueline.runs.preflight import MODEL_KEYS, Kind, Measured
+from trueline.runs.rewards import RewardCheck
 from trueline.runs.summary import engines_line, machine_line, model_line, node_lines, ranks_line, warning_lines
 from trueline.runtime.placement import Layout, check_devices
 
@@ -50,14 +52,14 @@ def plan_rl_on_paper(config: RLConfig, devices: Devices) -> RLPlan:
     length = config.rollout.max_prompt_tokens or PROMPT_TOKENS
     prompts = Measured([Prompt(0, [])], [length])
     chat = ChatFormat(NO_TOKENIZER, use_template=False)
-    return decide(config, Surroundings(check_model(config.model), devices.machine(), [prompts], {}, chat, []))
+    return decide(
+        config, Surroundings(check_model(config.model), devices.machine(), [prompts], {}, chat, RewardCheck())
+    )
 
 
 def describe_rl(plan: RLPlan, devices: Devices) -> str:
     config, layout, model = plan.config, plan.layout, plan.config.model
     each = {name: f", about {size / GIB:.1f} GiB each" for name, size in memory_bytes(plan).items()}
-    seconds = phase_seconds(plan, devices)
-    hidden = 0 if layout.in_turns else min(seconds["rollout"], seconds["score"] + seconds["train"])
     completions = config.prompts_per_step * config.algorithm.group_size
     return "\n".join(
         [
@@ -71,11 +73,23 @@ def describe_rl(plan: RLPlan, devices: Devices) -> str:
             f"batch      {completions} answers of {plan.rollout.max_new_tokens} tokens to prompts of "
             f"{plan.longest_prompt}; optimizer steps: {config.minibatches * config.epochs}",
             f"sync       {sync_bytes(plan) / 1e9:.1f} GB to each engine by {plan.transport()}",
-            f"expected   {', '.join(f'{name} {rounded(value)} s' for name, value in seconds.items())}: "
-            f"{duration(sum(seconds.values()) - hidden)} a step; an estimate (docs/cluster.md)",
+            expected_line(lambda: phase_seconds(plan, devices), devices, overlaps=not layout.in_turns),
             *warning_lines(config, layout, plan.machine),
         ]
     )
+
+
+def expected_line(phases: Callable[[], dict[str, float]], devices: Devices, *, overlaps: bool = False) -> str:
+    """Describe the seconds of each phase, or why there are none."""
+    if devices.tflops is None and devices.name in DEVICES:
+        return f"expected   no seconds: {devices.name} computes no bfloat16, which model.dtype=auto takes on GPUs"
+    if devices.tflops is None:
+        return "expected   no seconds: add the speed of the GPU to --devices, e.g. 1x80GiB@990TFLOPs"
+    seconds = phases()
+    hidden = min(seconds["rollout"], seconds["score"] + seconds["train"]) if overlaps else 0
+    said = ", ".join(f"{name} {rounded(value)} s" for name, value in seconds.items())
+    total = f": {duration(sum(seconds.values()) - hidden)}" * (len(seconds) > 1)
+    return f"expected   {said}{total} a step; an estimate (docs/cluster.md)"
 
 
 def rounded(seconds: float) -> str:
@@ -100,8 +114,7 @@ def describe_supervised(config: SupervisedConfig, devices: Devices) -> str:
             *forecast.lines(),
             *node_lines(layout, machine),
             f"batch      {config.samples_per_step} rows of {longest} tokens",
-            f"expected   train {rounded(train_seconds(one, tokens, longest, 1, devices))} s a step; an estimate "
-            "(docs/cluster.md)",
+            expected_line(lambda: {"train": train_seconds(one, tokens, longest, 1, devices)}, devices),
             *warning_lines(config, layout, machine),
         ]
     )

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from trueline.data.transcripts import NUMBERS
 from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.timing import duration
 from trueline.report.numbers import evenly, is_number, rounded
@@ -42,14 +43,13 @@ LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"
 LEVELS = ("OK", "WATCH", "BAD")  # by `health/level`
 LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
 
-NUMBERS = ("logprob", "log_ratio", "advantage", "entropy")  # of a token
 LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
 
 METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
 PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
 MOST_ROWS, MOST_TRANSCRIPTS = 4000, 300  # of all runs together; of one
 HEAD, TAIL = 1400, 600  # characters that are shown of a longer text
-MOST_TURNS = 40
+MOST_TURNS, FEWEST_TURNS = 40, 8  # of a conversation that stands alone, and of one among many
 BINS = 20
 
 
@@ -170,14 +170,25 @@ def thinned(rows: list[Row], count: int) -> list[Row]:
 
 
 def chosen_transcripts(entries: list[Transcript], count: int) -> list[Transcript]:
-    """Choose transcripts evenly over the steps, as many of each purpose as long as there are."""
+    """Choose whole groups evenly over the steps, as many transcripts of each purpose as long as there are."""
     purposes: dict[str, list[Transcript]] = {}
     for one in entries:
         purposes.setdefault(one.purpose, []).append(one)
     kept: list[Transcript] = []
     for others, same in zip(range(len(purposes), 0, -1), sorted(purposes.values(), key=len), strict=True):
-        kept += evenly(same, max((count - len(kept)) // others, 1))
+        kept += chosen_groups(same, max((count - len(kept)) // others, 1))
     return sorted(kept, key=lambda one: one.step)
+
+
+def chosen_groups(entries: list[Transcript], count: int) -> list[Transcript]:
+    """Choose groups evenly, of so many transcripts in all; a part of one where it is larger than that."""
+    groups: dict[Any, list[Transcript]] = {}
+    for one in entries:
+        groups.setdefault(one.start if one.group is None else (one.step, one.group), []).append(one)
+    number = max(count * len(groups) // len(entries), 1)
+    while number > 1 and sum(map(len, evenly(list(groups.values()), number))) > count:
+        number -= 1
+    return [one for group in evenly(list(groups.values()), number) for one in group][:count]
 
 
 def without_tokens(rows: Iterable[Row]) -> list[Row]:
@@ -206,16 +217,17 @@ def sequence(told: Row, texts: list[Any]) -> Row:
     return {"text": list(map(str, texts)), "sampled": counts, **numbers, "left_out": int(number(told, "left_out"))}
 
 
-def cleaned(value: Any) -> Any:
-    """Shorten the texts and lists of a value, and word numbers that JSON cannot say."""
+def cleaned(value: Any, most: int = MOST_TURNS) -> Any:
+    """Shorten the texts and lists of a value, and word numbers that JSON cannot say; lists in a list share its room."""
     if isinstance(value, str):
         left_out = len(value) - HEAD - TAIL
         return f"{value[:HEAD]}\n[{left_out} characters left out]\n{value[-TAIL:]}" if left_out > 0 else value
     if isinstance(value, dict):
-        return {key: cleaned(inner) for key, inner in value.items()}
+        return {key: cleaned(inner, most) for key, inner in value.items()}
     if isinstance(value, list):
-        more = [f"[{len(value) - MOST_TURNS} left out]"] if len(value) > MOST_TURNS else []
-        return [cleaned(inner) for inner in value[:MOST_TURNS]] + more
+        more = [f"[{len(value) - most} left out]"] if len(value) > most else []
+        room = max(MOST_TURNS // max(len(value), 1), FEWEST_TURNS)
+        return [cleaned(inner, room) for inner in value[:most]] + more
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

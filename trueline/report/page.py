@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import os
+from collections.abc import Callable
 from pathlib import Path
 from string import Template
 
@@ -17,14 +18,24 @@ SCRIPTS = ("transcripts.js", "timeline.js", "page.js")  # joined; the last one d
 PRIVATE_FILE = 0o600  # as the folders of runs are: transcripts are for who made them
 
 
-def write_report(words: list[str], out: Path | None) -> Path:
-    """Write the page of these runs and return its place."""
+def write_report(words: list[str], out: Path | None, note: Callable[[str], object] = str) -> Path:
+    """Write the page of these runs and return its place; `note` is given what the page will lack."""
     found = find_runs(words)
     names = list(found)
     file = out or Path(f"report-{Path(names[0]).name}.html")
-    content = as_json(describe([read_run(name, folder) for name, folder in found.items()]))
+    check_ending(file, "a page", (".html", ".htm"))
+    runs = [read_run(name, folder) for name, folder in found.items()]
+    for run in runs:
+        if not run.rows:
+            note(f"warning: {run.name} has logged no step yet: the page shows its plan and configuration alone")
+    content = as_json(describe(runs))
     write_private(file, page(content, title=", ".join(names)))
     return file
+
+
+def check_ending(file: Path, what: str, endings: tuple[str, ...]) -> None:
+    if file.suffix and file.suffix.lower() not in endings:
+        raise ConfigError(f"--out {file}: {what} is no {file.suffix} file: let its name end in {endings[0]}")
 
 
 def write_private(file: Path, content: bytes) -> None:

@@ -8,16 +8,20 @@ from trueline.config.base import ConfigError
 from trueline.monitoring.curves import Point, smoothed, svg_curve
 from trueline.report.digest import CHARTS, usual_mean
 from trueline.report.numbers import is_number
-from trueline.report.page import write_private
+from trueline.report.page import check_ending, write_private
 from trueline.report.runs import Run, find_runs, read_run
 
 
 def write_picture(words: list[str], metrics: list[str], out: Path | None, mean: int | None) -> Path:
     """Draw these metrics of these runs and return the file."""
     runs = [read_run(name, folder) for name, folder in find_runs(words).items()]
+    metrics = [metric.strip() for metric in metrics if metric.strip()]
+    if not metrics:
+        raise ConfigError(f"--svg names no metric; there are {', '.join(known_metrics(runs)) or 'none yet'}")
     series = series_of(runs, metrics, usual_mean(runs) if mean is None else mean)
     title = ", ".join(run.name for run in runs) if len(metrics) > 1 else CHARTS.get(metrics[0], metrics[0])
     file = out or Path(f"report-{Path(runs[0].name).name}.svg")
+    check_ending(file, "a picture of curves", (".svg",))
     write_private(file, svg_curve(series, title).encode())
     return file
 
@@ -42,8 +46,14 @@ def curve(run: Run, metric: str, mean: int) -> list[Point]:
 
 
 def unknown_metric(metric: str, runs: list[Run]) -> str:
-    names = {name: None for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
-    known = [name for name in names if name != "step"]
+    if not any(run.rows for run in runs):
+        return f"--svg {metric}: {', '.join(run.name for run in runs)} has logged no step yet: wait for one"
+    known = known_metrics(runs)
     near = difflib.get_close_matches(metric, known, n=1)
     guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(sorted(known)) or 'none'}"
+    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(known)}"
+
+
+def known_metrics(runs: list[Run]) -> list[str]:
+    names = {name for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
+    return sorted(names - {"step"})

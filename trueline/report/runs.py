@@ -14,17 +14,18 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from trueline.config.base import ConfigError
-from trueline.config.run import RunConfig
-from trueline.monitoring.run_folder import FOLDER, UNFINISHED, RunFolder
+from trueline.monitoring.run_folder import FOLDER, RUNS, UNFINISHED, RunFolder
 from trueline.report.numbers import is_number
 
 Row = dict[str, Any]
 Kept = TypeVar("Kept")
 
-RUNS = Path(RunConfig.model_fields["folder"].default)
 FAILURES = "failures"  # folder with a file for each call behind a failed reward
+MOST_RUNS = 12  # that one page compares, of a folder that holds more
 MOST_FAILURES = 20  # that are read of one run
 LONGEST_PLAN = 20_000  # characters
+RESULTS = {"eval": ("evaluation.json", "transcripts.jsonl"), "generate": ("summary.json", "samples.jsonl")}
+ROUNDS = ("raft", "iterative_dpo")
 PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 
@@ -35,6 +36,7 @@ class Transcript:
     step: int
     purpose: str
     source: str
+    group: int | None  # which prompt of its step; runs of earlier versions have not written it
     reward: float | None
     start: int
     size: int
@@ -43,7 +45,8 @@ class Transcript:
     def of(cls, row: Row, start: int, size: int) -> "Transcript":
         purpose, source = (sys.intern(str(row.get(key) or "")) for key in ("purpose", "source"))
         reward = row["reward"] if is_number(row.get("reward")) else None
-        return cls(row["step"], purpose, source, reward, start, size)
+        group = row["group"] if isinstance(row.get("group"), int) else None
+        return cls(row["step"], purpose, source, group, reward, start, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,14 @@ class Run:
 
 
 def find_runs(words: list[str]) -> dict[str, RunFolder]:
-    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others."""
-    folders = list({folder.path.resolve(): folder for folder in map(find_run, words)}.values())
+    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others.
+
+    A folder of runs stands for those in it, and no word at all for the run that was touched last.
+    """
+    found = [folder for word in words for folder in runs_named(word)] or [find_latest()]
+    folders = list({folder.path.resolve(): folder for folder in found}.values())
+    for folder in folders:
+        check_logs_steps(folder)
     names = [folder.path.resolve().name for folder in folders]
     return {
         name if names.count(name) == 1 else str(folder.path): folder
@@ -86,15 +95,57 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
     }
 
 
+def find_latest() -> RunFolder:
+    if not (runs := RunFolder.all_in(RUNS)):
+        raise ConfigError(f"there is no run in {RUNS.resolve()}: name one, or a folder of runs")
+    return runs[0]
+
+
+def runs_named(word: str) -> list[RunFolder]:
+    """Return the run of a word, or those of a folder of runs that were touched last."""
+    inside = [] if is_run(RunFolder(Path(word))) else RunFolder.all_in(Path(word))
+    return inside[:MOST_RUNS] or [find_run(word)]
+
+
+def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
+    """Describe which runs were taken, where no word names each of them; nothing otherwise."""
+    if not words:
+        return f"run        {', '.join(str(one.path) for one in found.values())}, the one that was touched last"
+    inside = {word: len(RunFolder.all_in(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
+    lines = [
+        f"runs       {word} holds {count}"
+        + (f", of which the {MOST_RUNS} that were touched last are taken" if count > MOST_RUNS else "")
+        for word, count in inside.items()
+        if count
+    ]
+    return "\n".join([*lines, f"taken      {', '.join(found)}"]) if lines else ""
+
+
+def is_run(folder: RunFolder) -> bool:
+    return folder.config.is_file() or folder.metrics.is_file()
+
+
 def find_run(word: str) -> RunFolder:
     for folder in (RunFolder(Path(word)), RunFolder(RUNS / word)):
-        if folder.config.is_file() or folder.metrics.is_file():
+        if is_run(folder):
             return folder
     near = difflib.get_close_matches(word, [file.parent.name for file in RUNS.glob("*/config.yaml")], n=1)
     raise ConfigError(
         f"{word}: neither it nor {RUNS / word} is the folder of a run (there is no config.yaml and no metrics.jsonl): "
         "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
     )
+
+
+def check_logs_steps(folder: RunFolder) -> None:
+    """Refuse runs of verbs that log no steps, of which a page would show nothing."""
+    verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
+    if files := RESULTS.get(verb):
+        where = ", ".join(str(folder.path / file) for file in files)
+        raise ConfigError(f"{folder.path} is a run of {verb}, which logs no steps: look at {where}")
+    if verb in ROUNDS:
+        stages = [str(file.parent) for file in sorted(folder.path.glob("round_*/*/metrics.jsonl"))]
+        known = f": name some of them, {', '.join(stages)}" if stages else "; none of them has logged a step yet"
+        raise ConfigError(f"{folder.path} is a run of {verb}, whose rounds are runs of their own{known}")
 
 
 class RunReader:

@@ -12,7 +12,7 @@ function matches(run, one) {
   if ((low !== "" || high !== "") && typeof one.reward !== "number") return false;
   if ((low !== "" && one.reward < +low) || (high !== "" && one.reward > +high)) return false;
   const text = wanted("text").toLowerCase();
-  return !text || JSON.stringify([one.prompt, one.reply, one.label, one.turns, one.step]).toLowerCase().includes(JSON.stringify(text).slice(1, -1));
+  return !text || JSON.stringify([one.prompt, one.reply, one.label, one.turns, one.conversations, one.step]).toLowerCase().includes(JSON.stringify(text).slice(1, -1));
 }
 
 function said(role, text, kind = role) {
@@ -72,19 +72,30 @@ function coloured(sequences, colouring) {
   return [key, ...boxes];
 }
 
+// Each conversation of an episode with what it began with; what the last reply was answered stands at the end.
+function spoken(conversations, turns) {
+  const listed = (value) => (Array.isArray(value) ? value : []), heard = listed(turns).slice(listed(turns).findLastIndex((one) => one && one.role === "assistant") + 1);
+  const boxes = conversations.map((one, n) => make("div", { class: "conversation" }, make("h3", {}, typeof one === "string" ? one : `conversation ${words((one || {}).number ?? n + 1)} of ${conversations.length}`),
+    ...[...listed((one || {}).prompt), ...listed((one || {}).turns)].flatMap(turn)));
+  return [...boxes, ...heard.flatMap(turn)];
+}
+
 function replies(run, place, colouring) {
-  const { turns, reply } = run.transcripts[place], plain = () => (Array.isArray(turns) ? turns.flatMap(turn) : [said("assistant", reply)]);
+  const { turns, reply, conversations } = run.transcripts[place];
+  const plain = () => (Array.isArray(conversations) ? spoken(conversations, turns) : Array.isArray(turns) ? turns.flatMap(turn) : [said("assistant", reply)]);
   if (!colouring) return plain();
   const sequences = run.tokens[place];
   return sequences ? coloured(sequences, colouring) : [make("p", { class: "none" }, "Numbers of its tokens are not here."), ...plain()];
 }
 
-function transcript(run, number, place, key, open) {
-  const one = run.transcripts[place], { step, purpose, outcome, prompt, label } = one, reward = make("span", { class: "reward" }, words(one.reward));
-  const line = make("summary", {}, swatch(number), make("span", { class: "step" }, `step ${step}`), make("span", { class: "purpose" }, words(purpose)), make("span", { class: "outcome" }, words(outcome)), reward, make("span", { class: "start" }, words(prompt).slice(0, 200)));
+const HEAD = ["step", "group", "purpose", "outcome", "prompt", "reply", "label", "turns", "conversations", "reward"];
+
+function transcript(run, place, key, open) {
+  const one = run.transcripts[place], { outcome, prompt, label } = one, reward = make("span", { class: "reward" }, words(one.reward));
+  const line = make("summary", {}, reward, make("span", { class: "outcome" }, words(outcome)), make("span", { class: "start" }, words(one.reply).trim().slice(0, 300) || "(empty)"));
   const box = make("details", { "data-key": key }, line), fill = () => {
     if (box.childElementCount > 1) return;
-    const rest = Object.entries(one).filter(([name]) => !["step", "purpose", "outcome", "prompt", "reply", "label", "turns", "reward"].includes(name));
+    const rest = Object.entries(one).filter(([name]) => !HEAD.includes(name));
     box.append(said("prompt", prompt, "user"), ...replies(run, place, byId("colouring").value), label === null || label === undefined ? "" : said("label", typeof label === "object" ? JSON.stringify(label) : label),
       make("p", { class: "numbers" }, rest.map(([name, value]) => `${name} ${words(value)}`).join("   ")));
   };
@@ -93,15 +104,33 @@ function transcript(run, number, place, key, open) {
   return box;
 }
 
+// Completions of one prompt in one step, of those that were found.
+function groupsOf(found) {
+  const groups = new Map();
+  for (const entry of found) {
+    const { step, purpose, group } = entry.run.transcripts[entry.place], name = group === undefined ? entry.key : JSON.stringify([entry.number, purpose, step, group]);
+    groups.set(name, [...(groups.get(name) || []), entry]);
+  }
+  return [...groups.values()];
+}
+
+function group(entries, open) {
+  const [{ run, number, place }] = entries, { step, purpose, prompt } = run.transcripts[place];
+  const head = make("p", { class: "head" }, swatch(number), make("span", { class: "step" }, `step ${step}`), make("span", { class: "purpose" }, words(purpose)), make("span", { class: "start" }, words(prompt).slice(0, 300)));
+  return make("div", { class: "group" }, head, ...entries.map((one) => transcript(one.run, one.place, one.key, open.has(one.key))));
+}
+
 function showTranscripts() {
   const list = within("transcripts", ".list"), open = new Set([...list.querySelectorAll("details[open]")].map((one) => one.dataset.key)), found = [];
-  data.runs.forEach((run, number) => run.transcripts.forEach((one, place) => { if (matches(run, one)) found.push([run, number, place, `${run.name} ${one.step} ${place}`]); }));
-  found.sort(([run, , place], [otherRun, , other]) => otherRun.transcripts[other].step - run.transcripts[place].step);
-  list.replaceChildren(...found.slice(0, shown).map((one) => transcript(...one, open.has(one[3]))));
+  data.runs.forEach((run, number) => run.transcripts.forEach((one, place) => { if (matches(run, one)) found.push({ run, number, place, key: `${run.name} ${one.step} ${place}` }); }));
+  found.sort((one, other) => other.run.transcripts[other.place].step - one.run.transcripts[one.place].step);
+  const kept = [];
+  for (const entries of groupsOf(found)) if (kept.flat().length < shown) kept.push(entries);
+  list.replaceChildren(...kept.map((entries) => group(entries, open)));
   if (!found.length) list.append(make("p", { class: "none" }, "No transcript fits."));
   const [here, all] = data.runs.reduce(([some, sum], run) => [some + run.transcripts.length, sum + run.transcript_count], [0, 0]);
-  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, chosen evenly from ${all}` : ""}; the latest first`;
-  byId("more").hidden = found.length <= shown;
+  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, groups chosen evenly from ${all}` : ""}; the latest first`;
+  byId("more").hidden = found.length <= kept.flat().length;
   byId("colouring").parentElement.hidden = !data.runs.some((run) => Object.keys(run.tokens).length);
 }
 

@@ -1,10 +1,13 @@
 """What rollout asks of a reward, and how a reward works on calls together that wait at the same time."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+LONGEST_WORDS = 300  # characters of a failure in one line
 Call = dict[str, Any]  # reply, prompt, messages, label and the columns of the row
 
 
@@ -22,6 +25,14 @@ class RewardUnreachable(RewardFailure):
 
 class PolicyError(Exception):
     """Reward functions raise it where the completion itself is at fault, which gets reward.policy_error and counts."""
+
+
+def last_words(error: str) -> str:
+    """Return the last line of a failure; of a traceback, also the place in the user's own files that it came from."""
+    places = re.findall(r'File "(.+)", line (\d+)', error)
+    own = [place for place in places if "/lib/python3" not in place[0] and not place[0].startswith("<")] or places
+    where = f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+    return f"{error.rstrip().rpartition(chr(10))[2]:.{LONGEST_WORDS}}{where}"
 
 
 class Reward(Protocol):

@@ -10,7 +10,8 @@ from trueline.monitoring.beats import WORK
 from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, Verdict
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import check_reward_model
-from trueline.rewards.pool import FunctionReward, check_function
+from trueline.rewards.pool import FunctionReward, Probe, check_function
+from trueline.rewards.process import CONVERSATIONAL, Takes
 from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
 
 
@@ -63,11 +64,19 @@ class RewardKind:
     """How a kind of reward is recognised, checked before the start and opened."""
 
     fits: Callable[[RewardPartConfig], bool]
-    # Of the data's columns and whether there are labels; a function's gives its parameters.
-    check: Callable[[RewardPartConfig, RewardConfig, list[str], bool], list[str] | None]
+    # Of examples of calls, by their data; a function's is given a probe, and returns its parameters.
+    check: Callable[[RewardPartConfig, RewardConfig, dict[str, Call], Probe | None], Takes | None]
     open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
     # Where calls wait, in words; of functions, in how many processes.
     place: Callable[[RewardPartConfig, int], str] = lambda part, _: part.function
+
+
+def shared_names(examples: dict[str, Call]) -> set[str]:
+    """Return the names that have a value in all examples."""
+    given = [
+        {name for name, value in call.items() if name != "label" or value is not None} for call in examples.values()
+    ]
+    return set.intersection(*given) - {CONVERSATIONAL}
 
 
 def kind_of(part: RewardPartConfig) -> str:
@@ -82,13 +91,13 @@ def is_model(part: RewardPartConfig) -> bool:
 REWARD_KINDS = {  # the first that fits
     "scorer": RewardKind(
         lambda part: part.function.startswith(("http://", "https://")),
-        lambda part, *_: check_scorer(part),
+        lambda part, config, *_: check_scorer(part, probe=config.probe),
         lambda part, config, *_: ScorerReward(part.function, part, config.timeout_seconds, batch=config.batch),
         lambda part, _: f"{part.function}, which takes {part.remote.concurrency} at a time",
     ),
     "judge": RewardKind(
         lambda part: part.function == "judge",
-        lambda part, _, columns, labelled: check_judge(part, columns, labelled),
+        lambda part, config, examples, _: check_judge(part, shared_names(examples), probe=config.probe),
         lambda part, config, *_: JudgeReward(part, config.timeout_seconds),
         lambda part, _: f"{part.judge.url}, which takes {part.remote.concurrency} at a time",
     ),

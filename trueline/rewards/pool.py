@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,28 @@ from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeou
 from trueline.rewards.child import ChildProcess, end_of
 from trueline.rewards.code import SECONDS, TRIAL
 from trueline.rewards.functions import REWARDS
+from trueline.rewards.process import CONVERSATIONAL, Takes, values_of
 
 ALWAYS_GIVEN = ("reply", "replies", "prompt", "messages", "turns")
 START_SECONDS = 60
 FromChild = dict[str, Any]
+Probe = Callable[["FunctionReward", Takes], Awaitable[None]]
 
 
-def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[str], labelled: bool) -> list[str]:
-    """Import the function in a child process, compare its parameters with what it would be given, and return them."""
+def check_function(
+    part: RewardPartConfig, config: RewardConfig, examples: dict[str, Call], probe: Probe | None = None
+) -> Takes:
+    """Import the function in a child process, compare its parameters with what it would be given, and return them.
+
+    Examples are calls by the data that they come from. A probe makes calls of its own in the same process.
+    """
     if not part.function:
         raise ConfigError(
             f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
+        )
+    if "," in part.function:
+        raise ConfigError(
+            f"reward.function={part.function} is one reward: name several with reward.parts.NAME.function="
         )
     seconds = part.options.get("seconds", SECONDS)
     if part.function == "code" and isinstance(seconds, int | float) and seconds >= config.timeout_seconds:
@@ -34,38 +46,54 @@ def check_function(part: RewardPartConfig, config: RewardConfig, columns: list[s
             "code that does not end counts as a failure of the reward: lower the one or raise the other"
         )
     with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
-        takes = thread.submit(asyncio.run, describe(part, config)).result()
-    available = {*ALWAYS_GIVEN, *columns, *part.constants(), *(["label"] if labelled else [])}
-    missing = [name for name in takes["required"] if name not in available]
-    if missing:
-        raise ConfigError(
-            f"reward.function={part.function}: no value for its parameter {missing[0]!r}; a reward is given "
-            f"{', '.join(sorted(available))}: rename the parameter, "
-            "give it a default, or name its column or value (data.label_column, reward.pattern, reward.options)"
-        )
+        return thread.submit(asyncio.run, describe(part, config, examples, probe)).result()
+
+
+async def describe(
+    part: RewardPartConfig, config: RewardConfig, examples: dict[str, Call], probe: Probe | None
+) -> Takes:
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "reward.log")
+        reward = FunctionReward(part, config.replaced({"processes": 1}), log)
+        (child,) = reward.children
+        try:
+            await child.start()
+            if part.function == "code":
+                await try_code(child)
+            check_parameters(part, child.takes, examples)
+            if probe is not None:
+                await probe(reward, child.takes)
+        except RewardFailure as error:
+            last_words = "" if child.takes else log.read_text(errors="replace")
+            raise ConfigError(f"{error}\n{last_words}".strip()) from None
+        finally:
+            await reward.stop()
+        return child.takes
+
+
+def check_parameters(part: RewardPartConfig, takes: Takes, examples: dict[str, Call]) -> None:
+    for source, example in examples.items():
+        available = given_names(part, takes, example)
+        missing = [name for name in takes["required"] if name not in available]
+        if missing:
+            known = f" with rows of {source}" if len(examples) > 1 else ""
+            raise ConfigError(
+                f"reward.function={part.function}: no value for its parameter {missing[0]!r}; a reward is given "
+                f"{', '.join(sorted(available))}{known}: rename the parameter, "
+                "give it a default, or name its column or value (data.label_column, reward.pattern, reward.options)"
+            )
     idle = [name for name in part.options if name in ALWAYS_GIVEN or not (takes["any"] or name in takes["all"])]
     if idle:
         raise ConfigError(
             f"reward.function={part.function}: reward.options has {idle[0]!r}, which is none of the parameters "
             f"that options can fill ({', '.join(name for name in takes['all'] if name not in ALWAYS_GIVEN)})"
         )
-    return list(takes["all"])
 
 
-async def describe(part: RewardPartConfig, config: RewardConfig) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "reward.log")
-        child = Child(part, config, log)
-        try:
-            await child.start()
-            if part.function == "code":
-                await try_code(child)
-        except RewardFailure as error:
-            last_words = "" if child.takes else log.read_text(errors="replace")
-            raise ConfigError(f"{error}\n{last_words}".strip()) from None
-        finally:
-            await child.stop()
-        return child.takes
+def given_names(part: RewardPartConfig, takes: Takes, example: Call) -> set[str]:
+    """Return the names that a function's parameters can have; a label that the row has not is no value."""
+    call = {name: value for name, value in example.items() if name != "label" or value is not None}
+    return {*ALWAYS_GIVEN, *values_of(takes, [call]), *part.constants()} - {CONVERSATIONAL}
 
 
 async def try_code(child: "Child") -> None:

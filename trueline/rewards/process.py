@@ -12,10 +12,12 @@ import os
 import resource
 import sys
 import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from trueline.algorithms import user_functions
 from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
 from trueline.rewards.base import Call, PolicyError
 from trueline.rewards.functions import REWARDS
@@ -23,37 +25,88 @@ from trueline.rewards.linux import die_with_parent
 
 Takes = dict[str, Any]
 LONGEST_ERROR = 20_000  # characters
+CALLERS = (  # where files begin that call user code
+    __file__,
+    *(
+        str(Path(__file__).parents[1] / name)
+        for name in ("algorithms/user_functions.py", "environments/process.py", "environments/tools/toolbox.py")
+    ),
+    *(str(Path(inspect.__file__).parent / name) for name in ("asyncio", "concurrent", "importlib")),
+    "<frozen importlib",
+)
 RUNNER = asyncio.Runner()  # one loop for all calls, so that clients which a function keeps go on working
+CONVERSATIONAL = "conversational"  # in a call whose row has its prompt as messages
+OWN = {"reply", "replies"}  # parameters of a function written for Trueline
+ADVICE: tuple[tuple[Any, str], ...] = (  # what to do about results of these types
+    (type(None), "a `return` is missing"),
+    (str, "return float(...) of it"),
+    ((list, tuple), "return the number itself, or take `replies` and return one number for each"),
+    (Mapping, "return one number, and name several rewards in reward.parts"),
+    (Generator, "write `return` in place of `yield`"),
+)
+
+
+def check_kind(function: Function, specification: str) -> None:
+    """Refuse what can be called and is no reward function."""
+    parameters = inspect.signature(function).parameters.values()
+    if inspect.isclass(function):
+        raise NoSuchFunction(
+            f"{function.__name__} is a class, not a function: name a function, or an instance that can be called "
+            f"(reward = {function.__name__}() in the file, and --reward {specification.rpartition(':')[0]}:reward)"
+        )
+    if parameters and all(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        raise NoSuchFunction("it takes only *args, and values are given by name: name its parameters, e.g. `reply`")
 
 
 def describe(function: Function) -> Takes:
-    """Return the parameters that can and must be given, whether any other may be, and whether they are lists."""
+    """Return the parameters that can and must be given, whether any other may be, and what form they have."""
     parameters = inspect.signature(function).parameters.values()
     named = [
         parameter for parameter in parameters if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
+    names = [parameter.name for parameter in named]
     return {
-        "all": [parameter.name for parameter in named],
+        "all": names,
         "required": [parameter.name for parameter in named if parameter.default is parameter.empty],
         "any": any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
-        "batched": any(parameter.name == "replies" for parameter in named),
+        "batched": "replies" in names,
+        "signature": next(
+            (name for name, one in SIGNATURES.items() if one.mark in names and OWN.isdisjoint(names)), ""
+        ),
     }
 
 
 def ask(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[Any]:
     """Return what the function returns for each call, as it comes. Only a batched one is given several."""
     takes = describe(function)
-    values = {**(columns_of(calls) if takes["batched"] else calls[0]), **constants}
-    returned = function(**filled(function, values))
+    returned = call_with(function, {**values_of(takes, calls), **constants})
     if inspect.isawaitable(returned):
         returned = RUNNER.run(wait_for(returned))
+    if takes["signature"]:
+        returned = SIGNATURES[takes["signature"]].result(returned)
     return checked_list(returned, len(calls)) if takes["batched"] else [returned]
+
+
+def call_with(function: Function, values: dict[str, Any]) -> Any:
+    given = filled(function, values)
+    parameters = inspect.signature(function).parameters.values()
+    unnamed = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY and one.name in given]
+    return function(*[given.pop(name) for name in unnamed], **given)
+
+
+def values_of(takes: Takes, calls: list[Call]) -> dict[str, Any]:
+    """Return all that a function may ask for by name, in the form that its signature has."""
+    if not takes["signature"]:
+        return columns_of(calls) if takes["batched"] else calls[0]
+    signature = SIGNATURES[takes["signature"]]
+    values = {**calls[0], **signature.values(calls[0])}
+    return {name: [value] for name, value in values.items()} if signature.listed else values
 
 
 def filled(function: Function, values: dict[str, Any]) -> dict[str, Any]:
     """Return those values that the function takes by name."""
     takes = describe(function)
-    return values if takes["any"] else {name: values[name] for name in takes["all"] if name in values}
+    return dict(values) if takes["any"] else {name: values[name] for name in takes["all"] if name in values}
 
 
 def columns_of(calls: list[Call]) -> dict[str, list[Any]]:
@@ -70,18 +123,69 @@ def checked_list(returned: Any, expected: int) -> list[Any]:
     try:
         values = list(returned)
     except TypeError:
-        raise TypeError(f"a function of `replies` returns a list of numbers, got {returned!r:.200}") from None
+        raise TypeError(f"a function of lists returns a list of numbers, got {returned!r:.200}") from None
     if len(values) != expected:
         raise ValueError(f"it returned {len(values)} rewards for {expected} replies")
     return values
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How another project calls its reward functions, one completion at a time."""
+
+    mark: str  # the parameter by which its functions are recognised
+    values: Callable[[Call], dict[str, Any]]  # under its own names, beside those of the call
+    result: Callable[[Any], Any]  # what stands for the reward in what is returned
+    listed: bool = True  # all values are lists of one
+
+
+def trl_values(call: Call) -> dict[str, Any]:
+    """Return prompt and completion: as messages where the row's prompt is a list of messages, else as text."""
+    if call.get(CONVERSATIONAL):
+        return {"prompts": call["messages"], "completions": [{"role": "assistant", "content": call["reply"]}]}
+    return {"prompts": call["prompt"], "completions": call["reply"]}
+
+
+def openrlhf_values(call: Call) -> dict[str, Any]:
+    return {"queries": call["prompt"] + call["reply"], "prompts": call["prompt"], "labels": call.get("label")}
+
+
+def verl_values(call: Call) -> dict[str, Any]:
+    """Return completion and ground truth: that of the columns `ground_truth` or `reward_model`, else the label."""
+    own = call.get("reward_model")
+    found = own.get("ground_truth") if isinstance(own, dict) else call.get("ground_truth", call.get("label"))
+    return {"solution_str": call["reply"], **({} if found is None else {"ground_truth": found})}
+
+
+def only_reward(returned: Any) -> Any:
+    """Return the one number of a list or tensor, or of one under `rewards` or `scores`."""
+    if isinstance(returned, Mapping):
+        returned = named_result(returned, "rewards", "scores")
+    return checked_list(returned, 1)[0]
+
+
+def named_result(returned: Any, *names: str) -> Any:
+    if not isinstance(returned, Mapping):
+        return returned
+    found = [name for name in names if name in returned]
+    if not found:
+        raise ValueError(f"it returned a dict without {' or '.join(map(repr, names))}: {returned!r:.200}")
+    return returned[found[0]]
+
+
+SIGNATURES = {
+    "TRL": Signature("completions", trl_values, only_reward),
+    "OpenRLHF": Signature("queries", openrlhf_values, only_reward),
+    "verl": Signature("solution_str", verl_values, lambda value: named_result(value, "score"), listed=False),
+}
+
+
 def checked(value: Any) -> float:
-    if isinstance(value, SupportsFloat):
-        number = float(value)
-        if math.isfinite(number):
+    with suppress(TypeError, ValueError):  # an array of several numbers
+        if isinstance(value, SupportsFloat) and math.isfinite(number := float(value)):
             return number
-    raise TypeError(f"a reward must be a finite number, got {value!r:.200} of type {type(value).__name__}")
+    advice = next((f": {said}" for kind, said in ADVICE if isinstance(value, kind)), "")
+    raise TypeError(f"a reward must be a finite number, got {value!r:.200} of type {type(value).__name__}{advice}")
 
 
 def answer(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[dict[str, Any]]:
@@ -105,9 +209,9 @@ def finite(value: Any) -> dict[str, Any]:
 
 
 def explain(error: BaseException) -> str:
-    """Return the traceback from where the function's own lines begin."""
+    """Return the traceback from where the user's own lines begin."""
     place = error.__traceback__
-    while place is not None and place.tb_frame.f_code.co_filename in (__file__, user_functions.__file__):
+    while place is not None and place.tb_frame.f_code.co_filename.startswith(CALLERS):
         place = place.tb_next
     return "".join(traceback.format_exception(type(error), error, place))[-LONGEST_ERROR:].rstrip()
 
@@ -137,6 +241,7 @@ def serve(specification: str, memory_gib: float) -> None:
 
     try:
         function = load_function(specification, REWARDS)
+        check_kind(function, specification)
         takes = describe(function)
     except NoSuchFunction as error:
         reply({"error": str(error)})

@@ -1,6 +1,7 @@
 """Rewards behind HTTP: scorers that take completions, and LLM judges that grade them."""
 
 import asyncio
+import difflib
 import json
 import logging
 import math
@@ -20,6 +21,8 @@ from trueline.config.reward import RemoteConfig, RewardPartConfig
 from trueline.rewards.base import Call, Gathering, RewardFailure, RewardTimeout, RewardUnreachable, Scored
 
 CONNECT_SECONDS = 10
+PROBE_SECONDS = 5  # for an answer before the start
+FEW = 5  # models that a message names
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
 SHOWN = 500  # characters of an answer in an error
 SHORTEST_SECRET = 6  # characters of a value in a query; shorter ones, such as version=1, stand in any text
@@ -28,14 +31,21 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")  # {{name}} stands for the text {name}
 
 
-def check_scorer(part: RewardPartConfig) -> None:
-    """Refuse, before the start, an address or a token that cannot be used."""
+def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
+    """Refuse, before the start, an address or a token that cannot be used; a probe asks it for no rewards at all."""
     check_address(part.function, "function")
     secrets_of(part.remote)
+    if probe:
+        response = first_response("POST", part.function, part.remote, "reward.function", {"calls": []})
+        if response is not None and response.status_code == 404:
+            raise ConfigError(f"reward.function={part.function}: the server has no such path (status 404): correct it")
 
 
-def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool) -> None:
-    """Refuse, before the start, an LLM judge that cannot be asked or whose prompt names what the data has not."""
+def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bool = False) -> None:
+    """Refuse, before the start, an LLM judge that cannot be asked or whose prompt names what the data has not.
+
+    A probe asks the server for its models.
+    """
     judge = part.judge
     check_address(judge.url, "judge.url")
     if not judge.model:
@@ -46,9 +56,8 @@ def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool
         raise ConfigError(f"judge.pattern={judge.pattern}: not a regular expression: {error}") from None
     if groups == 0:
         raise ConfigError(f"judge.pattern={judge.pattern} has no group: put brackets around the number")
-    available = {"reply", "prompt", "messages", *columns, *(["label"] if labelled else [])}
     named = {match[2] for match in FIELD.finditer(judge.prompt)} - {None}
-    missing = sorted(named - available)
+    missing = sorted(named.difference(available))
     if missing:
         raise ConfigError(
             f"judge.prompt: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
@@ -57,6 +66,53 @@ def check_judge(part: RewardPartConfig, columns: Collection[str], labelled: bool
     if "reply" not in named:
         raise ConfigError("judge.prompt does not show the reply: put {reply} into it")
     secrets_of(part.remote)
+    if probe:
+        check_judge_model(part)
+
+
+def check_judge_model(part: RewardPartConfig) -> None:
+    """Refuse a judge whose server lists its models, and not the one that is named."""
+    judge = part.judge
+    response = first_response("GET", f"{judge.url.rstrip('/')}/models", part.remote, "judge.url")
+    try:
+        listed = [str(one["id"]) for one in response.json()["data"]] if response is not None else []
+    except (ValueError, KeyError, TypeError):  # not every server has such a list
+        return
+    if listed and judge.model not in listed:
+        near = difflib.get_close_matches(judge.model, listed, FEW, cutoff=0) or listed[:FEW]
+        raise ConfigError(
+            f"judge.model={judge.model}: {judge.url} has no such model; it has {', '.join(near)}"
+            f"{' and others' if len(listed) > len(near) else ''}: name one of them "
+            "(reward.probe=false starts all the same)"
+        )
+
+
+def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: Any = None) -> httpx.Response | None:
+    """Make one request before the start, and refuse a server that is not there or wants another token.
+
+    None: the server is there, and did not answer in time.
+    """
+    token, query = secrets_of(remote)
+    named = f"{key}={url.removesuffix('/models')}"
+    address = httpx.URL(url).copy_with(query=query.encode()) if query else httpx.URL(url)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with httpx.Client(headers=headers, timeout=PROBE_SECONDS, trust_env=address.host not in THIS_MACHINE) as client:
+            response = client.request(method, address, json=body)
+    except (httpx.ReadTimeout, httpx.WriteTimeout):
+        return None
+    except httpx.RequestError as error:
+        raise ConfigError(
+            f"{named}: the server cannot be reached ({str(error) or type(error).__name__}): start it, or correct its "
+            "address (reward.probe=false starts all the same)"
+        ) from None
+    if response.status_code in (401, 403):
+        sent = f"does not accept what {remote.token_variable} holds" if token else "asks for a token"
+        raise ConfigError(
+            f"{named}: the server {sent} (status {response.status_code}): name the "
+            "environment variable that holds it in reward.remote.token_variable"
+        )
+    return response
 
 
 def check_address(url: str, key: str) -> None:

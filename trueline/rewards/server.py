@@ -34,8 +34,12 @@ def open_port(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(f"host={host}, port={port}: cannot listen there ({error}): set port=0 or another") from None
+    except (OSError, OverflowError) as error:
+        why = str(error).partition(" (while")[0]  # what follows is the address once more
+        raise ConfigError(
+            f"host={host}, port={port}: cannot listen there ({why}): choose a host that is an address of this machine, "
+            "and a port that is free, or 0 for any"
+        ) from None
 
 
 class QuietServer(uvicorn.Server):

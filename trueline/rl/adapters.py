@@ -53,7 +53,7 @@ def adapter_lines(config: RLConfig, facts: ModelFacts, gpus: int) -> list[str]:
     if lora.apart():
         return ["adapters   sent alone; engines hold them beside the weights that they have loaded"]
     why = obstacle(config, gpus) or doubt(config, facts) or "model.lora.sync=merged"
-    change = first_change(lora, config.training.learning_rate, facts.hidden_size)
+    change = first_change(lora, config.training.peak_rate(), facts.hidden_size)
     arrives = arriving_share(change, dtype)
     return [
         f"adapters   merged into what engines get ({why}); of an update that moves weights by {change:.1e}, "

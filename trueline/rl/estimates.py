@@ -1,11 +1,12 @@
 """Estimate the memory and the time that a run will need, and put its plan into words."""
 
+from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.environments.opening import describe_environment
 from trueline.monitoring.timing import duration
 from trueline.rl.adapters import adapter_lines
 from trueline.rl.plan import RLPlan, tenants_of
 from trueline.rl.recipe import describe_recipe
-from trueline.runs.learning_rate import rate_warnings
+from trueline.runs.learning_rate import rate_line, rate_warnings
 from trueline.runs.memory import GIB, engine_bytes, tenant_bytes
 from trueline.runs.summary import (
     engines_line,
@@ -48,6 +49,7 @@ def describe_plan(plan: RLPlan) -> str:
         if plan.shares_gpus()
         else "run side by side"
     )
+    unsuited = [said for one in rates(plan) for said in rate_warnings(*one)]
     if config.runtime == "local":
         sharing = "live in this process"
     return "\n".join(
@@ -58,20 +60,24 @@ def describe_plan(plan: RLPlan) -> str:
             *describe_roles(plan, each),
             *adapter_lines(config, plan.facts, plan.machine.gpus),
             engines_line(plan.rollout) + each["engine"],
+            *(rate_line(*one) for one in rates(plan)),
             *node_lines(layout, plan.machine),
             *plan.forecast.lines(),
             describe_recipe(config),
             *describe_batches(plan),
-            *warning_lines(config, layout, plan.machine, [*unsuited_rates(plan), *plan.warnings]),
+            *plan.rewards.lines,
+            *warning_lines(config, layout, plan.machine, [*unsuited, *plan.rewards.warnings]),
         ]
     )
 
 
-def unsuited_rates(plan: RLPlan) -> list[str]:
+def rates(plan: RLPlan) -> list[tuple[int, str, ModelConfig, TrainingConfig, str]]:
+    """Return each trained model with its rate, as judged by its size and kind."""
     config, critics = plan.config, [role for role in plan.roles if role.head == "value"]
-    policy = rate_warnings(plan.facts.parameters, "policy", config.model, config.training)
-    others = [rate_warnings(one.facts.parameters, "critic", one.model, config.critic, "critic") for one in critics]
-    return [warning for warnings in (policy, *others) for warning in warnings]
+    return [
+        (plan.facts.parameters, "policy", config.model, config.training, "training"),
+        *((one.facts.parameters, "critic", one.model, config.critic, "critic") for one in critics),
+    ]
 
 
 def describe_roles(plan: RLPlan, each: dict[str, str]) -> list[str]:

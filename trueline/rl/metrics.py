@@ -1,4 +1,4 @@
-"""Metrics, transcripts and warnings of a step of reinforcement learning."""
+"""Metrics and warnings of a step of reinforcement learning."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,10 @@ from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.needs import needs
 from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.messages import content_of
-from trueline.data.types import Outcome, Sample, Trajectory
-from trueline.rollout.groups import Group
+from trueline.data.types import Outcome, Sample, Trajectory, reported
+from trueline.environments.played import OWN_METRICS
+from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
+from trueline.rollout.groups import Group, limit_shares
 from trueline.rollout.rollouts import Dropped, part_reward
 
 Metrics = dict[str, float]
@@ -21,7 +22,7 @@ Metrics = dict[str, float]
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
 REPEATED = 8  # tokens of a run that is said twice by no chance
 UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
-CUT_OFF, UNIFORM = 0.5, 0.9  # shares of answers, and of groups, above which a first step is warned of
+UNIFORM = 0.9  # share of groups above which a first step is warned of
 EXAMPLE = 512  # tokens that engines and trainer score under the same weights
 LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
 
@@ -63,7 +64,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "response_length/truncated_share": fmean(trajectory.truncated for trajectory in trajectories),
+        **{f"response_length/{name}": share for name, share in limit_shares(trajectories).items()},
         "response_length/repeated_share": fmean(map(repeated_share, trajectories)),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
         "rollout/staleness_mean": version
@@ -77,7 +78,7 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length() for sample in samples),
         **describe_uniform(dropped, scored, len(groups)),
-        **describe_parts(trajectories),
+        **describe_parts([*(one.metrics for one in trajectories), *dropped.metrics]),
         **describe_sources(trajectories),
     }
 
@@ -114,13 +115,20 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
     }
 
 
-def describe_parts(trajectories: list[Trajectory]) -> Metrics:
-    """Return the mean of each reward, where there are several, and of what environments report."""
-    names = {name for trajectory in trajectories for name in trajectory.metrics}
+def describe_parts(episodes: list[Metrics]) -> Metrics:
+    """Return the mean of each reward, where there are several, and of what environments report.
+
+    Where some episodes have not reported a metric, say because they report it at the end alone, its share is told.
+    """
+    names = {name for metrics in episodes for name in metrics}
     if {name for name in names if name.startswith("reward/")} == {"reward/reward"}:
         names.remove("reward/reward")  # which is reward/mean
-    found = {name: [one.metrics[name] for one in trajectories if name in one.metrics] for name in sorted(names)}
-    return {re.sub("^reward/", "reward/part/", name): fmean(values) for name, values in found.items()}
+    values = {name: [reported(metrics, name) for metrics in episodes] for name in sorted(names)}
+    found = {name: [value for value in given if value is not None] for name, given in values.items()}
+    own = {name for name in names if name.startswith(OWN_METRICS) and not name.endswith("/mean")}
+    means = {re.sub("^reward/", "reward/part/", name): fmean(given) for name, given in found.items()}
+    shares = {f"{name}/reported_share": len(found[name]) / len(episodes) for name in sorted(own)}
+    return means | {name: share for name, share in shares.items() if share < 1}
 
 
 def describe_sources(trajectories: list[Trajectory]) -> Metrics:
@@ -159,21 +167,6 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
     return metrics
 
 
-def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
-    return {
-        "purpose": purpose,
-        "prompt": content_of(trajectory.prompt.messages[-1]),
-        "reply": trajectory.reply,
-        "label": trajectory.prompt.label,
-        "source": trajectory.prompt.source,
-        "reward": trajectory.reward,
-        "outcome": str(trajectory.outcome),
-        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
-        **({"turns": trajectory.turns} if trajectory.turns else {}),
-        **trajectory.metrics,
-    }
-
-
 def uniform_warning(uniform: int, step: int, steps: int, mean: float) -> str:
     """Return what to say after so many steps in a row in which all completions had one reward, where it is time to."""
     if uniform not in UNIFORM_STEPS and (step < steps or uniform < 2):
@@ -188,12 +181,8 @@ def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
     """Return signs of the first step that a run will not learn, each with the key to change."""
     warnings = []
     if metrics["response_length/truncated_share"] > CUT_OFF:
-        played = config.environment.kind()
-        limits = f"environment.max_turns={config.environment.max_turns} or " if played else ""
-        warnings.append(
-            f"{metrics['response_length/truncated_share']:.0%} of the answers were cut off: raise {limits}"
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}" + "; transcripts say by which" * bool(played)
-        )
+        limits, values = limits_in(metrics, "response_length/"), {key.path: key.default for key in config.leaves()}
+        warnings.append(cut_off_words(metrics["response_length/truncated_share"], limits, values))
     if metrics.get("tools/errors"):
         warnings.append(
             f"{metrics['tools/errors']:.2g} calls an episode ended in an exception of a tool: the model is told, and "

@@ -16,6 +16,7 @@ from trueline.models.loading import ModelFacts
 from trueline.rl.adapters import adapter_sync
 from trueline.rl.surroundings import Surroundings, look_around
 from trueline.runs.engines import check_engines
+from trueline.runs.learning_rate import rate_keys
 from trueline.runs.memory import (
     FEWEST_SEQUENCES,
     GIB,
@@ -42,6 +43,7 @@ from trueline.runs.preflight import (
     resolve_path,
     resolved_rollout,
 )
+from trueline.runs.rewards import RewardCheck
 from trueline.runs.roles import RoleModel, own_gpus, roles_of
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, check_devices, placed
@@ -62,7 +64,7 @@ class RLDraft:
     sources: list[PromptSet]  # one for each dataset
     evaluation_sets: dict[str, list[Prompt]]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -90,7 +92,7 @@ class RLDraft:
 
     def reading(self) -> Reading:
         held_out = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
-        return Reading(self.facts, self.chat, self.prompts, held_out)
+        return Reading(self.facts, self.chat, self.prompts, held_out, self.rewards.trials)
 
     def fingerprint(self) -> Tree:
         data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
@@ -139,7 +141,7 @@ def decide_within(asked: RLConfig, around: Surroundings, context: int, *, propos
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
-    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.warnings)
+    draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.rewards)
     sections = ["training", *(role.section for role in roles)]
     return settle_memory(
         draft,
@@ -156,6 +158,7 @@ def dividing_keys(config: RLConfig, around: Surroundings, sections: list[str]) -
         {"training": {"zero_stage": 3}},
         sharded,
         merge(sharded, {"training": {"offload": "optimizer"}}),
+        {"model": {"lora": {"rank": 16}}},
         {name: keys for name, keys in sharded.items() if name != "reference"} | {"model": {"lora": {"rank": 16}}},
     ]
     widths = [width for width in ENGINE_WIDTHS if width > config.rollout.tensor_parallel]
@@ -238,9 +241,9 @@ def resolve(
     rollout = resolved_rollout(config.rollout, facts, prompts, engines, dtype, machine.gpus, context)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
-        "training": {"ranks": ranks},
+        "training": {"ranks": ranks} | rate_keys(facts.parameters, "policy", config.model, config.training),
         "rollout": rollout.model_dump(),
-        **{role.section: {"ranks": role.world} for role in roles},
+        **{role.section: {"ranks": role.world} | role_rate(role) for role in roles},
     }
     beside, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
     width = config.model.width()
@@ -249,6 +252,12 @@ def resolve(
     config = config.replaced({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
+
+
+def role_rate(role: RoleModel) -> Tree:
+    if not isinstance(role.ranks, TrainingConfig):
+        return {}
+    return rate_keys(role.facts.parameters, role.name, role.model, role.ranks)
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:
@@ -306,7 +315,7 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
     if draft.shares_gpus():
         rollout = rollout.replaced({"gpu_memory_utilization": choice.share})
         config = config.replaced({"rollout": rollout.model_dump()})
-    settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.warnings, forecast)
+    settled_parts = (draft.sources, draft.evaluation_sets, draft.chat, draft.rewards, forecast)
     return RLPlan(config, rollout, draft.machine, draft.facts, draft.layout, roles, *settled_parts)
 
 

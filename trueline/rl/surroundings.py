@@ -1,6 +1,6 @@
 """What a plan is made for besides its keys: data, model, machine, rewards and environment."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trueline.algorithms.needs import reads_reward
 from trueline.config.rl import RLConfig
@@ -9,7 +9,7 @@ from trueline.data.types import with_tools
 from trueline.environments.opening import check_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.runs.preflight import Measured, load_prompts, measured
-from trueline.runs.rewards import check_rewards
+from trueline.runs.rewards import RewardCheck, check_rewards
 from trueline.runtime.cluster import Machine, machine_at_hand
 
 
@@ -22,7 +22,7 @@ class Surroundings:
     trained: list[Measured]  # one for each dataset
     tested: dict[str, Measured]
     chat: ChatFormat
-    warnings: list[str]  # of the rewards
+    rewards: RewardCheck
 
 
 def look_around(config: RLConfig) -> Surroundings:
@@ -30,14 +30,17 @@ def look_around(config: RLConfig) -> Surroundings:
     key = "evaluation.sets" if config.evaluation.sets else "evaluation.data"
     held_out = {name: load_prompts(config.data, path, key) for name, path in config.evaluation.named_sets().items()}
     firsts = [prompts[0] for prompts in (*sources, *held_out.values())]
-    tools = check_environment(config.environment, *firsts)
-    sources = [[with_tools(prompt, tools) for prompt in source] for source in sources]
-    held_out = {name: [with_tools(prompt, tools) for prompt in prompts] for name, prompts in held_out.items()}
+    found = check_environment(config.environment, *firsts, rewarded=bool(config.reward.named_parts()))
+    sources = [[with_tools(prompt, found.tools) for prompt in source] for source in sources]
+    held_out = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in held_out.items()}
     required = reads_reward(config.algorithm) and not config.judged()
-    warnings = [said for source in sources for said in check_rewards(config.reward, source[0], required=required)]
+    played = bool(config.environment.kind())
+    asked = [*sources, *held_out.values()]
+    rewards = check_rewards(config.reward, asked, config.data, required=required, played=played)
+    rewards = replace(rewards, warnings=[*found.warnings, *rewards.warnings])
     facts = check_model(config.model)
     machine = machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
-    return Surroundings(facts, machine, trained, tested, chat, warnings)
+    return Surroundings(facts, machine, trained, tested, chat, rewards)

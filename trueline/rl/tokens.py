@@ -1,17 +1,15 @@
-"""Numbers of each token of a transcript, in few bytes: two for a number, and one number where all are the same."""
+"""Texts and numbers of the tokens of a transcript."""
 
-import base64
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from trueline.data.pieces import LONGEST, Pieces
+from trueline.data.transcripts import packed
 from trueline.data.types import Sample, is_filled
 
 MOST_TOKENS = 512  # of a sequence, from the first that was sampled
-LARGEST = 6e4  # that two bytes can hold
 
 
 def token_rows(samples: list[Sample], pieces: Pieces) -> list[dict[str, Any]]:
@@ -30,7 +28,7 @@ def token_row(sample: Sample, pieces: Pieces) -> dict[str, Any]:
     return {
         "text": texts(sample, first, pieces),
         "sampled": [len(list(turn)) for _, turn in groupby(sample.mask[shown].tolist())],
-        **{name: packed(values[shown]) for name, values in numbers(sample).items()},
+        **{name: packed(values[shown].numpy()) for name, values in numbers(sample).items()},
         **({"left_out": left_out} if left_out > 0 else {}),
     }
 
@@ -51,11 +49,3 @@ def numbers(sample: Sample) -> dict[str, Tensor]:
     if is_filled(sample, "entropy"):
         known["entropy"] = sample.entropy
     return known
-
-
-def packed(values: Tensor) -> str | float:
-    """Return numbers as base64 of their float16, little-endian; one that all tokens share as itself."""
-    rough = values.numpy().clip(-LARGEST, LARGEST).astype("<f2")
-    if np.isfinite(rough[0]) and (rough == rough[0]).all():
-        return float(f"{rough[0]:.3g}")
-    return base64.b64encode(rough.tobytes()).decode()

@@ -27,12 +27,12 @@ from trueline.rl.metrics import (
     excerpt,
     first_step_warnings,
     over_updates,
-    transcript,
     uniform_warning,
 )
 from trueline.rl.models import Models
 from trueline.rl.recipe import fresh_old_logprobs, untested_draws
 from trueline.rl.tokens import token_rows
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, transcript
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
 from trueline.rollout.groups import Group
@@ -87,6 +87,7 @@ class RLTrainer:
                     self.step(interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
+            self.note(self.rollouts.budget.total())
             self.progress.note(f"ledger     {state.ledger.balance()}")
         return state
 
@@ -267,11 +268,12 @@ class RLTrainer:
             return {}
         try:
             with self.timer.phase("evaluate"):
-                metrics, trajectories = self.evaluator.run()
+                metrics, trajectories = self.evaluator.run(self.rollouts.budget.count)
         except EngineLost:
             self.publish()
             return self.evaluate()
-        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in trajectories[:3]])
+        shown = trajectories[: held_out_count(self.config.evaluation.samples)]
+        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in shown])
         if "evaluation/reward" in metrics:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
@@ -287,9 +289,7 @@ class RLTrainer:
         metrics |= self.care.health.judge(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        shown = enumerate(trajectories[: self.config.monitoring.transcripts_per_step])
-        rows = [transcript(one, "train") | self.tokens_of(samples, number) for number, one in shown]
-        self.tracker.show(self.state.step, rows)
+        self.show_groups(trajectories, samples)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -299,8 +299,21 @@ class RLTrainer:
         aim = next(name for name in AIMS if name in metrics)
         self.guard.follow(aim, metrics[aim])
         warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
-        for warning in [*warnings, *self.count_uniform(metrics)]:
-            self.progress.note(f"warning: {warning}")
+        warned = [f"warning: {warning}" for warning in [*warnings, *self.count_uniform(metrics)]]
+        self.note([*warned, *self.rollouts.budget.news()])
+
+    def note(self, lines: list[str]) -> None:
+        for line in lines:
+            self.progress.note(line)
+
+    def show_groups(self, trajectories: list[Trajectory], samples: list[Sample]) -> None:
+        """Write some groups of a step to transcripts.jsonl, each with all its completions."""
+        config, step = self.config, self.state.step
+        wanted, size = config.monitoring.transcripts_per_step, config.algorithm.group_size
+        count = group_count(wanted, size, step, config.steps)
+        shown = chosen_episodes(trajectories, count, [config.seed, step]) if count else []
+        rows = [transcript(trajectories[at], "train") | self.tokens_of(samples, at) for at in shown]
+        self.tracker.show(step, rows)
 
     def tokens_of(self, samples: list[Sample], episode: int) -> dict[str, object]:
         if self.pieces is None:

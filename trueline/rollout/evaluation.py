@@ -4,8 +4,8 @@ from collections.abc import Callable
 from statistics import fmean
 
 from trueline.config.rl import EvaluationConfig
-from trueline.data.types import Prompt, Trajectory
-from trueline.rollout.groups import Group, GroupSampler
+from trueline.data.types import Prompt, Trajectory, reported
+from trueline.rollout.groups import Group, GroupSampler, limit_shares
 from trueline.rollout.pass_at_k import Scored, set_metrics
 from trueline.runtime.event_loop import EventLoop
 
@@ -22,7 +22,7 @@ class Evaluator:
         self.sampler, self.sets, self.config, self.loop = sampler, sets, config, loop
         self.under_way = UNDER_WAY * len(sampler.episodes.pool.actors)
 
-    def run(self, told: Callable[[Group], None] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
+    def run(self, told: Callable[[Group], object] = lambda group: None) -> tuple[dict[str, float], list[Trajectory]]:
         """Return metrics by name, and completions in order of sets, prompts and seeds; `told` is given each group."""
         prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
         groups: dict[int, Group] = {}
@@ -45,6 +45,7 @@ class Evaluator:
         return {
             **mean_over_prompts(groups, environment_names(groups)),
             **set_metrics([scored(group) for group in groups], self.config.samples, self.config.pass_reward),
+            **limit_shares(everything),
             "response_length": fmean(one.sampled_tokens() for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
             **part_means(groups),
@@ -76,6 +77,7 @@ def environment_names(groups: list[Group]) -> list[str]:
 def mean_over_prompts(groups: list[Group], names: list[str]) -> dict[str, float]:
     means = {}
     for name in names:
-        values = [[one.metrics[name] for one in group if name in one.metrics] for group in groups]
-        means[name] = fmean(fmean(present) for present in values if present)
+        values = [[reported(one.metrics, name) for one in group] for group in groups]
+        present = [[value for value in given if value is not None] for given in values]
+        means[name] = fmean(map(fmean, filter(None, present)))
     return means

@@ -1,15 +1,18 @@
 """All completions of a prompt are a group: one group, or those of many prompts with a bounded number under way."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from statistics import fmean
 
 import numpy as np
 
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.monitoring.beats import WORK
+from trueline.monitoring.health import CUT_BY
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.session import Ticket
@@ -17,6 +20,13 @@ from trueline.runtime.event_loop import EventLoop
 
 Group = list[Trajectory]
 Numbered = tuple[int, Prompt]  # the number is what the seeds of its completions depend on
+
+
+def limit_shares(group: Group) -> dict[str, float]:
+    """Return the share of completions that were cut off, of all and by each limit."""
+    limits = Counter(one.limit for one in group if one.truncated and one.limit)
+    by = {f"{CUT_BY}{key}": count / len(group) for key, count in limits.items()}
+    return {"truncated_share": fmean(one.truncated for one in group), **by}
 
 
 @dataclass(frozen=True, slots=True)

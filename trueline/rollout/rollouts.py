@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.rollout.failures import EngineLost, FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import SMALLEST_WINDOW, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import Group, GroupSampler
 from trueline.rollout.ledger import Ledger
 from trueline.runtime.event_loop import EventLoop
@@ -40,6 +40,7 @@ class Dropped:
     too_old: int = 0  # groups that would have lagged too far behind
     uniform: list[float] = field(default_factory=list)  # the one reward of each group that had only one
     lengths: list[int] = field(default_factory=list)  # of all completions that were drawn, trained on or not
+    metrics: list[dict[str, float]] = field(default_factory=list)  # that environments reported of those left out
 
     def group_count(self) -> int:
         return self.groups + self.too_old + len(self.uniform)
@@ -77,7 +78,7 @@ class Rollouts:
         self.ready: list[Group] = []  # that the step under way has so far
         self.looked_at = 0  # groups, for that step
         self.judged = self.useful = 0  # groups, for how many to draw under dynamic sampling
-        self.left_out = 0  # groups in a row
+        self.left_out = self.failed = 0  # groups in a row
         self.dropped = Dropped(plan.dynamic.reward)
 
     def start(self, version: int) -> None:
@@ -204,7 +205,9 @@ class Rollouts:
         failed = self.budget.add(group)
         self.judged += 1
         self.dropped.completions += failed
-        self.dropped.left_out += sum(one.outcome is Outcome.LEFT_OUT for one in group)
+        left_out = [one for one in group if one.outcome is Outcome.LEFT_OUT]
+        self.dropped.left_out += len(left_out)
+        self.dropped.metrics += [one.metrics for one in left_out]
         self.dropped.lengths += sampled_lengths(group)
         fate = self._fate(group, failed)
         self.left_out = self.left_out + 1 if fate == "left_out" else 0
@@ -212,6 +215,11 @@ class Rollouts:
             raise NothingToLearn(
                 f"limits ended the episodes of {self.left_out} groups in a row ({last_limit(group)}), and environment."
                 "truncated=drop leaves such episodes out: raise the limit, or set environment.truncated=judge"
+            )
+        self.failed = self.failed + 1 if fate == "failed" else 0
+        if self.failed > SMALLEST_WINDOW:
+            raise RolloutFailure(
+                f"{self.failed} groups in a row have too few rewards to train on. {self.budget.explain()}"
             )
         if fate:
             self.ledger.close([flight.number], fate)

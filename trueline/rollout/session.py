@@ -16,6 +16,9 @@ from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool
 
+TURNS, TURN_TOKENS = "environment.max_turns", "environment.max_turn_tokens"  # keys of limits
+TOKENS, CONTEXT = "rollout.max_new_tokens", "rollout.max_prompt_tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -127,6 +130,7 @@ class Session:
             turns = self._turns(count, known, messages, list(tools))
         except OutOfBudget as error:
             self.trajectory.truncated, self.trajectory.cut_off = True, str(error)
+            self.trajectory.limit = error.limit
             if known is not None and known is self.last:
                 self.hear(messages[len(known.said) :])
             raise
@@ -153,7 +157,7 @@ class Session:
 
     async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> tuple[Completion, str]:
         before, request = [*turn.thread.record.tokens.tolist(), *turn.tokens], self.ticket.request(number)
-        sampling = replace(params, seed=self.ticket.turn_seed(number), max_new_tokens=self._room(turn))
+        sampling = replace(params, seed=self.ticket.turn_seed(number), max_new_tokens=min(self._rooms(turn).values()))
         asked = asyncio.ensure_future(self.pool.generate(before, sampling, self.ticket.group, request))
         asked.add_done_callback(self._note_failure)
         return ended(await asked, params.stop, self.chat.reply_text)
@@ -164,11 +168,13 @@ class Session:
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message) -> Reply:
         thread, before = turn.thread, turn.length()
+        if completion.finish_reason == "length":
+            rooms = self._rooms(turn)
+            self.trajectory.truncated, self.trajectory.limit = True, min(rooms, key=lambda key: rooms[key])
         if thread not in self.threads:
             self._add_thread(thread)
         thread.record.add_observation(turn.tokens)
         thread.record.add_action(completion)
-        self.trajectory.truncated |= completion.finish_reason == "length"
         self.trajectory.reply, self.last, self.closing = text, thread, []
         thread.said += [*turn.new, message]
         thread.spelled += [*turn.new, as_said(self.chat.reply_text(completion.tokens.tolist()))]
@@ -226,7 +232,7 @@ class Session:
         left = self.budget.turns - self.turns
         if count > left:
             had = f"{count} replies are more than {left} turns left" if left else "the episode has had all its turns"
-            raise OutOfBudget(f"{had} (environment.max_turns={self.budget.turns})")
+            raise OutOfBudget(f"{had} ({TURNS}={self.budget.turns})", TURNS)
         others = [self._first_turn(messages, tools) for _ in range(count - 1)]
         return [self._turn(known, messages, tools), *others]
 
@@ -246,19 +252,18 @@ class Session:
         if turn.length() >= self.budget.context:
             raise OutOfBudget(
                 f"{len(following)} more tokens after {len(thread.record.tokens)} leave no room for a reply: "
-                f"{self._context_words()}"
+                f"{self._context_words()}",
+                CONTEXT,
             )
         if thread.sampled() >= longest:
-            raise OutOfBudget(
-                f"the policy has said all {longest} tokens of a sequence (rollout.max_new_tokens={longest})"
-            )
+            raise OutOfBudget(f"the policy has said all {longest} tokens of a sequence ({TOKENS}={longest})", TOKENS)
         return turn
 
     def _first_turn(self, messages: list[Message], tools: list[Tool]) -> Turn:
         tokens = self.chat.prompt_tokens(messages, tools)
         if len(tokens) >= self.budget.context:
             raise OutOfBudget(
-                f"a conversation of {len(tokens)} tokens leaves no room for a reply: {self._context_words()}"
+                f"a conversation of {len(tokens)} tokens leaves no room for a reply: {self._context_words()}", CONTEXT
             )
         record = Trajectory(self.trajectory.prompt, self.ticket.group)
         thread = Thread(record, tools, len(messages), self._opening(messages))
@@ -272,10 +277,14 @@ class Session:
         known = [one.opening for one in self.threads if one.begins(messages, one.opening)]
         return max((count for count in known if count < len(messages)), default=len(messages))
 
-    def _room(self, turn: Turn) -> int:
-        """Return how many tokens a reply may have."""
-        left = min(self.budget.context - turn.length(), self.params.max_new_tokens - turn.thread.sampled())
-        return min(left, self.budget.turn_tokens or left)
+    def _rooms(self, turn: Turn) -> dict[str, int]:
+        """Return how many tokens each limit leaves to a reply."""
+        left = self.params.max_new_tokens - turn.thread.sampled()
+        return {
+            TOKENS: left,
+            CONTEXT: self.budget.context - turn.length(),
+            TURN_TOKENS: self.budget.turn_tokens or left,
+        }
 
 
 def said_messages(thread: Thread) -> int:

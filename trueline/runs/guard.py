@@ -73,12 +73,12 @@ class Guard:
             return
         change = relative_change(self.sampled, self.model.call(Worker.weight_sample, SAMPLED)[0])
         if change < STILL:
-            low = self.config.learning_rate < self.suited
+            low = self.config.peak_rate() < self.suited
             advice = "raise it" if low else "it is not too small, so look at data and rewards, or give it more steps"
             self.note(
                 f"warning: in {len(self.history)} steps {name} has not moved beyond its noise "
                 f"({fmean(self.history[-WINDOW // 2 :]):.4g}) and the weights only by {change:.1e} of their norm; "
-                f"{self.section}.learning_rate={self.config.learning_rate:g}, about {self.suited:.0e} suits a model of "
+                f"{self.section}.learning_rate={self.config.peak_rate():g}, about {self.suited:.0e} suits a model of "
                 f"this size: {advice}"
             )
 

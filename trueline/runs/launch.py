@@ -103,7 +103,7 @@ def launch(
             try:
                 return carry_out(replace(job, reading=None), folder, progress)  # texts are not needed any more
             except RolledBack:
-                config = with_lower_rates(config)
+                config = with_lower_rates(config, job.config)
                 with WORK.doing("phase", "plan"):
                     job = prepare(config.replaced({"name": name}), Start(verb, folder, resume=True))
                 folder.rewrite(movable(job.config), verb)
@@ -115,12 +115,12 @@ def movable(config: RunConfig) -> RunConfig:
     return config.parse(with_absolute_places(config.model_dump(), {*REWARDS, *REWARD_KINDS}))
 
 
-def with_lower_rates(config: Kind) -> Kind:
-    """Return the keys that a run goes on with after it was rolled back."""
-    sections = {key: dict(config).get(key) for key in ("training", "critic")}
+def with_lower_rates(config: Kind, planned: RunConfig) -> Kind:
+    """Return the keys that a run goes on with after it was rolled back, with rates below those that were planned."""
+    sections = {key: dict(planned).get(key) for key in ("training", "critic")}
     rates = {key: part.learning_rate for key, part in sections.items() if isinstance(part, TrainingConfig)}
     factor = config.health.rate_factor
-    return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items()})
+    return config.replaced({key: {"learning_rate": factor * rate} for key, rate in rates.items() if rate is not None})
 
 
 def goes_on(job: Job, folder: RunFolder, resume: bool) -> bool:

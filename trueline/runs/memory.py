@@ -424,7 +424,11 @@ def remedy(rooms: list[Room], longest: int, lengths: str, divide: Callable[[], s
     for shorter in (longest >> halvings for halvings in range(1, longest.bit_length())):
         if shorter >= SHORTEST and fitting(rooms, shorter, 1.0, everything):
             return f"sequences of up to {shorter} tokens would fit: lower {lengths}"
-    return "lower training.ranks, raise training.zero_stage, set model.lora.rank, or take a smaller model"
+    if rooms[0].device == "cuda":
+        return "no keys make it fit: take more or larger GPUs, or a smaller model"
+    policy = tenants[0]
+    helps = {"lower training.ranks": policy.world > 1, "set model.lora.rank": not policy.model.lora.rank}
+    return ", or ".join([*(words for words, applies in helps.items() if applies), "take a smaller model"])
 
 
 def named(choice: Choice, section: str) -> str:

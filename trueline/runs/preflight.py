@@ -2,21 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trueline.config.base import Config, ConfigError, parse_override, read_tree
+from trueline.config.base import Config, ConfigError, nested, parse_override, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RolloutConfig
-from trueline.config.run import CheckpointConfig
+from trueline.config.run import CheckpointConfig, RunConfig
+from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import naming
 from trueline.data.readers import read_prompts
 from trueline.data.sources import open_source
+from trueline.data.stored import stored_data
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
 from trueline.monitoring.run_folder import RunFolder
@@ -28,8 +30,12 @@ from trueline.runtime.cluster import Machine
 from trueline.training.checkpoints import MANIFEST, Checkpoints
 from trueline.training.engines import TRAIN_ENGINES
 
+if TYPE_CHECKING:  # which needs this module
+    from trueline.runs.rewards import Trial
+
 Kind = TypeVar("Kind", bound=Config)
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
+UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
 
 
@@ -53,7 +59,32 @@ def resolve_path(path: str) -> str:
 
 
 def chained(config: Kind) -> tuple[Kind, list[str]]:
-    """Put the model of a checkpoint in place of each run that is named as a model; return lines about them besides."""
+    """Put in place of each run or saved dataset that a key names what it stands for; return lines about them too."""
+    config, models = chained_models(config)
+    config, data = chained_data(config)
+    return config, models + data
+
+
+def chained_data(config: Kind) -> tuple[Kind, list[str]]:
+    """Put a file in place of each run of `generate`, and a split in place of each dataset of several."""
+    task = config.task if isinstance(config, SupervisedConfig) else "prompts"
+    runs = config.folder if isinstance(config, RunConfig) else ""
+    leaves = {key.path: key.default for key in config.leaves()}
+    named = {key: leaves.get(key) for key in ("data.path", "evaluation.data")}
+    sets: dict[str, str] = leaves.get("evaluation.sets") or {}
+    lines = []
+    for key, path in (*named.items(), *((f"evaluation.sets.{name}", path) for name, path in sets.items())):
+        if path and (found := stored_data(path, key, task, runs)):
+            name = key.removeprefix("evaluation.sets.")
+            config = config.replaced(
+                nested("evaluation.sets", {name: found[0]}) if name != key else nested(key, found[0])
+            )
+            lines.append(found[1])
+    return config, lines
+
+
+def chained_models(config: Kind) -> tuple[Kind, list[str]]:
+    """Put the model of a checkpoint in place of each run that is named as a model."""
     named = {key.path: str(key.default or "") for key in config.leaves() if key.path in MODEL_KEYS}
     rewards = dict(config).get("reward")
     if isinstance(rewards, RewardConfig):
@@ -76,8 +107,13 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
         return folder / "model", "this checkpoint's model"
     if not run.config.is_file() or not run.verb():
         return None
+    if run.verb() in UNTRAINED:
+        raise ConfigError(
+            f"{named} is a run of {run.verb()}, which trains no model: name a run that trains, or a model"
+        )
     asked = CheckpointConfig.parse(read_tree(run.config).get("checkpoint", {}))
-    checkpoints = Checkpoints(folder, asked)
+    trained = run.trained()
+    checkpoints = Checkpoints(trained, asked)
     if best := checkpoints.best():
         return best[0] / "model", f"{best[0].name}, the best checkpoint by {asked.metric}"
     newest = checkpoints.newest()
@@ -90,7 +126,8 @@ def run_model(folder: Path, named: str) -> tuple[Path, str] | None:
             f"{named} is a run of {run.verb()} without a checkpoint yet: let it go on until it has one (trueline "
             f"{run.verb()} --resume --name {folder.name}), or name another run or model folder"
         )
-    return newest / "model", f"{newest.name}, the newest checkpoint"
+    which = f"{newest.name}, the newest checkpoint"
+    return newest / "model", which if trained == folder else f"{which} of {trained.parent.name}"
 
 
 def contexts(
@@ -196,6 +233,7 @@ class Reading:
     chat: ChatFormat
     rows: list[Any]  # prompts to answer, or the records of an offline task
     held_out: list[Any]
+    trials: "dict[str, Trial]" = field(default_factory=dict)  # calls that reward functions were asked, by their names
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +255,7 @@ def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
 
 def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
     with naming(prompt.place()):
+        chat.check_tools(prompt.messages, prompt.tools, column="tools" in prompt.columns)
         return chat.prompt_text(prompt.messages, prompt.tools)
 
 

@@ -78,7 +78,7 @@ def role_model(name: str, path: str, ranks: Role, policy: ModelConfig, *, head: 
     section = name.partition("-")[0]
     model = ranks.model_like(policy, resolve_path(path))
     try:
-        facts = check_model(model)
+        facts = check_model(model, head)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
     return RoleModel(name, section, model, ranks, head, facts, ranks.ranks or model.width())
@@ -88,7 +88,7 @@ def critic_start(config: RLConfig, reward_roles: list[RoleModel]) -> str:
     """Return the critic's start: the named model, a reward model that reads the policy's tokens, or the policy."""
     named, policy = config.critic.path, config.model
     if named is not None:
-        role_model("critic", named, config.critic, policy)  # it is there at all
+        role_model("critic", named, config.critic, policy, head="value")  # it is there at all
         if not reads_alike(named, policy):
             raise ConfigError(f"critic.path={named}: its tokenizer is not that of model.path={policy.path}")
         return named

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout
 from trueline.config.run import RunConfig
+from trueline.data.readers import renamed_roles
 from trueline.models.loading import ModelFacts
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.memory import GIB
@@ -59,11 +60,13 @@ def engines_line(rollout: ResolvedRollout) -> str:
 
 def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out: int | None = None) -> str:
     dropped = sum(one.dropped for one in sets)
+    renamed = renamed_roles(prompt.columns for one in sets for prompt in one.prompts)
     return (
         f"data       {sum(len(one.prompts) for one in sets)} prompts"
         + (f", {held_out} held out" if held_out is not None else "")
         + (f", {dropped} too long and left out" if dropped else "")
         + f"; longest prompt {max(one.longest for one in sets)} tokens, answers up to {rollout.max_new_tokens}"
+        + (f"; roles: {renamed}" if renamed else "")
     )
 
 

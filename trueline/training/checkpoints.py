@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
-from trueline.models.loading import read_header
+from trueline.models.suitability import is_damaged
 from trueline.monitoring.run_folder import UNFINISHED, RunFolder
 from trueline.monitoring.timing import duration
 
@@ -233,7 +233,7 @@ class Checkpoints:
         files = {name: checkpoint / name for name in self.peek(checkpoint)[1]}
         lost = [name for name, file in files.items() if not file.is_file()]
         cut = [name for name, file in files.items() if name.endswith(".safetensors") and name not in lost]
-        self._refuse(checkpoint, lost + [name for name in cut if read_header(files[name]) is None])
+        self._refuse(checkpoint, lost + [name for name in cut if is_damaged(files[name])])
 
     def _refuse(self, checkpoint: Path, wrong: list[str]) -> None:
         if not wrong:

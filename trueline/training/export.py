@@ -13,7 +13,8 @@ from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
-from trueline.training.checkpoints import Checkpoints, save_tensors
+from trueline.monitoring.run_folder import RUNS, RunFolder
+from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
 from trueline.training.saving import AVERAGE, INDEX, MODEL, SavedState, shard_name, write_index
 
 FORMAT = {"format": "pt"}
@@ -38,7 +39,10 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     bare = not any((checkpoint / "model").glob("*.safetensors"))
     adapted = (checkpoint / "model" / ADAPTER).is_file()
     if wanted.merge and not adapted:
-        raise ConfigError(f"{checkpoint}: --merge, but there is no adapter to merge")
+        raise ConfigError(
+            f"{checkpoint} has no adapter (model.lora.rank=0), so nothing can be merged: leave --merge out"
+        )
+    make_parent(target)
     aside = target.with_name(target.name + ".unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(checkpoint / "model", aside)
@@ -50,15 +54,28 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     return target
 
 
+def make_parent(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{target.parent} is no folder, and none can be made there ({error.strerror})"
+        raise ConfigError(f"{target}: cannot be written, for {why}: name a new folder elsewhere") from error
+
+
 def find_checkpoint(source: Path) -> Path:
-    """Return the checkpoint itself, or the newest one of a run folder."""
-    if (source / "manifest.json").is_file():
-        return source
-    newest = Checkpoints(source, CheckpointConfig()).newest()
+    """Return the checkpoint itself, or the newest one of a run: a folder, or a name below runs/."""
+    named = [place for place in (source, RUNS / source) if place.is_dir()]
+    if not named:
+        raise ConfigError(f"{source}: neither it nor {RUNS / source} is a folder: name a run or a checkpoint")
+    inside = [one for one in (named[0], named[0].parent) if (one / MANIFEST).is_file()]
+    if inside:  # a checkpoint, or the model in one
+        return inside[0]
+    parent = RunFolder(named[0].parent)
+    run = parent.path if named[0] == parent.checkpoints else RunFolder(named[0]).trained()
+    newest = Checkpoints(run, CheckpointConfig()).newest()
     if newest is None:
         raise ConfigError(
-            f"{source}: neither a checkpoint nor a run folder with checkpoints in it; name runs/NAME, of a "
-            "run without checkpoint.save=false"
+            f"{source}: neither a checkpoint nor a run folder with checkpoints in it: name a run that has saved one"
         )
     return newest
 
@@ -67,7 +84,9 @@ def read_averages(checkpoint: Path) -> dict[str, Tensor]:
     saved = SavedState(checkpoint)
     keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
     if not keys:
-        raise ConfigError(f"{checkpoint}: no moving average was kept; train with training.ema_decay above 0")
+        raise ConfigError(
+            f"{checkpoint}: no moving average was kept (training.ema_decay=0): leave --average out, or train with it"
+        )
     return {name: saved.read(key) for name, key in keys.items()}
 
 

@@ -42,7 +42,7 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
         {"params": [one for one in parameters if len(shape_of(one)) <= 1], "weight_decay": 0.0},
     ]
     kept = [group for group in groups if group["params"]]
-    rate, betas = config.learning_rate, (config.betas[0], config.betas[1])
+    rate, betas = config.peak_rate(), (config.betas[0], config.betas[1])
     if config.offload == "moments":
         return HostMomentsAdamW(kept, rate, betas, config.epsilon)
     return torch.optim.AdamW(kept, lr=rate, betas=betas, eps=config.epsilon, fused=True)
@@ -51,7 +51,7 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
 def make_muon(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
     """Make a Muon whose updates are as large as AdamW's, so that both take one learning rate."""
     return torch.optim.Muon(
-        parameters, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        parameters, lr=config.peak_rate(), weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
 
 
@@ -168,7 +168,7 @@ def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: di
 def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> float:
     """Return the rate of optimizer step `step`, counted from 0, by the step alone, so that resuming is exact."""
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return config.peak_rate() * (step + 1) / config.warmup_steps
     remaining = max(total_steps - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / remaining, 1.0)
     factors = {
@@ -177,4 +177,4 @@ def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> flo
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "wsd": min((1.0 - progress) / config.decay_share, 1.0),
     }
-    return config.learning_rate * factors[config.schedule]
+    return config.peak_rate() * factors[config.schedule]

@@ -25,4 +25,36 @@ MISTAKES: list[Mistake] = [
         r"calls.jsonl, line 1: .*calls add, which only a chat template can show.*FILE",
     ),
     (["dpo", *SFT[1:], "--data", "same.jsonl"], 2, r"same.jsonl, line 1: chosen and rejected are the same"),
+    # Rows
+    ([*SFT, "--data", "human.jsonl", "--dry-run"], 0, r"format messages \(.*\); roles: Human as user, gpt as assista"),
+    ([*SFT, "--data", "alice.jsonl"], 2, r"alice.jsonl, line 2: .*message 1: role='alice' is not known; use one of"),
+    ([*SFT, "--data", "asks.jsonl", "--dry-run"], 0, r"1 with a last message that nothing answers"),
+    ([*SFT, "--data", "greets.jsonl", "--dry-run"], 0, r"1 with a first message that answers nothing"),
+    (
+        [*SFT, "--data", "twice.jsonl", "data.chat_template=turns.jinja"],
+        2,
+        r"twice.jsonl, line 1: the chat template refuses user, user: roles must alternate; change the row",
+    ),
+    ([*SFT, "--data", "untold.jsonl"], 2, r"untold.jsonl, line 1: .*message 2: expected role and content .*None"),
+    ([*SFT, "--data", "offered.jsonl"], 2, r"offered.jsonl, line 1: the model is never shown the tools add, .*rename"),
+    ([*GRPO, "--data", "printed.jsonl"], 2, r"printed.jsonl, line 1: .*messages as text that is no JSON: .*json.dumps"),
+    (["kto", *SFT[1:], "--data", "yes.jsonl"], 2, r"column 'label' must be true or false \(or 1 or 0\), found 'good'"),
+    (
+        ["dpo", *SFT[1:], "--data", "accepted.jsonl"],
+        2,
+        r"has the columns prompt, accepted, rejected, which are none of",
+    ),
+    (["dpo", *SFT[1:], "--data", "numbers.jsonl"], 2, r"column 'chosen' must be non-empty text, found 1"),
+    (["prm", *SFT[1:], "--data", "ratings.jsonl"], 2, r"ratings.jsonl, line 1: label 2 must be true, false or 0 to 1"),
+    (
+        ["rm", *SFT[1:], "--data", "margins.jsonl", "reward_model.margin_column=margin"],
+        2,
+        r"column 'margin' must be a number, found 'big'",
+    ),
+    # Files
+    ([*SFT, "--data", "semicolons.csv"], 2, r"its fields are separated by semicolons, in a .csv file commas separate"),
+    ([*SFT, "--data", "quotes.csv"], 2, r"quotes.csv, line 2: .*; see to its quotation marks"),
+    ([*SFT, "--data", "damaged.parquet"], 2, r"data.path=damaged.parquet: cannot be read as parquet"),
+    ([*SFT, "--data", "packed.jsonl.gz"], 2, r"ending '.gz' is not known; unpack it, and use one of"),
+    ([*SFT, "--data", "nodata"], 2, r"data.path=nodata: no data file in this folder; known endings"),
 ]

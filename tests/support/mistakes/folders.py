@@ -8,7 +8,7 @@ from trueline.cli import main
 LAST = "checkpoints/step_000002"
 WEIGHTS = f"{LAST}/model/model.safetensors"
 RESUME = ["sft", "--resume", "steps=3", "--name"]
-DAMAGED = r" is damaged or not complete \(\d+ bytes\): copy or download it again, or name another model"
+DAMAGED = r" (is no safetensors file, or damaged|has \d+ of its \d+ bytes: it was cut off).* again"
 
 
 def add_files(folder: Path) -> None:
@@ -25,7 +25,7 @@ def add_files(folder: Path) -> None:
     (folder / "runs/stateless" / LAST / "training.safetensors").unlink()
     shutil.rmtree(folder / "runs/single/checkpoints/step_000001")
     (folder / "runs/single" / LAST / "random-0.safetensors").unlink()
-    for name, size in (("cut_model", 100_000), ("empty_model", 0), ("headless", 100)):
+    for name, size in (("cut_model", 100_000), ("empty_model", 0), ("no_header", 100)):
         shutil.copytree(folder / "model", folder / name)
         truncate(folder / name / "model.safetensors", size)
     shutil.copytree(folder / "judge", folder / "cut_judge")
@@ -73,15 +73,15 @@ MISTAKES: list[Mistake] = [
     (
         [*SFT, "--data", "sft.jsonl", "model.path=runs/lost"],
         2,
-        r"step_000002/model: model.safetensors is missing; copy or",
+        r"step_000002/model: 1 of 1 weight files are missing, model.safetensors for one: copy or",
     ),
     ([*SFT, "--data", "sft.jsonl", "model.path=cut_model"], 2, f"cut_model/model.safetensors{DAMAGED}"),
     ([*SFT, "--data", "sft.jsonl", "model.path=empty_model"], 2, f"empty_model/model.safetensors{DAMAGED}"),
-    ([*GRPO, "model.path=headless"], 2, f"headless/model.safetensors{DAMAGED}"),
+    ([*GRPO, "model.path=no_header"], 2, f"no_header/model.safetensors{DAMAGED}"),
     (
         [*GRPO, "model.path=shards"],
         2,
-        r"model.path=shards: model-00002-of-00002.safetensors is missing; copy or download",
+        r"model.path=shards: 1 of 2 weight files are missing, model-00002-of-00002.safetensors for one: copy or download",
     ),
     ([*GRPO, "reward.function=cut_judge"], 2, f"cut_judge/model.safetensors{DAMAGED}"),
     (["eval", "--model", "cut_model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits"], 2, DAMAGED),

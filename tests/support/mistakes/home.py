@@ -1,7 +1,6 @@
 """The folder in which mistakes are made, and the words that most of them begin with."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.reward_models import make_reward_model
@@ -69,7 +68,8 @@ TEXTS = {
 }
 
 
-def make_home(folder: Path, *adders: Callable[[Path], None]) -> None:
+def make_home(folder: Path) -> None:
+
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():
@@ -84,5 +84,3 @@ def make_home(folder: Path, *adders: Callable[[Path], None]) -> None:
     for name in ("taken", "begun"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text("# trueline sft\nname: begun\n")
-    for add_files in adders:
-        add_files(folder)

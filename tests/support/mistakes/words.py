@@ -17,4 +17,24 @@ MISTAKES: list[Mistake] = [
     ([*GRPO, "algorithm.group_size=1"], 2, r"algorithm.advantage=\w+ compares .*algorithm.group_size"),
     ([*GRPO, "minibatches=3"], 2, r"minibatches=3 does not divide the 4 \w+ of a step"),
     ([*GRPO, "runtime=ray", "training.ranks=400"], 2, r"needs about .* GiB of memory .*training.ranks"),
+    (
+        [*GRPO, "--num_generations", "8", "--per_device_train_batch_size", "4", "--bf16", "True", "beta=0.1"],
+        2,
+        r"--num_generations; .*group_size'\? unknown option --per_device_train_batch_size; .*`prompts_per_step`.* "
+        r"unknown option --bf16; .*`model.dtype=bfloat16` unknown key 'beta'; did you mean 'algorithm.kl.coefficient'",
+    ),
+    ([*GRPO, "--steps=0"], 2, r"unknown option --steps=0; keys are written as key=value; did you mean 'steps'"),
+    ([*GRPO, "--name"], 2, r"argument --name: expected one argument"),
+    ([*GRPO, "--config", "twice.yaml"], 2, r"'training.learning_rate' stands in lines 3 and 5: keep one of them"),
+    ([*GRPO, "evaluation.sets={a: x, a: y}"], 2, r"the key 'a' stands twice in line 1: keep one of them"),
+    ([*GRPO, "--resume", "runs/none"], 2, r"runs/none is not a run that can be resumed"),
+    ([*GRPO, "--resume", "begun"], 2, r"runs/begun is a run of sft: resume it with the verb that began it"),
+    (
+        ["eval", "--model", "model", "--data", "a", "--eval-data", "b"],
+        2,
+        r"--eval-data b: --data has set evaluation.data to a; give one of the two",
+    ),
+    (["eval", "--model", "model"], 2, r"evaluation.data is empty: name prompts"),
+    (["doctor", "--deep", "gpro"], 2, r"unknown verb 'gpro'; did you mean 'grpo'"),
+    (["--model", "model", "grpo"], 2, r"a verb must stand in front of --model"),
 ]

@@ -210,3 +210,26 @@ def test_leaves_are_paths_with_kind_and_value() -> None:
     assert list(keys) == ["wheels", "speed", "engine.power", "engine.fuel"]
     assert (keys["engine.power"].kind, keys["engine.power"].default) == ("int", 3)
     assert (keys["engine.fuel"].kind, keys["engine.fuel"].default) == ("str | null", "coal")
+
+
+def test_a_key_that_a_file_holds_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "car.yaml"
+    file.write_text("wheels: 3\nengine:\n  power: 1\n  fuel: a\n\n  power: 2\n")
+    with pytest.raises(ConfigError, match=r"car\.yaml: the key 'engine\.power' stands in lines 3 and 6: keep one"):
+        Car.load([file], [])
+    file.write_text("a: &a {x: 1}\nb:\n  <<: *a\n  x: 2\n")  # a merge is no repetition
+    assert read_tree(file)["b"] == {"x": 2}
+    file.write_text("tools:\n- {name: a, name: b}\n")
+    with pytest.raises(ConfigError, match=r"the key 'tools\.name' stands twice in line 2"):
+        read_tree(file)
+    with pytest.raises(ConfigError, match=r"sets=\{a: 1, a: 2\}: the key 'a' stands twice"):
+        parse_override("sets={a: 1, a: 2}")
+
+
+def test_files_may_begin_with_a_byte_order_mark_and_must_be_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "car.yaml"
+    file.write_text("wheels: 3\n", encoding="utf-8-sig")
+    assert Car.load([file], []).wheels == 3
+    file.write_text("wheels: 3\n", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"car\.yaml: not UTF-8 text .*save it as UTF-8"):
+        Car.load([file], [])

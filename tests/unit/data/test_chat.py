@@ -335,11 +335,35 @@ def test_without_a_template_calls_are_refused(tokenizer: PreTrainedTokenizerFast
 @pytest.mark.parametrize("template", [CHATML, None])
 def test_what_is_not_shown_is_told(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
     chat = chat_with(tokenizer, template)
-    chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all", tools=TOOLS)
-    assert [line for line in chat.remarks() if "name, tools" in line and "data.chat_template=FILE" in line]
+    chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all")
+    assert [line for line in chat.remarks() if ": name;" in line and "data.chat_template=FILE" in line]
     if template:
         chat.prompt_tokens([*TOOL_TALK[:2], RESULT | {"tool_call_id": "7"}])
-        assert "name, tool_call_id, tool_calls, tools" in chat.remarks()[-1]
+        assert "name, tool_call_id, tool_calls;" in chat.remarks()[-1]
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_tools_that_are_never_shown_are_refused(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
+    """By a template that leaves them out, or without one; a prompt that happens to hold a name shows no tool."""
+    chat, asked = chat_with(tokenizer, template), [{"role": "user", "content": "add 1 and 1"}]
+    chat.tokenizer.name_or_path = "some/model"
+    why = "the chat template of some/model leaves them out" if template else "some/model has no chat template"
+    for check in (lambda: chat.check_tools(asked, TOOLS), lambda: chat.encode([*asked, TALK[2]], "all", tools=TOOLS)):
+        with pytest.raises(ConfigError, match=rf"never shown the tools add, for {why}: .*=FILE .*data.system_prompt"):
+            check()
+    with pytest.raises(ConfigError, match="tools add"):
+        chat.check_tools([{"role": "system", "content": "Give an address."}, *asked], TOOLS)
+    described = [{"role": "system", "content": "Call add(a, b) for sums."}, *asked]
+    chat.check_tools(described, TOOLS)
+    assert len(chat.encode([*described, TALK[2]], "all", tools=TOOLS)) == 1
+
+
+def test_a_template_that_shows_some_tools_is_refused_for_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = chat_with(tokenizer, "{{ tools[0].function.name if tools }}" + CHATML)
+    others = [{"type": "function", "function": {"name": name}} for name in ("draw", "shuffle")]
+    chat.check_tools(TOOL_TALK[:1], TOOLS)
+    with pytest.raises(ConfigError, match="never shown the tools draw, shuffle, for"):
+        chat.check_tools(TOOL_TALK[:1], [*TOOLS, *others])
 
 
 def test_what_is_shown_is_not_told(tokenizer: PreTrainedTokenizerFast) -> None:

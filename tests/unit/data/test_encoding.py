@@ -71,6 +71,15 @@ def test_conversations_become_samples(chat: ChatFormat) -> None:
     assert [(sample.tokens.dtype, sample.mask.dtype) for sample in encodings.samples] == [(torch.int64, torch.bool)] * 3
 
 
+def test_messages_at_the_ends_that_are_not_learnt_are_counted(templated: ChatFormat) -> None:
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    talks = [[asked, said], [asked, said, asked], [said, asked, said]]
+    records = [Conversation(talk, f"f, line {number}") for number, talk in enumerate(talks, 1)]
+    counts = encode_conversations(list(records), templated, 99, "all", "error").counts
+    words = ("with a last message that nothing answers", "with a first message that answers nothing")
+    assert counts == {"rows": 3, **NONE, **dict.fromkeys(words, 1)}
+
+
 def test_only_last_turns(templated: ChatFormat) -> None:
     samples = encode_conversations(list(TALKS), templated, 99, "last", "error").samples
     assert learnt(templated, samples) == ["2</s>", "3</s>"]

@@ -70,7 +70,7 @@ def refused(reader: Callable[..., Any], *rows: Row, **settings: Any) -> str:
         ({"prompt": "1+1=", "messages": [ASKED, ANSWERED]}, "messages (column messages)"),
         (
             {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
-            "conversations (column conversations)",
+            "conversations (column conversations); roles: human as user, gpt as assistant",
         ),
         ({"conversations": [ASKED, ANSWERED]}, "conversations (column conversations)"),
         ({"instruction": "1+1=", "output": "2"}, "alpaca (columns instruction, output)"),
@@ -237,7 +237,8 @@ LONG = [user("hi"), bot("yes?"), ASKED]
 )
 def test_every_way_to_write_a_pair_gives_the_same(row: Row) -> None:
     columns = ", ".join(column for column in row if column != "messages")
-    assert pairs(row) == ([PAIR], f"preference (columns {columns})")
+    found, described = pairs(row)
+    assert found == [PAIR] and described.startswith(f"preference (columns {columns})")
 
 
 def test_whole_conversations_are_split_where_they_part() -> None:
@@ -262,7 +263,7 @@ def test_margins_are_numbers() -> None:
         {"prompt": "1+1=", "chosen": "2", "rejected": "3", "gap": "2"},
     )
     assert [pair.margin for pair in read_pairs(rows, DataConfig(), "gap")[0]] == [1.5, 2.0]
-    with pytest.raises(ConfigError, match=r"margin_column=none: file\.jsonl, line 1 has no such column"):
+    with pytest.raises(ConfigError, match=r"reward_model\.margin_column=none: file\.jsonl, line 1 has no such column"):
         read_pairs(rows, DataConfig(), "none")
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.tool_calls import TOOL_TALK, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
-from trueline.data.readers import read_prompts
+from trueline.data.readers import read_prompts, renamed_roles
 from trueline.data.sources import Located, open_source
 from trueline.data.types import Prompt
 
@@ -112,9 +112,29 @@ def test_messages_may_be_spelled_as_sharegpt_does() -> None:
     assert prompts(row)[0].messages == CHAT
 
 
-def test_roles_that_no_table_knows_are_kept() -> None:
-    messages = [{"role": "developer", "content": "x"}, {"role": "tool", "content": "y"}]
-    assert prompts({"messages": messages})[0].messages == messages
+@pytest.mark.parametrize("key", ["role", "from"])
+def test_roles_have_many_names_and_unknown_ones_are_refused_by_row(key: str) -> None:
+    names = {"developer": "system", "Human": "user", "GPT": "assistant", "bot": "assistant", "function": "tool"}
+    told = {"role": "content", "from": "value"}[key]
+    rows = {"messages": [{key: name, told: "x"} for name in names]}
+    assert [message["role"] for message in prompts(rows)[0].messages] == list(names.values())
+    with pytest.raises(ConfigError, match=rf"line 2: .*message 1: {key}='alice' is not known; use one of human, user"):
+        prompts({"messages": CHAT}, {"messages": [{key: "alice", told: "x"}]})
+
+
+def test_renamed_roles_are_told() -> None:
+    rows = [{"messages": [{"role": "Human"}, {"role": "assistant"}]}, {"messages": [{"from": "gpt"}], "id": [3]}]
+    assert renamed_roles(rows) == "Human as user, gpt as assistant"
+    assert renamed_roles([{"messages": CHAT, "documents": [{"from": "the web"}]}]) == ""
+
+
+def test_messages_may_be_json_text_and_no_other() -> None:
+    """As a CSV file has them; as Python prints lists, they would be a prompt that nobody means."""
+    assert prompts({"prompt": json.dumps(CHAT)})[0].messages == CHAT
+    with pytest.raises(ConfigError, match=r"column 'prompt' holds messages as text that is no JSON: .*json.dumps"):
+        prompts({"prompt": str(CHAT)})
+    listed = '["a", "b"]: which is longer?'
+    assert prompts({"prompt": listed})[0].messages == [{"role": "user", "content": listed}]
 
 
 # Tools

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -47,7 +48,20 @@ def write_arrow_stream(file: Path) -> None:
         writer.write_table(table)
 
 
+def write_tsv(file: Path) -> None:
+    file.write_text('prompt\tanswer\n1+1=\t2\n"größe, ""x""\nline"\t3\n', encoding="utf-8")
+
+
+def write_marked(file: Path) -> None:
+    """As Windows editors save it."""
+    write_jsonl(file)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+
+
 WRITERS = [
+    ("rows.tsv", write_tsv),
+    ("marked.jsonl", write_marked),
+    ("marked.json", write_marked),
     ("rows.jsonl", write_jsonl),
     ("rows.json", write_json),
     ("lines.json", write_json_objects),
@@ -73,6 +87,34 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str, writer: obj
     for number, located in enumerate(rows, 1):
         assert str(file) in located.place
         assert located.place.endswith(f" {number}")
+
+
+def test_one_object_in_a_json_file_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(ROWS[0], indent=2))
+    assert [one.row for one in open_source(str(tmp_path / "one.json"), "data.path")] == ROWS[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("rows.csv", "prompt;answer\na;b\n", "separated by semicolons, in a .csv file commas separate them"),
+        ("rows.csv", "prompt\tanswer\na\tb\n", "separated by tabs"),
+        ("rows.tsv", "prompt,answer\na,b\n", "separated by commas, in a .tsv file tabs separate them"),
+        ("rows.csv", 'prompt,answer\n"a" x,b\n', "line 2: .*see to its quotation marks"),
+        ("rows.csv", 'prompt,answer\n"a,b\nc,d\n', "line 3: .*see to its quotation marks"),
+        ("rows.jsonl.gz", "", "ending '.gz' is not known; unpack it, and use one of .jsonl"),
+        ("rows.jsonl", '[{"prompt": "a"}]', "found list; a file that is one array ends in .json"),
+    ],
+)
+def test_tables_of_another_make_are_refused_with_the_way_out(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert re.search(words, refused(tmp_path / name))
+
+
+def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text("prompt\n" + "x" * 200_000 + "\n")
+    (row,) = open_source(str(tmp_path / "long.csv"), "data.path")
+    assert len(row.row["prompt"]) == 200_000
 
 
 def test_messages_survive_parquet(tmp_path: Path) -> None:
@@ -194,3 +236,29 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(monkeypatch: pytest.MonkeyPa
         try_hub()
         assert not constants.HF_HUB_OFFLINE
         taken.accept()[0].close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"x": "1"}\n'), ("a.json", '[{"x": "1"}]'), ("b.json", '{"x": "1"}\n'), ("a.csv", "x\n1\n")],
+)
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [located.row for located in open_source(str(tmp_path / name), "data.path")] == [{"x": "1"}]
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.json", '["a", "b"]'), ("a.jsonl", '"a"\n"b"\n')])
+def test_texts_are_rows_of_one_column(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    rows = open_source(str(tmp_path / name), "data.path")
+    assert [located.row for located in rows] == [{"text": "a"}, {"text": "b"}] and all(row.bare for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.jsonl", '{"x": 1, "x": 2}'), ("a.json", '[{"y": {"x": 1, "x": 2}}]'), ("a.csv", "x,x\n1,2\n")],
+)
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match="'x' is there twice"):
+        open_source(str(tmp_path / name), "data.path")

@@ -61,7 +61,7 @@ def test_a_step_of_reinforcement_learning_is_tried(
     assert set(levels.values()) == {"fine"}, found
     assert updates == [32]  # one of all samples, however many minibatches the run has
     assert "proven" in found["sync.check"].what
-    assert "cut off at 8 tokens" in found["rollout.max_new_tokens"].what
+    assert "are cut off: raise rollout.max_new_tokens=8" in found["rollout.max_new_tokens"].what
     assert "32 rewards from 0 to" in found["reward.function"].what
     assert "of 16 groups" in found["algorithm.group_size"].what
     assert "differ by" in found["rollout.dtype"].what

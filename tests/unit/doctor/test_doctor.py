@@ -9,9 +9,9 @@ import pytest
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
 from trueline.config.rl import RLConfig
-from trueline.doctor import rewards
 from trueline.doctor.findings import FAILING, Finding, named_key
 from trueline.doctor.training import short_answers
+from trueline.runs import rewards
 
 MODEL, CHAT, SUMS = "--model model", "--model chat", "--data sums.jsonl"
 GRPO = f"grpo {CHAT} training.learning_rate=1e-3"
@@ -27,7 +27,12 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
     "a leak in a split": (f"{SFT} --data repeated.jsonl evaluation.share=0.5", "leak: ", "evaluation.by", "bad"),
     "labels that contradict": (f"{MATH} --data contrary.jsonl", "have different labels", "data.path", "watch"),
     "an empty label": (f"{MATH} --data unlabelled.jsonl", "an empty label", "data.label_column", "bad"),
-    "prompts with a space": (f"{MATH} --data spaced.jsonl", "ends in white space", "data.prompt_column", "watch"),
+    "prompts with a space": (
+        f"grpo {MODEL} --reward math --data spaced.jsonl",
+        "ends in white space",
+        "data.prompt_column",
+        "watch",
+    ),
     "labels all alike": (f"{MATH} --data alike.jsonl", "100 labels are equal: '7'", "data.label_column", "watch"),
     "labels of two types": (f"{MATH} --data mixed.jsonl", "100 str, 1 int", "data.label_column", "watch"),
     "answers in the prompt": (
@@ -39,7 +44,7 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
     "no such file": (f"{MATH} --data nowhere.jsonl", "no such file", "data.path", "refused"),
     "other columns": (f"{MATH} --data frage.jsonl", "it has frage, antwort", "data.prompt_column", "refused"),
     # rewards
-    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "bad"),
+    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "refused"),
     "a constant reward": (f"{MINE}:constant", "the same whatever the reply", "reward.function", "bad"),
     "a blind reward": (f"{MINE}:blind", "the same to all", "reward.function", "watch"),
     "a reward upside down": (f"{MINE}:inverted", "own label no more than", "reward.function", "bad"),
@@ -102,7 +107,12 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
         "training.learning_rate",
         "refused",
     ),
-    "a rate too small": (f"dpo {CHAT} --data pairs.jsonl", "next to nothing", "training.learning_rate", "watch"),
+    "a rate too small": (
+        f"dpo {CHAT} --data pairs.jsonl training.learning_rate=1e-6",
+        "next to nothing",
+        "training.learning_rate",
+        "watch",
+    ),
     "endless warm-up": (f"{MATH} {SUMS} training.warmup_steps=100", "of 100 opti", "training.warmup_steps", "bad"),
     "a cold policy": (f"{MATH} {SUMS} rollout.temperature=0.1", "far from 1", "rollout.temperature", "watch"),
     "answers cut off": (
@@ -118,6 +128,7 @@ BROKEN = {  # name -> command, words of the finding, its key, its level
     "a name that is taken": (f"{MATH} {SUMS} --name taken", "runs/taken exists", "name", "refused"),
 }
 SOUND = {
+    "a space inside a chat turn": f"{MATH} --data spaced.jsonl",
     "grpo without a template": f"grpo {MODEL} {SUMS} --reward math",
     "grpo": f"{MATH} {SUMS} --eval-data held_out.jsonl",
     "smol": f"grpo --model smol {SUMS} --reward exact model.lora.rank=8 rollout.max_new_tokens=64",
@@ -127,6 +138,7 @@ SOUND = {
     "kto": f"kto {CHAT} --data rated.jsonl",
     "lora": f"{SFT} {SUMS} model.lora.rank=4",
     "tools": f"grpo --model tools {SUMS} --reward math --tools calculator",
+    "a game whose labels differ": f"grpo {CHAT} --data contrary.jsonl --environment game.py:Game",
     "no labels": f"{GRPO} --data bare.jsonl --reward mine.py:letters",
     "numbers": f"{GRPO} --data numbers.jsonl --reward mine.py:right",
     "eval": f"eval {CHAT} --eval-data sums.jsonl --reward math",

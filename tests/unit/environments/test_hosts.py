@@ -24,7 +24,7 @@ from trueline.environments.hosts import Hosts, Place
 from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, program_of
 from trueline.rewards.child import MARK
 from trueline.rewards.combined import CombinedReward
-from trueline.rl.metrics import transcript
+from trueline.rl.transcripts import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.session import Ticket
 from trueline.runs.rewards import failed_call
@@ -154,7 +154,15 @@ def briefed(prompt, client):
     client.chat.completions.create(model="any", messages=messages)
 
 
-def wants(prompt, missing): ...
+class Reports(Game):
+    """Reports its state in every step."""
+
+    def step(self, reply):
+        self.left -= 1
+        return {"messages": "go on", "metrics": {"left": self.left}}
+
+
+def wants(policy, missing): ...
 
 
 def add(a: int, b: int) -> int:
@@ -217,10 +225,10 @@ FAULTS = {
     "loops": "`step` took more than 2 s and was killed",
     "loops in C": "`step` took more than 2 s and was killed",
     "dies": "died of SIGSEGV",
-    "wrong type": "a reward must be a finite number, got <object",
-    "nothing": "a reward must be a finite number, got None",
-    "unknown key": "`step` returned 'rewrad'",
-    "not finite": "a reward must be a finite number, got nan",
+    "wrong type": "the reward that `step` returned must be a finite number, got <object",
+    "nothing": "`step` returned None: return a text to go on, a number to end with that reward, or a dict",
+    "unknown key": "`step` returned a dict with 'rewrad': return a text",
+    "not finite": "the reward that `step` returned must be a finite number, got nan",
 }
 
 
@@ -499,8 +507,8 @@ def test_what_can_be_told_before_the_start_is_refused_then(stage: Stage) -> None
     for (key, name), words in mistakes.items():
         with pytest.raises(ConfigError, match=words):
             check_environment(stage.config(key, name), ASKED)
-    assert check_environment(EnvironmentConfig(), ASKED) == []
-    (schema,) = check_environment(stage.config("tools", ["add"]), ASKED)
+    assert check_environment(EnvironmentConfig(), ASKED).tools == []
+    (schema,) = check_environment(stage.config("tools", ["add"]), ASKED).tools
     assert schema["function"]["name"] == "add"
     with pytest.raises(ValueError, match=r"environment.agent and environment.tools exclude each other"):
         EnvironmentConfig(agent="a.py:main", tools=["calculator"])
@@ -607,6 +615,16 @@ def test_an_episode_that_a_limit_ends_is_judged_or_left_out(key: str, name: str,
     (dropped,) = stage.play(stage.config(key, name, max_turns=2, truncated="drop"), *texts, reward=Told())
     assert (dropped.outcome, dropped.reward) == (Outcome.LEFT_OUT, None)
     assert not dropped.outcome.failed and not dropped.outcome.scored
+
+
+@pytest.mark.parametrize("truncated", ["judge", "drop"])
+def test_reports_of_an_episode_that_a_limit_ends_are_kept(truncated: str, stage: Stage) -> None:
+    """The last one by its name, and the mean of all."""
+    (played,) = stage.play(stage.config("function", "Reports", max_turns=2, truncated=truncated), "a", "b")
+    assert played.truncated and played.limit == "environment.max_turns"
+    assert (played.metrics["environment/left"], played.metrics["environment/left/mean"]) == (1.0, 1.5)
+    (once,) = stage.play(stage.config("function", "Reports", max_turns=1), "a")
+    assert once.metrics["environment/left"] == 2.0 and "environment/left/mean" not in once.metrics
 
 
 def test_a_prompt_of_an_agents_own_that_does_not_fit_is_told_in_full(stage: Stage) -> None:

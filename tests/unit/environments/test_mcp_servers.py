@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from trueline.config.environment import BUILT_IN_TOOLS, EnvironmentConfig
 from trueline.environments.tools.built_in import BUILT_IN
+from trueline.environments.tools.schemas import UnfitTool
 from trueline.environments.tools.toolbox import Toolbox
 
 pytest.importorskip("mcp")
@@ -185,7 +186,7 @@ def test_a_server_behind_http_with_a_key(script: str) -> None:
         port = free.getsockname()[1]
     address = f"mcp:http://127.0.0.1:{port}/mcp?key=${{MY_TOKEN}}"
     with serving(script, port):
-        with pytest.raises(RuntimeError, match="does not answer") as caught:
+        with pytest.raises(UnfitTool, match="does not answer") as caught:
             Toolbox([address], {})
         assert TOKEN not in str(caught.value) and caught.value.__cause__ is None
     with opened_beside(script, port, address) as (box, call, again):
@@ -270,5 +271,5 @@ def test_headers_are_checked_before_the_start() -> None:
         EnvironmentConfig(tools=["mcp:https://a/mcp", "mcp:https://b/mcp"], options=HEADERS)
     with pytest.raises(ValueError, match="take one of auto, episode, shared"):
         Toolbox(["mcp:server"], {"mcp_connection": "always"})
-    with pytest.raises(ValueError, match=r"options\.mcp_headers: the tools \(calculator\) have no such option"):
+    with pytest.raises(ValueError, match=r"options\.mcp_headers: none of the tools has such an option"):
         Toolbox(["calculator"], HEADERS)

@@ -11,7 +11,7 @@ import pytest
 
 from trueline.algorithms.user_functions import NoSuchFunction
 from trueline.environments.tools.calls import ToolMistake
-from trueline.environments.tools.schemas import schema_of, wrong_arguments
+from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.environments.tools.toolbox import Toolbox
 
 TOOLS = '''
@@ -275,9 +275,9 @@ def test_what_a_tool_raises_comes_through(tools: str) -> None:
             ["python"],
             {"second": 1},
             ValueError,
-            r"options\.second: the tools \(python\) have no .*take seconds, memory",
+            r"options\.second: none of the tools has such an option; they take seconds, memory",
         ),
-        (["mcp:no-such-command"], {}, RuntimeError, "the MCP server 'no-such-command' does not answer"),
+        (["mcp:no-such-command"], {}, UnfitTool, "the MCP server 'no-such-command' does not answer"),
     ],
 )
 def test_tools_that_there_are_not(

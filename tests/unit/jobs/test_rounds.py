@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trueline.config.base import ConfigError
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig
+from trueline.config.base import ConfigError, Tree
+from trueline.config.rounds import IterativeDPOConfig, RaftConfig, RoundsConfig
 from trueline.config.run import CheckpointConfig
 from trueline.config.supervised import PreferenceRunConfig, SftConfig
-from trueline.jobs.rounds import Recipe, Stage, rounds_table, run_stages
+from trueline.jobs.rounds import Recipe, Stage, plan_rounds, rounds_table, run_stages
 from trueline.jobs.sample_file import write_json
+from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.runs.launch import Job, Start
-from trueline.verbs import VERBS
+from trueline.runs.learning_rate import NAMES, suited_rate
 
 TREE: dict[str, Any] = {
     "rounds": 2,
@@ -113,13 +114,17 @@ def test_pairs_are_trained_on_with_the_preference_keys(tmp_path: Path) -> None:
     assert recipe.generation(1).pairs
 
 
-def test_verbs_have_the_usual_learning_rates() -> None:
-    rates = {
-        name: verb.kind.parse(verb.defaults).model_dump()["training"]
-        for name, verb in VERBS.items()
-        if name in ("raft", "iterative_dpo")
-    }
-    assert {name: keys["learning_rate"] for name, keys in rates.items()} == {"raft": 1e-5, "iterative_dpo": 1e-6}
+@pytest.mark.parametrize(("kind", "task"), [(RaftConfig, "sft"), (IterativeDPOConfig, "preference")])
+def test_a_recipe_trains_at_the_default_rate_of_its_trainer(
+    model_folder: Path, tmp_path: Path, kind: type[RoundsConfig], task: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    keys: Tree = {"model": {"path": str(model_folder)}, "runtime": "local", "rollout": {"max_new_tokens": 4}}
+    reward = {"data": {"path": str(tmp_path / "data.jsonl")}, "reward": {"function": "math"}}
+    recipe, about = plan_rounds(kind.parse(keys | reward), tmp_path)
+    expected = suited_rate(check_model(recipe.config.model).parameters, task, adapters=False)
+    assert recipe.training(1).model_dump()["training"]["learning_rate"] == expected
+    assert f"training.learning_rate={expected:g}: default for {NAMES.get(task, task)} on " in about
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -217,7 +217,8 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     assert pair_format == "preference (columns prompt, chosen, rejected)"
     assert (pair.prompt, pair.chosen[0]["content"], pair.rejected[0]["content"]) == (rows[0]["prompt"], "high", "low")
     assert summary["errors"] == {"reward_error: no": 1}
-    assert {name: value for name, value in summary.items() if name != "errors"} == pytest.approx(
+    assert summary["truncated_by"] == {}
+    assert {name: value for name, value in summary.items() if name not in ("errors", "truncated_by")} == pytest.approx(
         {
             "prompts": 2,
             "completions": 6,
@@ -416,7 +417,7 @@ def test_the_query_of_a_scorer_is_neither_shown_nor_saved(
     tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SCORER_QUERY", "key=s3cret")
-    scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}}
+    scorer = {"function": "http://127.0.0.1:1/score", "remote": {"query_variable": "SCORER_QUERY"}, "probe": False}
     config = GenerateConfig.parse({**tree, "reward": scorer})
     launch(config, "generate", prepare_generate, dry_run=True)
     shown = capsys.readouterr().out

@@ -12,7 +12,6 @@ from tests.support.tiny import make_tiny_mixture, make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.models.loading import (
-    TOKENIZER_FILES,
     check_model,
     intermediate_size,
     load_chat,
@@ -21,6 +20,7 @@ from trueline.models.loading import (
     padding_token,
     stop_tokens,
 )
+from trueline.models.suitability import TOKENIZER_FILES
 
 
 @pytest.fixture

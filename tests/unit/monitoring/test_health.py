@@ -19,6 +19,7 @@ from trueline.monitoring.health import (
     Row,
     gap_level,
     held_out_error,
+    truncation,
     verdict_words,
 )
 
@@ -214,6 +215,19 @@ def test_four_of_twenty_steps_with_equal_rewards_are_watched() -> None:
 def test_answers_of_which_none_ended_in_ten_steps_are_bad() -> None:
     key, level = "response_length/truncated_share", [0.3] * 10
     assert [level_after("truncation", key, [1.0] * n, reward__mean=level) for n in (9, 10)] == [WATCH, BAD]
+
+
+def test_answers_that_are_cut_off_name_the_limits_of_the_last_step() -> None:
+    by = {"environment.max_turns": 0.75, "rollout.max_new_tokens": 0.25}
+    row = {"response_length/truncated_share": 1.0, "reward/mean": 0.3, "reward/std": 0.1}
+    history = History()
+    for _ in range(10):
+        history.add(row | {f"response_length/cut_by/{key}": share for key, share in by.items()})
+    level, why = truncation(history)
+    assert level >= WATCH
+    assert "raise environment.max_turns (75%), rollout.max_new_tokens (25%), or see whether" in why
+    history.add(row | {"response_length/cut_by/environment.max_turns": 1.0})
+    assert "cut off: raise environment.max_turns, or see" in truncation(history)[1]
 
 
 def test_three_gradients_of_five_are_bad_from_step_twenty() -> None:

@@ -85,7 +85,7 @@ def test_the_thread_reports_by_itself() -> None:
 
 
 def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
+    with pytest.raises(ConfigError, match="has no logs, so there is nothing to explain"):
         explain(logs)
     (logs / "run.log").write_text("step 1\ndone: step 4 of 4\n\n")
     assert explain(tmp_path) == "The run has ended. The last word of its log: done: step 4 of 4"

@@ -248,7 +248,7 @@ def elsewhere(load: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(verb: str, memory_gib: float, *overrides: str) -> SupervisedPlan:
         there = Machine(cpus=2, memory_bytes=int(memory_gib * 2**30), gpus=0, gpu_bytes=0)
         monkeypatch.setattr(planning, "machine_at_hand", lambda: there)
-        monkeypatch.setattr(planning, "check_model", lambda config: BIG)
+        monkeypatch.setattr(planning, "check_model", lambda config, head="language": BIG)
         return plan_supervised(load(verb, "samples_per_step=10000", *overrides))
 
     return make

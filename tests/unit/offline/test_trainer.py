@@ -53,7 +53,7 @@ def test_a_run_that_must_not_write_leaves_no_checkpoint(
     place = [f"folder={tmp_path}", "--name", "run"]
     for words, said in (
         (["kto", "--resume", *place], "has no checkpoint yet and would start over at step 0: add --restart"),
-        (["export", f"{tmp_path}/run", f"{tmp_path}/out"], "name runs/NAME, of a run without checkpoint.save=false"),
+        (["export", f"{tmp_path}/run", f"{tmp_path}/out"], "name a run that has saved one"),
         (["kto", "--model", f"{tmp_path}/run", "--data", f"{tmp_path}/rows.jsonl"], "saved nothing (checkpoint.save="),
         (["raft", "--model", "m", "--data", "d", "checkpoint.save=false"], "a round goes on from the checkpoint of"),
     ):

@@ -148,7 +148,7 @@ def test_the_command_line_plans(capsys: pytest.CaptureFixture[str], model_folder
         (["grpo", "--model-shape", "gpt-9", "--devices", "8xH100"], "--model-shape gpt-9: not known"),
         (["grpo", "--model-shape", "llama-8b", "--devices", "many"], "write NODESxGPUSxNAME"),
         (["grpo", "--model-shape", "llama-8b", "--devices", "8xH100", "stps=3"], "did you mean 'steps'"),
-        (["generate", "--model-shape", "llama-8b", "--devices", "8xH100"], "unknown verb 'generate'"),
+        (["generate", "--model-shape", "llama-8b", "--devices", "8xH100"], "plan generate: only runs of one training"),
     ],
 )
 def test_mistakes_are_answered(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
@@ -177,3 +177,25 @@ def test_the_plan_says_what_each_process_takes_in_gibibytes() -> None:
     )
     expected = {name: f"{size / GIB:.1f}" for name, size in memory_bytes(plan).items()}
     assert said["policy"] == expected["policy"] and said["engines"] == expected["engine"]
+
+
+def test_a_plan_of_unknown_speed_has_memory_and_no_seconds() -> None:
+    config = RLConfig.load([], ["model.path=qwen2.5-1.5b"], {"algorithm": {"preset": "grpo"}})
+    text = plan_on_paper(config, read_devices("1x80GiB"))
+    assert "of 80.0 GiB on each GPU" in text and "expected   no seconds: add the speed of the GPU to --devices" in text
+    assert "expected   no seconds: V100 computes no bfloat16" in plan_on_paper(config, read_devices("8xV100"))
+    known = plan_on_paper(config, read_devices("1x80GiB@989TFLOPs"))
+    assert re.search(r"expected   rollout .*: [\d.]+ s a step; an estimate", known)
+
+
+def test_a_refusal_proposes_only_keys_that_are_needed() -> None:
+    """On one GPU there is nobody to share with, so no stage of ZeRO is proposed beside adapters or the host."""
+    with pytest.raises(ConfigError, match=r": set model\.lora\.rank=16$"):
+        planned("qwen2.5-7b", "1xH100")
+    sft = SftConfig.load([], ["model.path=qwen2.5-7b"])
+    with pytest.raises(ConfigError, match=r": set training\.offload=optimizer$"):
+        plan_on_paper(sft, read_devices("1xH100"))
+    with pytest.raises(ConfigError, match=r": set model\.lora\.rank=16$"):
+        plan_on_paper(sft, read_devices("1xRTX4090"))
+    with pytest.raises(ConfigError, match="no keys make it fit: take more or larger GPUs, or a smaller model"):
+        planned("qwen2.5-7b", "1xRTX4090", "algorithm.preset=ppo")

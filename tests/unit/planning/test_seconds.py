@@ -5,8 +5,16 @@ import pytest
 from tests.unit.planning.test_paper import expected_of, planned
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.models.loading import ModelFacts
-from trueline.planning.hardware import GLOO_RATE, HOST_RATE, IPC_RATE, LINKS, READING, SYNC_SECONDS, TOKEN_SECONDS
-from trueline.planning.hardware import Devices as Hardware
+from trueline.planning.hardware import (
+    GLOO_RATE,
+    HOST_RATE,
+    IPC_RATE,
+    LINKS,
+    READING,
+    SYNC_SECONDS,
+    TOKEN_SECONDS,
+    read_devices,
+)
 from trueline.planning.seconds import (
     exchange_seconds,
     forward_flops,
@@ -29,7 +37,7 @@ FACTS = ModelFacts(
     layers=10,
     intermediate_size=2048,
 )
-DEVICES = Hardware(1, 8, "H100")
+DEVICES = read_devices("8xH100")
 TOKENS, LENGTH = 10**6, 1000.0
 FORWARD = TOKENS * (2 * 10**9 + 2 * 10 * 8 * 64 * LENGTH)  # operations
 LINK = LINKS * 450e9
@@ -125,7 +133,7 @@ def test_sampling_reads_weights_and_caches_for_each_token_and_takes_turns(at_onc
     prompts_per_step = max(at_once // 16, 1)
     words = (f"rollout.max_sequences={at_once}", f"prompts_per_step={prompts_per_step}", "algorithm.group_size=16")
     plan = planned("qwen2.5-1.5b", f"{width}xH200", *WORDS, *words, f"rollout.tensor_parallel={width}")
-    facts, engine, devices = plan.facts, plan.forecast.room.engine, Hardware(1, width, "H200")
+    facts, engine, devices = plan.facts, plan.forecast.room.engine, read_devices(f"{width}xH200")
     completions, speed = 16 * prompts_per_step, width * devices.flops()
     at_once = min(at_once, int(plan.cache_bytes() / engine.sequence))  # as many as the cache holds
     seen = (plan.longest_prompt + 512 / 2) / plan.rollout.longest()

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from tests.support.run_folders import made_folder, make_failure, make_run
 from tests.unit.report.test_page import HOSTILE
 from trueline.config.run import MonitoringConfig
+from trueline.data.transcripts import packed
 from trueline.monitoring.trackers import Tracker
 from trueline.report.page import source, write_report
-from trueline.rl.tokens import packed
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ASKS = """
@@ -124,8 +124,8 @@ def test_what_a_span_tells(tmp_path: Path) -> None:
 TOKENS = {
     "text": ["Yes", ",", " 42", "\n", "tool", " no", ""],
     "sampled": [4, 1, 2],
-    "advantage": packed(torch.tensor([2.0, 1.0, 0.0, -2.0, 0.0, -1.0, -0.1])),
-    "entropy": packed(torch.tensor([0.0, 0.5, 1.0, 0.25, 0.0, 0.15, 0.0])),
+    "advantage": packed(np.array([2.0, 1.0, 0.0, -2.0, 0.0, -1.0, -0.1])),
+    "entropy": packed(np.array([0.0, 0.5, 1.0, 0.25, 0.0, 0.15, 0.0])),
     "logprob": -0.25,
     "left_out": 9,
 }
@@ -172,3 +172,50 @@ def test_another_colour_and_one_that_was_not_recorded(told: Path) -> None:
 def test_what_is_typed_finds_transcripts(told: Path) -> None:
     text = section(drawn(told, 'choose("text", "NOTHING", "input");'), "transcripts")
     assert text.count("<details") == 1 and "And?" in text and "1 of the 2 here" in text
+
+
+@pytest.fixture
+def grouped(tmp_path: Path) -> Path:
+    """Return the page of a run with two groups of three in step 2, and an episode of two conversations in step 1."""
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 2), MonitoringConfig(tensorboard=False))
+    said = [
+        {"number": 1, "prompt": [{"role": "system", "content": "be the planner"}], "turns": [reply("a plan")]},
+        {"number": 2, "prompt": [{"role": "system", "content": "be the critic"}], "turns": [reply("a doubt")]},
+    ]
+    several = {"group": 5, "reply": "a doubt", "conversations": said, "turns": [reply("a doubt"), heard("thanks")]}
+    tracker.show(1, [{"purpose": "train", "prompt": "How?", **several}])
+    for group in (0, 1):
+        rows = [{"reply": f"answer {group}{number}", "reward": number / 4} for number in range(3)]
+        tracker.show(2, [{"purpose": "train", "group": group, "prompt": f"question {group}", **row} for row in rows])
+    return write_report([str(folder.path)], tmp_path / "page.html")
+
+
+def reply(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def heard(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_replies_and_rewards_are_seen_by_group_without_opening_any(grouped: Path) -> None:
+    text = section(drawn(grouped), "transcripts")
+    groups = text.split('class="group"')[1:]
+    assert len(groups) == 3 and [one.count("<details") for one in groups] == [3, 3, 1]
+    assert [one.count("question") for one in groups] == [1, 1, 0]  # once for all its completions
+    lines = re.findall(r'class="reward">([^<]*)<.*?class="start">([^<]*)<', groups[1])
+    assert lines == [("0", "answer 10"), ("0.25", "answer 11"), ("0.5", "answer 12")]
+
+
+def test_every_conversation_of_an_episode_is_shown(grouped: Path) -> None:
+    text = section(drawn(grouped, OPEN), "transcripts")
+    boxes = text.split('class="conversation"')[1:]
+    assert ["conversation 1 of 2" in boxes[0], "conversation 2 of 2" in boxes[1], len(boxes)] == [True, True, 2]
+    assert "be the planner" in boxes[0] and "a plan" in boxes[0] and "a doubt" not in boxes[0]
+    assert "be the critic" in boxes[1] and "a doubt" in boxes[1]
+    assert text.count("thanks</pre>") == 1  # what the last reply was answered
+
+
+def test_conversations_are_searched_too(grouped: Path) -> None:
+    text = section(drawn(grouped, 'choose("text", "PLANNER", "input");'), "transcripts")
+    assert text.count("<details") == 1 and "1 of the 7 here" in text

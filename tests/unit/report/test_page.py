@@ -1,8 +1,10 @@
 """The page of runs: all that their folders hold, in a size that does not grow, and no text that breaks out of it."""
 
 import json
+import os
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from trueline.monitoring.trackers import Tracker
 from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, thinned
 from trueline.report.numbers import evenly
 from trueline.report.page import page, write_report
-from trueline.report.runs import find_run, find_runs, read_run
+from trueline.report.runs import MOST_RUNS, find_run, find_runs, read_run
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>document.documentElement.dataset.broken=1</script><!--\"'\0\ud83d&lt;\u2028"
@@ -63,6 +65,31 @@ def test_long_texts_and_many_runs_fit_too(tmp_path: Path) -> None:
     text = written(tmp_path / "page.html", *runs)
     assert len(text) < MOST_BYTES
     assert all(run["transcripts"] and run["series"]["metric/0"] for run in content_of(text)["runs"])
+
+
+def test_groups_are_shown_whole(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 99), MonitoringConfig(tensorboard=False))
+    for step in range(99):
+        for group in (7, 2):
+            rows = [{"group": group, "reply": f"{step} {group} {number}"} for number in range(8)]
+            tracker.show(step, [{"purpose": "train", "prompt": "?", **row} for row in rows])
+        tracker.show(step, [{"purpose": "evaluate", "group": 0, "reply": "r"}])
+    shown = only_run(tmp_path / "page.html", folder.path)["transcripts"]
+    groups = Counter((one["step"], one["group"]) for one in shown if one["purpose"] == "train")
+    assert set(groups.values()) == {8} and len(groups) == 25  # 201 of 300 are left by 99 evaluations
+    assert len(shown) == 99 + 25 * 8 <= MOST_TRANSCRIPTS
+    steps = sorted(step for step, _ in groups)
+    assert steps[0] == 0 and steps[-1] == 98 and max(b - a for a, b in pairwise(steps)) < 6
+
+
+def test_a_group_larger_than_the_page_is_shown_in_part(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 1), MonitoringConfig(tensorboard=False))
+    said = [{"number": 1, "prompt": ["p" * 2500] * 20, "turns": ["t" * 2500] * 20}] * 10
+    tracker.show(1, [{"purpose": "train", "group": 0, "reply": "r", "conversations": said} for _ in range(16)])
+    text = written(tmp_path / "page.html", folder.path)
+    assert len(text) < MOST_BYTES
+    shown = content_of(text)["runs"][0]["transcripts"]
+    assert 0 < len(shown) < 16 and len(shown[0]["conversations"]) == 10
 
 
 def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
@@ -186,6 +213,34 @@ def test_runs_of_one_name_are_told_apart_and_none_is_shown_twice(tmp_path: Path)
     one, other = tmp_path / "a" / "run", tmp_path / "b" / "run"
     assert list(find_runs([str(one), str(other), f"{one}/."])) == [str(one), str(other)]
     assert list(find_runs([str(one)])) == ["run"]
+
+
+def test_runs_that_are_not_named_are_found_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for verb in ("report", "explain", "watch"):
+        assert main([verb]) == 2
+        assert f"there is no run in {tmp_path / 'runs'}: name one" in capsys.readouterr().err
+    for number in range(MOST_RUNS + 1):
+        folder = made_folder(Path(f"runs/run{number}"), "sft", 3)
+        for file in (folder.path, *folder.path.iterdir()):
+            os.utime(file, (1e9 + number, 1e9 + number))
+    last = f"run        runs/run{MOST_RUNS}, the one that was touched last\n"
+    assert main(["report"]) == 0 and capsys.readouterr().err.startswith(last)
+    assert Path(f"report-run{MOST_RUNS}.html").is_file()
+    assert main(["explain"]) == 0 and capsys.readouterr().err == last
+    assert list(find_runs([])) == [f"run{MOST_RUNS}"]
+
+    newest = [f"run{number}" for number in range(MOST_RUNS, 0, -1)]
+    assert list(find_runs(["runs"])) == newest
+    assert main(["report", "runs", "--out", "all.html"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        lines[0] == f"runs       runs holds {MOST_RUNS + 1}, of which the {MOST_RUNS} that were touched last are taken"
+    )
+    assert lines[1] == f"taken      {', '.join(newest)}"
+    assert [run["name"] for run in content_of(Path("all.html").read_bytes())["runs"]] == newest
 
 
 def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,7 +254,7 @@ def test_what_training_saves_is_a_reward_model(tmp_path: Path, head: str) -> Non
     """`rm` and `prm` start from a language model and save through the same worker."""
     base = make_tiny_model(tmp_path / "base", tied=False)
     config = ModelConfig(path=str(base), dtype="float32")
-    worker = Worker(WorkerSpec(config, TrainingConfig(engine="torch"), 0, 1, 1, 0, head=head))
+    worker = Worker(WorkerSpec(config, TrainingConfig(engine="torch", learning_rate=1e-6), 0, 1, 1, 0, head=head))
     worker.start(("", 0))
     (tmp_path / "checkpoint").mkdir()
     worker.save(str(tmp_path / "checkpoint"))

@@ -16,8 +16,10 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig
+from trueline.data.types import Prompt
+from trueline.environments.single_turn import reward_call
 from trueline.rewards import child
-from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
 from trueline.rewards.child import MARK
 from trueline.rewards.pool import FunctionReward, check_function
 
@@ -460,14 +462,19 @@ def test_an_answer_at_fault_is_found_in_its_batch(functions: Path) -> None:
 # Before the start
 
 
+def example(columns: list[str], labelled: bool) -> dict[str, Call]:
+    row = Prompt(0, [{"role": "user", "content": "1:"}], "2" if labelled else None, columns=dict.fromkeys(columns, "x"))
+    return {"rows.jsonl": reward_call(row, "")}
+
+
 def refused(config: RewardConfig, columns: list[str], labelled: bool = True) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_function(config, config, columns, labelled)
+        check_function(config, config, example(columns, labelled))
     return str(caught.value)
 
 
 def accepted(config: RewardConfig, columns: list[str], labelled: bool) -> None:
-    check_function(config, config, columns, labelled)
+    check_function(config, config, example(columns, labelled))
 
 
 def test_a_reward_that_can_be_called_passes_the_check(functions: Path) -> None:

@@ -48,8 +48,13 @@ class Scripted(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Scripted
 
+    def do_GET(self) -> None:
+        self.respond({})
+
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def respond(self, body: dict[str, Any]) -> None:
         with self.server.lock:
             number = len(self.server.asked)
             self.server.asked.append({"path": self.path, **body})
@@ -462,8 +467,9 @@ def judged(**settings: Any) -> RewardPartConfig:
 
 
 def test_judges_are_checked_before_the_start() -> None:
-    check_judge(judged(), [], labelled=False)
-    check_judge(judged(prompt="{reply} {level} {label} {{brackets}}"), ["level"], labelled=True)
+    given = ["reply", "prompt", "messages"]
+    check_judge(judged(), given)
+    check_judge(judged(prompt="{reply} {level} {label} {{brackets}}"), [*given, "level", "label"])
     wrong: dict[str, dict[str, Any]] = {
         r"no value for {level}; there are messages, prompt, reply: .* write {{level}}": {"prompt": "{reply} {level}"},
         "no value for {label}": {"prompt": "{reply} {label}"},
@@ -475,4 +481,76 @@ def test_judges_are_checked_before_the_start() -> None:
     }
     for message, settings in wrong.items():
         with pytest.raises(ConfigError, match=message):
-            check_judge(judged(**settings), [], labelled=False)
+            check_judge(judged(**settings), given)
+
+
+# Before the start
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def test_a_server_that_is_not_there_is_refused_by_its_address() -> None:
+    url = f"http://127.0.0.1:{closed_port()}/v1"
+    with pytest.raises(
+        ConfigError, match=rf"reward.function={url}: the server cannot be reached \(.*refused\): start it"
+    ):
+        check_scorer(RewardPartConfig(function=url), probe=True)
+    with pytest.raises(ConfigError, match=rf"judge.url={url}: the server cannot be reached \(.*refused\): start it"):
+        check_judge(judged(url=url), ["reply", "prompt"], probe=True)
+    check_scorer(RewardPartConfig(function=url))
+    check_judge(judged(url=url), ["reply", "prompt"])
+
+
+def test_a_scorer_is_asked_for_no_rewards_with_its_token(
+    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCORER_TOKEN", SECRET)
+    server = serve(lengths)
+    part = RewardPartConfig(function=f"{server.url}/score", remote=remote(token_variable="SCORER_TOKEN"))
+    check_scorer(part, probe=True)
+    assert server.asked == [{"path": "/score", "calls": []}] and server.tokens == [f"Bearer {SECRET}"]
+    for status, message in (
+        (401, "does not accept what SCORER_TOKEN holds .status 401.*reward.remote.token_variable"),
+        (404, "the server has no such path .status 404"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            refusing = serve(lambda body, number, status=status: (status, {}, "no"))  # type: ignore[misc]
+            check_scorer(part.replaced({"function": refusing.url}), probe=True)
+        assert SECRET not in str(caught.value)
+    busy = serve(lambda body, number: (503, {}, "loading"))  # it may well be up when it is needed
+    check_scorer(part.replaced({"function": busy.url}), probe=True)
+
+
+def test_a_judge_that_lacks_its_model_is_refused(serve: Callable[[Answer], Scripted]) -> None:
+    models = {"data": [{"id": "wise"}, {"id": "wiser"}]}
+    server = serve(lambda body, number: (200, {}, models))
+    check_judge(judged(url=f"{server.url}/v1"), ["reply", "prompt"], probe=True)
+    assert [one["path"] for one in server.asked] == ["/v1/models"]
+    with pytest.raises(
+        ConfigError, match=r"judge.model=wize: .* has no such model; it has wise, wiser: name one"
+    ) as caught:
+        check_judge(judged(url=f"{server.url}/v1", model="wize"), ["reply", "prompt"], probe=True)
+    assert f"{server.url}/v1 has" in str(caught.value)
+    for answer in ((404, {}, "no list"), (200, {}, {"object": "list"}), (200, {}, {"data": []}), (500, {}, "broken")):
+        other = serve(lambda body, number, answer=answer: answer)  # type: ignore[misc]
+        check_judge(judged(url=other.url, model="wize"), ["reply", "prompt"], probe=True)
+    locked = serve(lambda body, number: (401, {}, "who?"))
+    with pytest.raises(ConfigError, match=r"the server asks for a token \(status 401\): name the environment variable"):
+        check_judge(judged(url=locked.url), ["reply", "prompt"], probe=True)
+
+
+def test_a_server_that_takes_its_time_is_not_refused(
+    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(body: dict[str, Any], number: int) -> Reply:
+        server.released.wait()
+        return 200, {}, {}
+
+    monkeypatch.setattr("trueline.rewards.remote.PROBE_SECONDS", 0.2)
+    server = serve(waits)
+    check_scorer(RewardPartConfig(function=server.url), probe=True)
+    check_judge(judged(url=server.url), ["reply", "prompt"], probe=True)
+    assert len(server.asked) == 2

@@ -361,7 +361,9 @@ def test_stopping_tells_those_who_wait_to_try_again(folder: Path, group: ModelGr
 def test_a_taken_port_is_named() -> None:
     with open_port("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port={port}: cannot listen there .*: set port=0 or another"):
+        with pytest.raises(
+            ConfigError, match=rf"port={port}: cannot listen there .*in use\): choose .*a port that is free"
+        ):
             open_port("127.0.0.1", port)
 
 

@@ -78,6 +78,26 @@ def test_what_an_environment_reports_keeps_its_name_beside_the_parts_of_the_rewa
     assert (found["reward/part/style"], found["reward/mean"]) == (0.5, 0.5) and "step" not in found
 
 
+def test_reports_of_environments_count_every_episode_and_tell_of_those_without() -> None:
+    """Left-out episodes too; a single report is the mean of its episode."""
+    won, lost, silent = trajectory(1.0, 7), trajectory(0.0, 7), trajectory(0.0, 7)
+    won.metrics |= {"environment/won": 1.0, "environment/hints": 2.0}
+    lost.metrics |= {"environment/hints": 4.0, "environment/hints/mean": 3.0}
+    found = described([[won, lost, silent]], Dropped(metrics=[{"environment/hints": 6.0}]))
+    assert (found["environment/hints"], found["environment/hints/reported_share"]) == (4.0, 0.75)
+    assert found["environment/hints/mean"] == pytest.approx((2 + 3 + 6) / 3)
+    assert (found["environment/won"], found["environment/won/reported_share"]) == (1.0, 0.25)
+    assert "environment/hints/mean/reported_share" not in found and "reward/reported_share" not in found
+
+
+def test_a_step_tells_which_limits_cut_its_answers_off() -> None:
+    turns, tokens, whole = trajectory(1.0, 7, cut=True), trajectory(0.0, 7, cut=True), trajectory(0.0, 7)
+    turns.limit, tokens.limit = "environment.max_turns", "rollout.max_new_tokens"
+    found = described([[turns, tokens, whole, whole]])
+    by = {name.removeprefix("response_length/cut_by/"): share for name, share in found.items() if "cut_by" in name}
+    assert by == {"environment.max_turns": 0.25, "rollout.max_new_tokens": 0.25}
+
+
 @pytest.mark.parametrize("length", [3, REPEATED, REPEATED + 1, 400])
 @pytest.mark.parametrize("words", [1, 2, 3, 50_000])
 def test_runs_of_tokens_that_stood_before_are_counted(length: int, words: int) -> None:
@@ -143,8 +163,12 @@ def test_responses_too_short_for_a_lambda_that_follows_their_length_are_warned_o
 def test_tools_that_raise_and_limits_of_an_environment_are_warned_of() -> None:
     config = RLConfig.load([], ["environment.tools=calculator", "rollout.max_new_tokens=7"])
     metrics = {"response_length/truncated_share": 0.6, "reward/uniform_groups_share": 0.0, "response_length/mean": 9.0}
-    cut, raised = first_step_warnings(metrics | {"tools/errors": 0.5}, config)
-    assert "60% of the answers were cut off: raise environment.max_turns=8 or rollout.max_new_tokens=7" in cut
+    by = {"response_length/cut_by/rollout.max_new_tokens": 0.2, "response_length/cut_by/environment.max_turns": 0.4}
+    cut, raised = first_step_warnings(metrics | by | {"tools/errors": 0.5}, config)
+    limits = "environment.max_turns=8 (40%), rollout.max_new_tokens=7 (20%)"
+    assert cut == f"60% of the answers are cut off: raise {limits}"
+    (alone, *_) = first_step_warnings(metrics | {"response_length/cut_by/environment.max_turns": 0.6}, config)
+    assert alone == "60% of the answers are cut off: raise environment.max_turns=8"
     assert "0.5 calls an episode ended in an exception of a tool" in raised and "logs/environment.log" in raised
 
 

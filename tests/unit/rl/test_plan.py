@@ -15,13 +15,14 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import Ending, Policy
+from trueline.environments.opening import Found
 from trueline.models.loading import ModelFacts
 from trueline.rl import surroundings
 from trueline.rl.build import way_of
 from trueline.rl.estimates import describe_plan, memory_bytes, seconds_per_step
-from trueline.rl.metrics import transcript
 from trueline.rl.plan import RLPlan, check_algorithm, check_lengths, plan_rl, share_devices
 from trueline.rl.recipe import describe_recipe
+from trueline.rl.transcripts import transcript
 from trueline.runs import roles as role_planning
 from trueline.runs.idle_keys import idle_keys
 from trueline.runs.preflight import Measured, check_rollout, resolve_dtype, resolved_rollout
@@ -367,7 +368,7 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
         monkeypatch.setattr(surroundings, "machine_at_hand", lambda: there)
         for module in (surroundings, role_planning):
-            monkeypatch.setattr(module, "check_model", lambda config: SMOLLM2)
+            monkeypatch.setattr(module, "check_model", lambda config, head="language": SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
 
     return make
@@ -537,23 +538,29 @@ def test_moments_go_to_the_host_where_a_gpu_is_small(elsewhere: Any) -> None:
 
 def test_the_plan_warns_of_crowded_cores_rates_and_idle_keys(elsewhere: Any) -> None:
     words = ["rollout.engines=8", "rollout.cpu_cache_gib=0.5", "algorithm.preset=ppo", "critic.learning_rate=10"]
+    words += ["training.learning_rate=1e-8"]
     warnings = [
         line for line in describe_plan(elsewhere(64, *words, "teacher.ranks=1")).splitlines() if "warning" in line
     ]
     starts = [
         "rollout.engines=8 x",
-        "training.learning_rate=1e-06 is far",
+        "training.learning_rate=1e-08 is far",
         "critic.learning_rate=10 is far",
         "teacher.ranks=1 has",
     ]
     assert len(warnings) == len(starts)
     assert all(line.startswith(f"warning: {start}") for line, start in zip(warnings, starts, strict=True))
-    calm = ["rollout.engines=2", "training.learning_rate=1e-5"]
-    assert "warning" not in describe_plan(elsewhere(64, *calm))
+    calm = describe_plan(elsewhere(64, "rollout.engines=2", "algorithm.preset=ppo"))
+    assert "warning" not in calm
+    for line in (
+        "training.learning_rate=1e-05: default for reinforcement",
+        "critic.learning_rate=0.0001: default for a c",
+    ):
+        assert f"rate       {line}" in calm
 
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run: Any, tmp_path: Path) -> None:
-    """And of what the template does not show; the tools of a prompt count among its tokens."""
+    """One that never shows a row's tools is refused; the tools of a prompt count among its tokens."""
     assert "template   none: messages are joined by line breaks" in describe_plan(plan_rl(local_run(ROWS)))
     file = tmp_path / "chat.jinja"
     file.write_text(TOOL_TEMPLATE)
@@ -563,7 +570,12 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run:
     assert "template " not in describe_plan(plan)
     assert plan.longest_prompt == len("<tools>add;\n<user>10+1=\n<assistant>") + 2  # each end is one token
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert "template   does not show, or not everywhere: tools" in describe_plan(plan_rl(local_run(tools, *words)))
+    with pytest.raises(ConfigError, match=r"row 1 of .*: the model is never shown the tools add, .*rename the column"):
+        plan_rl(local_run(tools, *words))
+    played = [*words, "environment.tools=calculator"]
+    with pytest.raises(ConfigError, match=r"never shown the tools calculator, .*data.system_prompt$"):
+        plan_rl(local_run(ROWS, *played))
+    assert plan_rl(local_run(ROWS, *played, "data.system_prompt='Use the calculator.'")).prompts[0].tools
 
 
 def test_a_prompt_that_cannot_be_shown_is_named(local_run: Any) -> None:
@@ -600,7 +612,7 @@ def test_time_is_estimated_from_all_models_and_full_answers(elsewhere: Any) -> N
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> str:
     """An agent that no process has to look at."""
-    monkeypatch.setattr(surroundings, "check_environment", lambda config, *examples: [])
+    monkeypatch.setattr(surroundings, "check_environment", lambda *given, **named: Found())
     return "environment.agent=agent.py:main"
 
 

@@ -1,6 +1,5 @@
 """Numbers of the tokens of a transcript: aligned with their texts, near the truth, and few bytes."""
 
-import base64
 import json
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 import torch
 
 from trueline.data.pieces import Pieces
+from trueline.data.transcripts import packed, unpacked
 from trueline.data.types import Completion, Prompt, Sample, Trajectory, to_samples
 from trueline.demo.material import make_tokenizer
 from trueline.monitoring.trackers import compact
-from trueline.rl.tokens import MOST_TOKENS, packed, token_row, token_rows
+from trueline.rl.tokens import MOST_TOKENS, token_row, token_rows
 
 PIECES = Pieces(make_tokenizer())
 COLUMNS = ("logprob", "log_ratio", "advantage", "entropy")
@@ -20,12 +20,6 @@ COLUMNS = ("logprob", "log_ratio", "advantage", "entropy")
 
 def ids(text: str) -> list[int]:
     return list(PIECES.tokenizer(text)["input_ids"])
-
-
-def unpacked(column: str | float, count: int) -> list[float]:
-    if isinstance(column, float):
-        return [column] * count
-    return np.frombuffer(base64.b64decode(column), "<f2").astype(float).tolist()
 
 
 def scored(trajectory: Trajectory) -> list[Sample]:
@@ -70,7 +64,7 @@ def test_several_turns_without_the_prompt() -> None:
         "entropy": sample.entropy,
     }
     for name, values in known.items():
-        assert unpacked(row[name], 12) == pytest.approx(values[4:].tolist(), rel=1e-3, abs=1e-6)
+        assert unpacked(row[name], 12).tolist() == pytest.approx(values[4:].tolist(), rel=1e-3, abs=1e-6)
     assert row["logprob"] != row["log_ratio"]
 
 
@@ -112,12 +106,12 @@ def replace_reward(trajectory: Trajectory) -> Trajectory:
 
 
 def test_numbers_of_all_sizes() -> None:
-    values = torch.tensor([0.0, -1.2345e-4, 3.14159, -700.0, 1e9, -torch.inf, torch.nan])
-    found = unpacked(packed(values), 7)
+    values = np.array([0.0, -1.2345e-4, 3.14159, -700.0, 1e9, -np.inf, np.nan])
+    found = unpacked(packed(values), 7).tolist()
     assert found[:4] == pytest.approx(values[:4].tolist(), rel=1e-3)
     assert found[4:6] == [6e4, -6e4] and np.isnan(found[6])
-    assert packed(torch.full((3,), torch.nan)) != packed(torch.zeros(3)) == 0.0
-    json.dumps(packed(torch.full((3,), torch.inf)), allow_nan=False)
+    assert packed(np.full(3, np.nan)) != packed(np.zeros(3)) == 0.0
+    json.dumps(packed(np.full(3, np.inf)), allow_nan=False)
 
 
 def test_a_thousand_steps_take_less_than_fifty_megabytes() -> None:
@@ -125,6 +119,6 @@ def test_a_thousand_steps_take_less_than_fifty_megabytes() -> None:
     texts = [" wordings"[: 2 + at % 6] for at in range(512)]
     row = token_row(scored(episode(("?", "x" * 512)))[0], PIECES) | {"text": texts}
     told = {"step": 1000, "purpose": "train", "prompt": "p" * 200, "reply": "".join(texts), "reward": 1.0}
-    row["logprob"] = packed(torch.linspace(-3, 0, 512))
+    row["logprob"] = packed(np.linspace(-3, 0, 512))
     assert all(isinstance(row[name], str) for name in COLUMNS)
     assert 4 * 1000 * len(compact(told | {"tokens": [row]}).encode()) < 50e6

@@ -43,6 +43,7 @@ def test_one_answer_to_each_prompt_of_one_set(episodes: Episodes, loop: EventLoo
             "evaluation/reward": 0.5,
             "evaluation/reward_ci95": 0.98,
             "evaluation/response_length": 2.0,
+            "evaluation/truncated_share": 0.0,
             "evaluation/failed_share": 0.0,
         }
     )
@@ -76,7 +77,8 @@ def test_replies_and_rewards_stay_together_where_some_failed() -> None:
 
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:
     metrics, _ = evaluated(episodes, loop, {"": prompts("a")}, {"a": [FAILS]})
-    assert metrics == {"evaluation/response_length": 2.0, "evaluation/failed_share": 1.0}
+    shares = {"evaluation/failed_share": 1.0, "evaluation/truncated_share": 0.0}
+    assert metrics == {"evaluation/response_length": 2.0, **shares}
 
 
 def test_the_length_of_an_episode_is_that_of_all_its_sequences(episodes: Episodes, loop: EventLoop) -> None:

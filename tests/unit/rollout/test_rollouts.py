@@ -344,7 +344,7 @@ def test_an_answer_without_a_reward_leaves_its_group(build: Any, error: type[Exc
     assert (len(first), len(second)) == (3, 2)
     assert all(trajectory.reward == 1.0 for trajectory in [*first, *second])
     assert (rollouts.dropped.completions, rollouts.dropped.groups) == (1, 0)
-    (example,) = rollouts.budget.examples.values()
+    example = next(iter(rollouts.budget.causes.values())).first
     assert (example.outcome, example.reward) == (outcome, None)
     assert example.error.strip().endswith("no reward for 1")
 
@@ -358,7 +358,7 @@ class CutOff(Environment):
     async def play(self, policy: Policy, prompt: Prompt) -> Ending:
         await policy.reply(prompt.messages)
         self.cut[prompt.label] = left = self.cut.get(prompt.label, 0) - 1
-        return Ending(1.0, left_out=left >= 0)
+        return Ending(1.0, left_out=left >= 0, metrics={"environment/left": float(left)})
 
 
 def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build: Any) -> None:
@@ -370,6 +370,7 @@ def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build:
     assert all(one.reward == 1.0 for group in groups for one in group)
     dropped = rollouts.dropped
     assert (dropped.left_out, dropped.completions, dropped.groups) == (3, 0, 1)
+    assert len(dropped.metrics) == 3 and all(one["environment/left"] >= 0 for one in dropped.metrics)
     assert rollouts.ledger.fates == {"trained": 0, "left_out": 1}
 
 
@@ -378,6 +379,15 @@ def test_a_run_that_leaves_everything_out_ends_and_says_why(build: Any) -> None:
     rollouts.sampler = replace(rollouts.sampler, environment=lambda: CutOff(dict.fromkeys(range(40), 9)))
     rollouts.start(0)
     with pytest.raises(NothingToLearn, match=r"episodes of 4 groups in a row .*set environment.truncated=judge"):
+        rollouts.take(1)
+
+
+def test_a_run_whose_rewards_all_fail_ends_whatever_share_may_fail(build: Any) -> None:
+    rollouts, _ = build(groups=1, size=2, share=1.0, reward=FakeReward(dict.fromkeys(range(40), 10_000)))
+    rollouts.start(0)
+    with pytest.raises(
+        RolloutFailure, match=r"101 groups in a row have too few rewards .*Most frequent:\n202 x reward_er"
+    ):
         rollouts.take(1)
 
 

@@ -411,14 +411,35 @@ def test_an_engine_that_fails_fails_the_run(tokenizer: PreTrainedTokenizerFast) 
 
 
 def test_the_budget_that_ended_an_episode_is_told_in_full(tokenizer: PreTrainedTokenizerFast) -> None:
-    for budget, longest, words in (
-        ({"turns": 1}, 200, "the episode has had all its turns (environment.max_turns=1)"),
-        ({}, 2, "the policy has said all 2 tokens of a sequence (rollout.max_new_tokens=2)"),
-        ({"context": 35}, 200, " leave no room for a reply: a sequence may have 35 (rollout.max_prompt_tokens + "),
-        ({"context": 9}, 200, "a sequence may have 9 (rollout.max_prompt_tokens + rollout.max_new_tokens)"),
+    turns, tokens, context = "environment.max_turns", "rollout.max_new_tokens", "rollout.max_prompt_tokens"
+    for budget, longest, limit, words in (
+        ({"turns": 1}, 200, turns, "the episode has had all its turns (environment.max_turns=1)"),
+        ({}, 2, tokens, "the policy has said all 2 tokens of a sequence (rollout.max_new_tokens=2)"),
+        (
+            {"context": 35},
+            200,
+            context,
+            " leave no room for a reply: a sequence may have 35 (rollout.max_prompt_tokens",
+        ),
+        ({"context": 9}, 200, context, "a sequence may have 9 (rollout.max_prompt_tokens + rollout.max_new_tokens)"),
     ):
         trajectory = Table(tokenizer, CHATML, *"23456789", **budget).run(two_turns, longest=longest)
-        assert words in trajectory.cut_off and trajectory.truncated
+        assert words in trajectory.cut_off and trajectory.truncated and trajectory.limit == limit
+
+
+def test_the_limit_that_cut_a_reply_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The narrowest one; where several cut replies of an episode, the last."""
+    whole = Table(tokenizer, CHATML, "2", "4").run(two_turns)
+    assert (whole.truncated, whole.limit) == (False, "")
+    asked = int(np.flatnonzero(whole.mask)[0])
+    for budget, longest, limit in (
+        ({"turn_tokens": 3}, 200, "environment.max_turn_tokens"),
+        ({"turn_tokens": 30}, 6, "rollout.max_new_tokens"),
+        ({"context": asked + 5}, 200, "rollout.max_prompt_tokens"),
+        ({"turn_tokens": 3, "turns": 1}, 200, "environment.max_turns"),
+    ):
+        trajectory = Table(tokenizer, CHATML, "forty-two", "forty-two", **budget).run(two_turns, longest=longest)
+        assert trajectory.truncated and trajectory.limit == limit
 
 
 def test_the_replies_of_a_sequence_share_its_tokens(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -109,10 +109,13 @@ def test_the_next_row_of_the_ledger_lists_all_that_was_told_of_given_up_steps() 
 
 def test_all_rates_are_lower_after_it() -> None:
     ppo = RLConfig.parse({"training": {"learning_rate": 1e-3}, "critic": {"learning_rate": 1e-2}})
-    lower = with_lower_rates(ppo)
+    lower = with_lower_rates(ppo, ppo)
     assert (lower.training.learning_rate, lower.critic.learning_rate) == pytest.approx((1e-4, 1e-3))
     kept = ppo.replaced({"health": {"rate_factor": 1.0}})
-    assert with_lower_rates(kept) == kept
+    assert with_lower_rates(kept, kept) == kept
+    left_to_the_plan = with_lower_rates(RLConfig(), RLConfig.parse({"training": {"learning_rate": 1e-3}}))
+    assert left_to_the_plan.training.learning_rate == pytest.approx(1e-4)
+    assert left_to_the_plan.critic.learning_rate is None
 
 
 def test_a_run_goes_back_twice_at_most(tmp_path: Path) -> None:

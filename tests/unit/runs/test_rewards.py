@@ -8,7 +8,9 @@ import pytest
 
 from tests.support.disk import files_up_to
 from tests.support.reward_models import local_group, make_reward_model
+from trueline import runs
 from trueline.config.base import ConfigError
+from trueline.config.data import PromptDataConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import FrozenConfig
@@ -19,7 +21,7 @@ from trueline.rewards.model import ModelReward
 from trueline.rewards.pool import FunctionReward
 from trueline.rewards.remote import JudgeReward, ScorerReward
 from trueline.rollout.failures import FailureBudget, RolloutFailure
-from trueline.runs.rewards import check_rewards, failure_files, model_reward, open_rewards
+from trueline.runs.rewards import RewardCheck, check_rewards, failure_files, model_reward, open_rewards
 from trueline.runs.roles import reward_models
 
 
@@ -102,7 +104,7 @@ class Constant:
 
 
 def check_constant(*given: object) -> None:
-    raise ConfigError(f"checked with {given[2]} and {given[3]}")
+    raise ConfigError(f"checked with {given[2]}")
 
 
 def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +118,168 @@ def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(REWARD_KINDS, "constant", own)
     monkeypatch.setitem(REWARD_KINDS, "function", function)
     config = RewardConfig(function="constant 0.5")
-    row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", columns={"level": 3})
-    with pytest.raises(ConfigError, match=r"checked with \['level'\] and True"):
-        check_rewards(config, row)
+    row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", source="rows", columns={"level": 3})
+    with pytest.raises(ConfigError, match=r"checked with {'rows': {'level': 3, .* 'label': '2'}}"):
+        check_rewards(config, [[row]], PromptDataConfig())
     verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).verdict({"reply": "x"}))
     assert verdict.reward == 0.5
+
+
+# Before the start
+
+PROBED = """
+import time
+from pathlib import Path
+
+with Path(__file__).with_suffix(".loads").open("a") as loads:
+    loads.write("loaded\\n")
+
+
+def asked(reply):
+    with Path(__file__).with_suffix(".calls").open("a") as calls:
+        calls.write(repr(reply) + "\\n")
+
+
+def raises(reply):
+    asked(reply)
+    raise KeyError("never")
+
+
+def digits_only(reply):
+    return 1 / any(one.isdigit() for one in reply)
+
+
+def last_row_only(reply, wanted):
+    return 1 / (wanted == "9")
+
+
+def hangs(reply):
+    asked(reply)
+    time.sleep(60)
+
+
+def turns(reply, turns):
+    return turns[5]
+
+
+def misspelt(reply, lable="", wnted="", scale=1.0):
+    return len(reply)
+
+
+def keeps(reply, label, labels=None):
+    return len(reply)
+
+
+def equal(reply, label):
+    return float(reply == label)
+
+
+def blind(reply):
+    return len(reply)
+
+
+def compared(completions, **kwargs):
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def probed(tmp_path: Path) -> Path:
+    (tmp_path / "probed.py").write_text(PROBED)
+    return tmp_path / "probed.py"
+
+
+def rows(count: int = 10, **columns: str) -> list[Prompt]:
+    return [
+        Prompt(at, [{"role": "user", "content": "?"}], columns.get("label"), "rows", {"wanted": str(at), **columns})
+        for at in range(count)
+    ]
+
+
+def check(
+    probed: Path, name: str, sources: list[list[Prompt]] | None = None, *, played: bool = False, **settings: object
+) -> RewardCheck:
+    config = RewardConfig.parse({"function": f"{probed}:{name}", **settings})
+    return check_rewards(config, sources or [rows()], PromptDataConfig(), played=played)
+
+
+def test_a_function_that_fails_at_every_call_is_refused_after_few_calls(probed: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(probed, "raises")
+    said = str(caught.value)
+    count = len(probed.with_suffix(".calls").read_text().splitlines())
+    assert 4 < count <= 12 and f"probed.py:raises gave no reward in any of {count} calls before the start" in said
+    assert "KeyError: 'never' (probed.py, line 16)" in said and "reward.probe=false" in said
+    assert "Traceback" not in said
+
+
+def test_a_function_that_fails_at_some_calls_is_warned_of(probed: Path) -> None:
+    for name, cause in (("digits_only", "ZeroDivisionError"), ("last_row_only", "ZeroDivisionError")):
+        (warning,) = check(probed, name).warnings
+        assert f"{name} gave no reward in " in warning and " calls before the start: " in warning
+        assert f"{cause}: division by zero (probed.py, line " in warning
+
+
+def test_the_file_is_loaded_once_however_many_datasets_there_are(probed: Path) -> None:
+    check(probed, "blind", [rows(), rows(3)])
+    assert probed.with_suffix(".loads").read_text().count("loaded") == 1
+
+
+def test_a_function_that_takes_long_is_not_refused(probed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.rewards, "TRIAL_SECONDS", 1.0)
+    found = check(probed, "hangs")
+    assert found.warnings == [] and found.trials["reward"].slow == 1.0
+    (warning,) = check(probed, "hangs", timeout_seconds=0.5).warnings
+    assert "took more than 0.5 s" in warning
+    assert len(probed.with_suffix(".calls").read_text().splitlines()) == 2
+
+
+def test_nobody_is_asked_where_probe_is_false_and_nobody_refused_where_episodes_are_played(probed: Path) -> None:
+    assert check(probed, "raises", probe=False).warnings == []
+    assert not probed.with_suffix(".calls").exists()
+    with pytest.raises(ConfigError, match="IndexError"):
+        check(probed, "turns")
+    (warning,) = check(probed, "turns", played=True).warnings
+    assert "gave no reward in any of" in warning
+
+
+def test_parameters_that_keep_their_default_are_named(probed: Path) -> None:
+    found = check(probed, "misspelt", [rows(label="1")])
+    assert [one.partition(": ")[2] for one in found.warnings] == [
+        "parameter 'lable' keeps its default, for no such value is given: did you mean 'label'?",
+        "parameter 'wnted' keeps its default, for no such value is given: did you mean 'wanted'?",
+    ]
+    assert found.lines == [f"reward     {probed}:misspelt keeps the default of scale: no such column"]
+    found = check(probed, "keeps", [rows(label="1")])  # what is near has a parameter of its own
+    assert found.warnings == [] and "keeps the default of labels" in found.lines[0]
+    assert check(probed, "blind").lines == []
+    assert check_rewards(RewardConfig(function="format"), [rows()], PromptDataConfig()).lines == []
+
+
+def test_which_column_is_the_label_is_reported_where_several_might_be(probed: Path) -> None:
+    other = [*rows(2, label="1", answer="1 "), *rows(1, label="1", answer="2")]
+    found = check(probed, "equal", [other])
+    assert found.lines == [
+        "label      column label of rows; answer: given under its own name (data.label_column chooses)"
+    ]
+    (warning,) = found.warnings
+    assert "column label is '1', answer is '2'; they differ in 1 of 3 rows" in warning
+    assert "set data.label_column=label or answer" in warning
+    assert check(probed, "blind", [other]).lines == []  # which reads no label
+    assert len(check(probed, "compared", [other]).warnings) == 1
+    config, chosen = RewardConfig(function=f"{probed}:equal"), PromptDataConfig(label_column="answer")
+    assert check_rewards(config, [other], chosen).lines == []
+
+
+def test_held_out_rows_need_the_same_columns(probed: Path) -> None:
+    bare = [Prompt(0, [{"role": "user", "content": "?"}], source="held")]
+    with pytest.raises(ConfigError, match=r"no value for its parameter 'wanted'; .* with rows of held: rename"):
+        check(probed, "last_row_only", [rows(), bare])
+
+
+def test_a_part_without_a_function_is_a_misspelt_name(probed: Path) -> None:
+    parts = {"right": {"function": f"{probed}:blind"}, "rihgt": {"weight": 2.0}}
+    with pytest.raises(
+        ConfigError, match=r"reward.parts.rihgt: it has no function: .* did you mean reward.parts.right?"
+    ):
+        check_rewards(RewardConfig.parse({"parts": parts}), [rows()], PromptDataConfig())

@@ -18,7 +18,7 @@ from trueline.data.types import Sample
 from trueline.models.loading import check_folder
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.export import Export, export
+from trueline.training.export import Export, export, find_checkpoint
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
@@ -178,10 +178,27 @@ def test_what_cannot_be_exported_is_refused(model_folder: Path, tmp_path: Path) 
     checkpoint = make_run(model_folder, tmp_path / "run")
     (tmp_path / "there").mkdir()
     assert f"{tmp_path / 'there'} exists: name a new folder" in refused(checkpoint, tmp_path / "there", Export())
-    assert "there is no adapter to merge" in refused(checkpoint, tmp_path / "out", Export(merge=True))
-    assert "training.ema_decay above 0" in refused(checkpoint, tmp_path / "out", Export(average=True))
-    empty = tmp_path / "nothing"
+    assert "has no adapter (model.lora.rank=0)" in refused(checkpoint, tmp_path / "out", Export(merge=True))
+    assert "(training.ema_decay=0): leave --average out" in refused(checkpoint, tmp_path / "out", Export(average=True))
+    empty = tmp_path / "there"
     assert f"{empty}: neither a checkpoint nor a run folder" in refused(empty, tmp_path / "out", Export())
+    assert "is a folder: name a run or a checkpoint" in refused(tmp_path / "nothing", tmp_path / "out", Export())
+    (tmp_path / "file").touch()
+    assert "file is no folder, and none can be made there" in refused(checkpoint, tmp_path / "file" / "out", Export())
+
+
+def test_a_run_is_named_in_many_ways(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = make_run(model_folder, tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    found = Path("runs/first/checkpoints") / checkpoint.name
+    assert find_checkpoint(Path("first")) == find_checkpoint(Path("runs/first")) == found
+    assert find_checkpoint(found.parent) == find_checkpoint(found) == find_checkpoint(found / "model") == found
+
+
+def test_of_rounds_the_last_one_is_taken(model_folder: Path, tmp_path: Path) -> None:
+    for number in (2, 10):  # as numbers, not as words
+        last = make_run(model_folder, tmp_path / f"run/round_{number}/sft")
+    assert find_checkpoint(tmp_path / "run") == last
 
 
 def test_a_refusal_leaves_nothing_behind(model_folder: Path, tmp_path: Path) -> None:

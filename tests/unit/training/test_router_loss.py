@@ -47,7 +47,7 @@ def accumulated(
     folder: Path, samples: list[Sample], coefficient: float, *, ranks: int = 1, again: bool = False, **training: Any
 ) -> Found:
     """Metrics, and the gradients of all ranks together, each a worker of this process."""
-    config = TrainingConfig(engine="torch", router_aux_loss_coef=coefficient, **training)
+    config = TrainingConfig(engine="torch", learning_rate=1e-6, router_aux_loss_coef=coefficient, **training)
     model = ModelConfig(path=str(folder), dtype="float32", gradient_checkpointing=again)
     workers = [Worker(WorkerSpec(model, config, 0, 1, 4, 0)) for _ in range(ranks)]
     for worker in workers:

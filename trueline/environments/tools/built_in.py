@@ -14,6 +14,7 @@ from typing import Any
 
 from trueline.environments.tools.calls import ToolMistake
 from trueline.environments.tools.interpreter import Interpreter
+from trueline.environments.tools.schemas import UnfitTool
 from trueline.rewards.code import SECONDS
 from trueline.rewards.sandbox import Limits
 
@@ -133,7 +134,7 @@ class Search:
     def __init__(self, documents: str) -> None:
         files = sorted(file for file in Path(documents).rglob("*") if file.suffix in TEXTS and file.is_file())
         if not files:
-            raise ValueError(f"the tool search: no {' or '.join(TEXTS)} file in the folder documents={documents}")
+            raise UnfitTool(f"the tool search: no {' or '.join(TEXTS)} file in the folder documents={documents}")
         named = [(str(file.relative_to(documents)), file.read_text(errors="replace")) for file in files]
         self.passages = [(name, passage) for name, text in named for passage in passages_of(text)]
         self.found_in: dict[str, list[tuple[int, float]]] = defaultdict(list)  # word -> passages, and weights there

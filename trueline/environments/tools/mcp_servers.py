@@ -18,6 +18,7 @@ from mcp.types import Tool as ServerTool
 
 from trueline.environments.tools.built_in import EPISODE
 from trueline.environments.tools.calls import ToolMistake
+from trueline.environments.tools.schemas import UnfitTool
 
 if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
     from trueline.data.messages import Tool
@@ -53,7 +54,7 @@ class Address:
         def value(match: re.Match[str]) -> str:
             found = os.environ.get(match[1], "")
             if not found:
-                raise ValueError(f"{match[0]}: the environment has no {match[1]}: export it before the start")
+                raise UnfitTool(f"{match[0]}: the environment has no {match[1]}: export it before the start")
             self.secrets.add(found)
             return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union
 
+from trueline.algorithms.user_functions import NoSuchFunction
 from trueline.environments.tools.calls import as_json
 
 if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
@@ -23,12 +24,16 @@ ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
 LONGEST_QUOTE = 200  # characters
 
 
+class UnfitTool(NoSuchFunction):
+    """A tool that no model can be offered as it is; the message says why."""
+
+
 def schema_of(function: Function) -> "Tool":
     """Return a function's schema, from its type hints and its docstring in Google's style."""
     name = function.__name__
     description, texts = documented(inspect.getdoc(function) or "")
     if not description:
-        raise ValueError(f"the tool {name} has no docstring, by which a model knows what it does: write one")
+        raise UnfitTool(f"the tool {name} has no docstring, by which a model knows what it does: write one")
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
     properties = {one.name: property_of(name, one, hints.get(one.name), texts) for one in parameters}
@@ -40,13 +45,13 @@ def schema_of(function: Function) -> "Tool":
 def property_of(name: str, parameter: inspect.Parameter, hint: Any, texts: dict[str, str]) -> Schema:
     place = f"the tool {name}: its parameter {parameter.name}"
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        raise ValueError(f"{place} cannot be given by its name: declare each parameter without * and /")
+        raise UnfitTool(f"{place} cannot be given by its name: declare each parameter without * and /")
     if hint is None:
-        raise ValueError(f"{place} has no type hint: give it one of {HINTS}")
+        raise UnfitTool(f"{place} has no type hint: give it one of {HINTS}")
     try:
         schema = schema_of_hint(hint)
     except TypeError:
-        raise ValueError(f"{place} has the type hint {hint}, which JSON has no value for: use {HINTS}") from None
+        raise UnfitTool(f"{place} has the type hint {hint}, which JSON has no value for: use {HINTS}") from None
     return {**schema, "description": texts[parameter.name]} if parameter.name in texts else schema
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
 from trueline.environments.tools.built_in import BUILT_IN, EPISODE, BuiltIn
 from trueline.environments.tools.calls import ToolMistake, as_json
-from trueline.environments.tools.schemas import schema_of, wrong_arguments
+from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.monitoring.user_files import PICKLED
 
 if TYPE_CHECKING:  # the first needs torch, which a process that hosts tools starts without; the second a second
@@ -68,13 +68,15 @@ class Toolbox:
     def _add(self, specification: str, schema: "Tool", run: Run) -> None:
         name = schema["function"]["name"]
         if name in self.tools:
-            raise ValueError(f"the tool {specification}: there is a tool {name!r} already; rename one of them")
+            raise UnfitTool(f"the tool {specification}: there is a tool {name!r} already; rename one of them")
         self.tools[name] = schema, run
 
     def _loaded(self, specification: str, options: dict[str, Any]) -> "list[tuple[Tool, Run]]":
         if specification.startswith(MCP):
             server = connected(specification.removeprefix(MCP).strip(), options)
             self.servers.append(server)
+            if not server.schemas:
+                raise UnfitTool(f"the MCP server {server.address.text!r} offers no tools: see to it, or leave it out")
             return [(schema, partial(server.call, schema["function"]["name"])) for schema in server.schemas]
         if specification in BUILT_IN:
             self.built_in.append(made(specification, options))
@@ -109,18 +111,16 @@ def contained(function: Function, arguments: Arguments) -> Any:
 
 
 def check_options(specifications: list[str], options: dict[str, Any]) -> None:
-    names = [name for name in specifications if name in BUILT_IN]
-    known = [option for name in names for option in inspect.signature(BUILT_IN[name]).parameters]
+    named = [name for name in specifications if name in BUILT_IN]
+    known = [option for name in named for option in inspect.signature(BUILT_IN[name]).parameters]
     if any(one.startswith(MCP) for one in specifications):
-        names, known = [*names, "mcp"], [*known, *MCP_OPTIONS]
+        known += MCP_OPTIONS
     if (kind := options.get("mcp_connection", "auto")) not in CONNECTIONS:
-        raise ValueError(f"environment.options.mcp_connection={kind!r}: take one of {', '.join(CONNECTIONS)}")
+        raise UnfitTool(f"environment.options.mcp_connection={kind!r}: take one of {', '.join(CONNECTIONS)}")
     for option in options:
         if option not in known:
             takes = f"they take {', '.join(known)}" if known else "they take none"
-            raise ValueError(
-                f"environment.options.{option}: the tools ({', '.join(names)}) have no such option; {takes}"
-            )
+            raise UnfitTool(f"environment.options.{option}: none of the tools has such an option; {takes}")
 
 
 def made(name: str, options: dict[str, Any]) -> BuiltIn:
@@ -128,7 +128,7 @@ def made(name: str, options: dict[str, Any]) -> BuiltIn:
     takes = inspect.signature(BUILT_IN[name]).parameters
     for option, parameter in takes.items():
         if parameter.default is parameter.empty and option not in options:
-            raise ValueError(f"the tool {name} needs environment.options.{option}")
+            raise UnfitTool(f"the tool {name} needs environment.options.{option}")
     return BUILT_IN[name](**{option: value for option, value in options.items() if option in takes})
 
 
@@ -136,7 +136,7 @@ def load_tool(specification: str) -> Function:
     if ":" not in specification and not specification.endswith(PICKLED):
         raise NoSuchFunction(
             f"the tool {specification!r} is not a built-in ({', '.join(BUILT_IN)}), nor file.py:function, "
-            "package.module:function, mcp:URL or mcp:COMMAND"
+            "package.module:function, mcp:URL or mcp:COMMAND: name one function of a file, or several with commas"
         )
     function = load_function(specification, {})
     if not inspect.isroutine(function):
@@ -146,7 +146,15 @@ def load_tool(specification: str) -> Function:
 
 def connected(address: str, options: dict[str, Any]) -> "Server":
     try:
-        from trueline.environments.tools.mcp_servers import Server  # noqa: PLC0415  (an extra; a second to import)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("tools of MCP servers need a package: pip install 'trueline[mcp]'") from error
-    return Server(address, options.get("mcp_headers", {}), options.get("mcp_connection", "auto"))
+        from trueline.environments.tools.mcp_servers import (  # noqa: PLC0415  (an extra; a second to import)
+            Server,
+            ServerGone,
+        )
+    except ModuleNotFoundError:
+        raise UnfitTool("tools of MCP servers need a package: pip install 'trueline[mcp]'") from None
+    if not address:
+        raise UnfitTool("an MCP server is named by mcp:URL or mcp:COMMAND, here neither follows mcp:")
+    try:
+        return Server(address, options.get("mcp_headers", {}), options.get("mcp_connection", "auto"))
+    except ServerGone as error:
+        raise UnfitTool(str(error)) from None

@@ -1,0 +1,167 @@
+"""Mistakes around environments, tools and agents, and files for those in rows."""
+
+import json
+from pathlib import Path
+
+from tests.support.mistakes.home import GRPO, LOCAL, SMALL, Mistake
+
+PLAY = ["grpo", "--model", "model", "--data", "prompts.jsonl", *LOCAL, *SMALL]
+GENERATE = ["generate", "--model", "model", "--data", "prompts.jsonl", "runtime=local", "rollout.max_new_tokens=4"]
+EVAL = ["eval", "--model", "model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits", *GENERATE[5:]]
+STEP = r"return a text to go on, a number to end with that reward, or a dict"
+UNSEEN = r"the model is never shown the tools calculator, for the chat template of .*model leaves them out: .*FILE"
+
+CODE = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+def unhinted(a):
+    """Do something."""
+
+
+class Game:
+    def __init__(self, size=3): ...
+
+    def reset(self, prompt):
+        return "go"
+
+    def step(self, reply):
+        return {"messages": "more", "reward": 0.1}
+
+
+class NoBoard(Game):
+    def __init__(self):
+        raise RuntimeError("no board")
+
+
+class Gym(Game):
+    def step(self, reply):
+        return "seen", 1.0, True, False, {}
+
+
+class Nothing(Game):
+    def step(self, reply): ...
+
+
+class Pair(Game):
+    def reset(self, prompt):
+        return "go", {}
+
+
+class Strict(Game):
+    def step(self, reply):
+        return {"yes": 1.0}[reply]
+
+
+class Half:
+    def reset(self, prompt): ...
+
+
+def silent(policy):
+    return 1.0
+
+
+def main(prompt, client):
+    raise PermissionError("no key")
+'''
+TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}</s>{% endfor %}<assistant>"
+TURNS = (
+    "{% for one in messages %}{% if (one.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ one.content }}</s>{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def talk(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in pairs]
+
+
+ROWS: dict[str, list[dict[str, object]]] = {
+    "human.jsonl": [{"messages": talk(("Human", "a"), ("gpt", "b"))}],
+    "alice.jsonl": [{"messages": talk(("user", "a"), ("assistant", "b"))}, {"messages": talk(("alice", "a"))}],
+    "asks.jsonl": [{"messages": talk(("user", "a"), ("assistant", "b"), ("user", "c"))}],
+    "greets.jsonl": [{"messages": talk(("assistant", "a"), ("user", "b"), ("assistant", "c"))}],
+    "twice.jsonl": [{"messages": talk(("user", "a"), ("user", "b"), ("assistant", "c"))}],
+    "untold.jsonl": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}],
+    "printed.jsonl": [{"prompt": str(talk(("user", "a")))}],
+    "offered.jsonl": [{"messages": talk(("user", "a"), ("assistant", "b")), "tools": TOOLS}],
+    "yes.jsonl": [{"prompt": "a", "completion": "b", "label": "good"}],
+    "accepted.jsonl": [{"prompt": "a", "accepted": "b", "rejected": "c"}],
+    "numbers.jsonl": [{"prompt": "a", "chosen": 1, "rejected": 2}],
+    "ratings.jsonl": [{"prompt": "a", "completions": ["b", "c"], "labels": [1, 5]}],
+    "margins.jsonl": [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "big"}],
+}
+FILES = {
+    "code.py": CODE,
+    "syntax.py": "def f(:\n",
+    "dead.py": "raise SystemExit('no database')\n",
+    "toolless.jinja": TEMPLATE,
+    "turns.jinja": TURNS,
+    "semicolons.csv": "prompt;completion\na;b\n",
+    "quotes.csv": 'prompt,completion\n"a" b,c\n',
+    "damaged.parquet": "PAR1 and no more",
+    "packed.jsonl.gz": "",
+    "nodata/readme.md": "nothing",
+}
+
+
+def add_files(folder: Path) -> None:
+    rows = {name: "".join(json.dumps(row) + "\n" for row in found) for name, found in ROWS.items()}
+    for name, text in (FILES | rows).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+MISTAKES: list[Mistake] = [
+    # Tools
+    ([*GRPO, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN + r".*data.system_prompt"),
+    ([*GENERATE, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN),
+    ([*EVAL, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN),
+    ([*GRPO, "--tools", "calculator"], 2, r"never shown the tools calculator, for model has no chat template: set"),
+    ([*PLAY, "--tools", "code.py:add"], 2, r"reward.function is empty: give --reward"),
+    ([*GRPO, "--tools", "code.py:undocumented"], 2, r"the tool undocumented has no docstring, by which .*: write one"),
+    ([*GRPO, "--tools", "code.py:unhinted"], 2, r"the tool unhinted: its parameter a has no type hint: give it one of"),
+    ([*GRPO, "--tools", "code.py:add,code.py:add"], 2, r"there is a tool 'add' already; rename one of them"),
+    ([*GRPO, "--tools", "code.py"], 2, r"the tool 'code.py' is not a built-in .*name one function of a file"),
+    ([*GRPO, "--tools", "nodata"], 2, r"the tool 'nodata' is not a built-in .*nor file.py:function"),
+    ([*GRPO, "--tools", "syntax.py:f"], 2, r"environment.tools=syntax.py:f: .*SyntaxError: invalid syntax"),
+    ([*GRPO, "--tools", ""], 2, r"environment.tools: is empty: name tools, e.g. --tools calculator"),
+    ([*GRPO, "--tools", "search"], 2, r"the tool search needs environment.options.documents"),
+    ([*GRPO, "--tools", "python", "environment.options.second=3"], 2, r"options.second: none of the tools .*seconds"),
+    ([*GRPO, "--tools", "mcp:no-such-server"], 2, r"the MCP server 'no-such-server' does not answer: check its URL or"),
+    ([*GRPO, "--tools", "mcp:python dead.py"], 2, r"'python dead.py' does not answer: .*it printed: .*no database"),
+    ([*GRPO, "--tools", "mcp:http://127.0.0.1:9/mcp"], 2, r"does not answer: check its URL .*ConnectError"),
+    # Environments
+    ([*PLAY, "--environment", "code.py"], 2, r"environment.function=code.py: name a class or a function of a file"),
+    ([*PLAY, "--environment", "code.py:Half"], 2, r"Half has no method 'step': it takes `reset` and `step`"),
+    ([*PLAY, "--environment", "code.py:NoBoard"], 2, r"environment.function=code.py:NoBoard: .*RuntimeError: no board"),
+    ([*PLAY, "--environment", "code.py:Gym"], 2, rf"`step` returned \('seen', 1.0, True, False, \{{\}}\): {STEP}"),
+    ([*PLAY, "--environment", "code.py:Nothing"], 2, rf"`step` returned None: {STEP}"),
+    ([*PLAY, "--environment", "code.py:Pair"], 2, r"`reset` returned \('go', \{\}\) of type tuple as messages: return"),
+    ([*PLAY, "--environment", "code.py:Strict", "--dry-run"], 0, r"warning: .*Strict failed on the made-up reply"),
+    (
+        [*PLAY, "--environment", "code.py:Game", "environment.options.sise=4"],
+        2,
+        r"environment.options.sise: it takes no such option; it takes size",
+    ),
+    (
+        [*PLAY, "--environment", "code.py:Game", "environment.max_turns=1", "environment.max_turn_tokens=2"],
+        0,
+        r"warning: 100% of the answers are cut off: raise environment.max_turns=1\b",
+    ),
+    (GENERATE, 0, r"warning: \d+% of the answers are cut off: raise rollout.max_new_tokens=4"),
+    (EVAL, 0, r"warning: \d+% of the answers are cut off: raise rollout.max_new_tokens=4"),
+    ([*PLAY, "--environment", "code.py:silent"], 2, r"a trial episode ended before it asked the model for a reply"),
+    # Agents
+    ([*PLAY, "--agent", "no-such-agent"], 2, r"environment.agent=no-such-agent: there is no command 'no-such-agent'"),
+    ([*PLAY, "--agent", "python dead.py"], 2, r"python ended with status 1; it printed: no database"),
+    ([*PLAY, "--agent", "code.py"], 2, r"there is no command 'code.py' .*a function is named code.py:NAME"),
+    ([*PLAY, "--agent", "code.py:main"], 2, r"environment.agent=code.py:main: .*PermissionError: no key"),
+    ([*PLAY, "--agent", "code.py:main", "--environment", "code.py:Game"], 2, r"exclude each other: keep one of them"),
+]

@@ -1,0 +1,267 @@
+"""Mistakes of jobs that sample, tasks on given rows, and verbs that look at or hand on what runs have left."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+from tests.support.mistakes.home import Mistake
+from trueline.cli import main
+
+QUIET = ["monitoring.tensorboard=false", "runtime=local"]
+REWARD = ["--reward", "mine.py:digits"]
+MODEL, PROMPTS = ["--model", "model", "runtime=local", "rollout.max_new_tokens=4"], ["--data", "prompts.jsonl"]
+GENERATE = ["generate", *MODEL, *PROMPTS]
+EVAL = ["eval", *MODEL, "--eval-data", "prompts.jsonl"]
+RAFT = ["raft", *MODEL, *PROMPTS, "rounds=1"]
+ITERATIVE = ["iterative_dpo", *RAFT[1:]]
+TASK = ["--model", "model", *QUIET, "samples_per_step=1", "steps=1", "training.learning_rate=1e-2"]
+DISTILL = ["distill", *TASK, "--data", "sft.jsonl"]
+SERVE = ["serve-reward", "--model", "judge"]
+TAKEN = socket.create_server(("127.0.0.1", 0))  # for as long as the tests run
+PORT = str(TAKEN.getsockname()[1])
+
+ROWS = {
+    "pairs.jsonl": [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "b", "rejected": "e"}],
+    "good.jsonl": [{"prompt": prompt, "completion": "b", "label": True} for prompt in "ac"],
+    "steps.jsonl": [{"prompt": "a", "completions": ["one", "two"], "labels": [True, False]}],
+}
+
+
+def add_files(folder: Path) -> None:
+    for name, rows in ROWS.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change_model(folder, "wide", "config.json", '"vocab_size": 259', '"vocab_size": 300')
+    change_model(folder, "spelled", "tokenizer.json", '"b"', '"bb"')
+    named = [f"folder={folder}/runs", "--model", f"{folder}/model", "--data", f"{folder}/sft.jsonl"]
+    assert main(["sft", *TASK, *named, "--name", "saved"]) == 0
+    jobs = {"answered": "generate", "tested": "eval", "rounds": "raft"}
+    for name, verb in jobs.items():
+        (folder / "runs" / name).mkdir()
+        (folder / "runs" / name / "config.yaml").write_text(f"# trueline {verb}\nname: {name}\n")
+    (folder / "runs/rounds/round_1/sft").mkdir(parents=True)
+    (folder / "runs/rounds/round_1/sft/metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+
+
+def change_model(folder: Path, name: str, file: str, old: str, new: str) -> None:
+    shutil.copytree(folder / "model", folder / name)
+    text = (folder / name / file).read_text()
+    assert old in text
+    (folder / name / file).write_text(text.replace(old, new))
+
+
+MISTAKES: list[Mistake] = [
+    # generate
+    (["generate"], 2, r"data.path is empty: name a dataset"),
+    (["generate", *PROMPTS], 2, r"model.path is empty: name a model, e.g. --model"),
+    ([*GENERATE, "samples=0"], 2, r"samples: .*greater than or equal to 1 \(got 0\)"),
+    ([*GENERATE, "rollout.temperature=-1"], 2, r"rollout.temperature: .*greater than 0 \(got -1\)"),
+    ([*GENERATE, "temperature=0.7"], 2, r"unknown key 'temperature'; did you mean 'rollout.temperature'"),
+    ([*GENERATE, "keep=best"], 2, r"keep=best compares rewards: name one with --reward, or set keep=all$"),
+    ([*GENERATE, "pairs=true"], 2, r"pairs=true compares rewards: name one with --reward, or set pairs=false$"),
+    (
+        [*GENERATE, *REWARD, "pairs=true", "samples=1"],
+        2,
+        r"pairs=true needs two answers .*samples to 2 or more \(got 1",
+    ),
+    ([*GENERATE, "--name", "taken"], 2, r"taken exists: add --resume to go on with that run, or choose another --name"),
+    ([*GENERATE, "shard=2", "shards=2"], 2, r"shard=2 of shards=2 is not there: count from 0"),
+    ([*GENERATE, "shards=20", "shard=19"], 2, r"shard=19 of shards=20 has none of the 8 prompts: lower shards"),
+    (
+        [*GENERATE, "--model", "judge"],
+        2,
+        r"model.path=judge is a reward model .*which writes no text: name the model that it was",
+    ),
+    ([*GENERATE, "--model", "runs/tested"], 2, r"runs/tested is a run of eval, which trains no model: name a run that"),
+    (
+        [*GENERATE, *REWARD, "keep=threshold", "threshold=5", "--name", "low"],
+        0,
+        r"warning: nothing was kept: no reward reached threshold=5 \(the best answers have 0.\d+ on average\): low",
+    ),
+    ([*GENERATE, *REWARD, "keep=best", "samples=1", "--dry-run"], 0, r"warning: samples=1 leaves keep=best nothing to"),
+    (
+        [*GENERATE, "--reward", "mine.py:constant", "pairs=true", "--name", "equal"],
+        0,
+        r"warning: no prompt has a pair, for its answers have equal rewards .*raise samples",
+    ),
+    # eval
+    (["eval", *MODEL, *REWARD], 2, r"evaluation.data is empty: name prompts with --eval-data"),
+    ([*EVAL], 2, r"reward.function is empty: give --reward"),
+    ([*EVAL, *REWARD, "evaluation.samples=0"], 2, r"evaluation.samples: .*greater than or equal to 1 \(got 0\)"),
+    ([*EVAL, *REWARD, "samples=4"], 2, r"unknown key 'samples'; did you mean 'evaluation.samples'"),
+    ([*EVAL, *REWARD, "evaluation.temperature=-1"], 2, r"evaluation.temperature: .*\(got -1\)"),
+    (
+        [*EVAL, *REWARD, "evaluation.samples=4"],
+        2,
+        r"samples=4 greedy answers would all be the same: set evaluation.temp",
+    ),
+    ([*EVAL, *REWARD, "--model", "runs/begun"], 2, r"runs/begun is a run of sft without a checkpoint yet: .*--resume"),
+    (
+        [*EVAL, "--reward", "exact"],
+        2,
+        r"reward.function=exact: no value for its parameter 'label'; .*data.label_column",
+    ),
+    (["eval", *MODEL, "--data", "nothing.jsonl", *REWARD], 2, r"evaluation.data=nothing.jsonl: there is no such file"),
+    # raft and iterative_dpo
+    ([*RAFT], 2, r"keep=best compares rewards: name one with --reward, or set keep=all$"),
+    ([*RAFT, *REWARD, "rounds=0"], 2, r"rounds: .*greater than or equal to 1 \(got 0\)"),
+    ([*RAFT, *REWARD, "--model", "judge"], 2, r"model.path=judge is a reward model .*which writes no text"),
+    (
+        [*RAFT, *REWARD, "keep=threshold", "threshold=9", "--name", "high"],
+        1,
+        r"round_1/generate has nothing for sft in kept.jsonl: nothing was kept: no reward reached threshold=9",
+    ),
+    ([*ITERATIVE], 2, r"reward.function is empty: iterative_dpo prefers answers by their rewards: name one with --rew"),
+    ([*ITERATIVE, *REWARD, "samples=1"], 2, r"pairs=true needs two answers to a prompt: set samples to 2 or more"),
+    (
+        [*ITERATIVE, "--reward", "mine.py:constant", "--name", "even"],
+        1,
+        r"error: round_1/generate has nothing for dpo in pairs.jsonl: no prompt has a pair, for its answers have equal",
+    ),
+    # tasks on given rows
+    (["dpo", *TASK], 2, r"data.path is empty: name a dataset"),
+    (
+        ["dpo", *TASK, "--data", "sft.jsonl"],
+        2,
+        r"sft.jsonl, line 1 has the columns prompt, completion, .*chosen \+ reje",
+    ),
+    (["dpo", *TASK, "--data", "pairs.jsonl", "preference.label_smoothing=0.6"], 2, r"label_smoothing: .*\(got 0.6\)"),
+    (
+        ["dpo", *TASK, "--data", "pairs.jsonl", "--model", "judge"],
+        2,
+        r"model.path=judge is a reward model .*which writes no text",
+    ),
+    (
+        ["ipo", *TASK, "--data", "pairs.jsonl", "preference.label_smoothing=0.1"],
+        2,
+        r"label_smoothing=0.1 is for loss=si",
+    ),
+    (["simpo", *TASK, "--data", "pairs.jsonl", "preference.gamma=-1"], 2, r"preference.gamma: .*\(got -1\)"),
+    (
+        ["kto", *TASK, "--data", "good.jsonl"],
+        2,
+        r"good.jsonl, line 1 to .*all 2 labels are true; .*add rows with the la",
+    ),
+    (
+        ["kto", *TASK, "--data", "sft.jsonl"],
+        2,
+        r"sft.jsonl, line 1 has the columns .*rated: .*completion/answer/respon",
+    ),
+    (
+        ["rm", *TASK, "--data", "same.jsonl"],
+        2,
+        r"same.jsonl, line 1: chosen and rejected are the same, 'b': change or ",
+    ),
+    (
+        ["rm", *TASK, "--data", "pairs.jsonl", "reward_model.margin_column=gap"],
+        2,
+        r"reward_model.margin_column=gap: pairs.jsonl, line 1 has no such column; it has prompt, chosen, rejected",
+    ),
+    (
+        ["prm", *TASK, "--data", "steps.jsonl", "data.step_separator="],
+        2,
+        r"data.step_separator is empty: name the text",
+    ),
+    (
+        ["prm", *TASK, "--data", "steps.jsonl", "data.step_separator=wo", "--dry-run"],
+        0,
+        r"1 steps that hold data.step_separator, at which a reply would be cut in two",
+    ),
+    (
+        ["prm", *TASK, "--data", "steps.jsonl", "--model", "judge"],
+        2,
+        r"model.path=judge is a reward model .*its head has another shape",
+    ),
+    ([*DISTILL, "distill.teacher=nothere"], 2, r"distill.teacher=nothere: there is no such folder or run"),
+    ([*DISTILL, "distill.teacher=judge"], 2, r"distill.teacher=\S*judge is a reward model .*which writes no text"),
+    (
+        [*DISTILL, "distill.teacher=wide"],
+        2,
+        r"distill.teacher=\S*wide: it knows 300 tokens and the student 259: choose",
+    ),
+    ([*DISTILL, "distill.teacher=spelled"], 2, r"distill.teacher=\S*spelled: its tokenizer is not that of model.path="),
+    (
+        [*DISTILL, "distill.teacher=runs/saved", "distill.top_k=1000"],
+        2,
+        r"distill.top_k=1000 is more than the 259 token",
+    ),
+    ([*DISTILL, "distill.teacher=model", "--dry-run"], 0, r"warning: distill.teacher=\S*model is the student itself"),
+    # serve-reward
+    ([*SERVE, "--model", "model"], 2, r"model: its config.json says LlamaForCausalLM, which is no reward model: train"),
+    ([*SERVE, "--model", "runs/begun"], 2, r"runs/begun is a run of sft without a checkpoint yet"),
+    ([*SERVE, "--port", "99999"], 2, r"port: .*less than or equal to 65535 \(got 99999\)"),
+    ([*SERVE, "--port", PORT], 2, rf"port={PORT}: cannot listen there \(.*in use\): choose .* a port that is free"),
+    (
+        [*SERVE, "--host", "nohost.invalid"],
+        2,
+        r"host=nohost.invalid, .*cannot listen there \(.*\): choose a host that is",
+    ),
+    # export
+    (["export", "nowhere", "out"], 2, r"nowhere: neither it nor runs/nowhere is a folder: name a run or a checkpoint"),
+    (["export", "runs/begun", "out"], 2, r"runs/begun: neither a checkpoint nor a run .*name a run that has saved one"),
+    (["export", "saved", "model"], 2, r"model exists: name a new folder"),
+    (
+        ["export", "saved", "notes.txt/out"],
+        2,
+        r"notes.txt/out: cannot be written, for notes.txt is no folder.*name a new",
+    ),
+    (["export", "saved", "out", "--merge"], 2, r"step_000001 has no adapter \(model.lora.rank=0\).*leave --merge out"),
+    (
+        ["export", "saved", "out", "--average"],
+        2,
+        r"no moving average was kept \(training.ema_decay=0\): leave --average",
+    ),
+    (["export", "saved", "out", "--dtype", "float16"], 2, r"--dtype: invalid choice: 'float16' \(choose from"),
+    # report, watch, explain
+    (
+        ["report", "runs/begun", "--out", "begun.html"],
+        0,
+        r"warning: begun has logged no step yet: the page shows its plan",
+    ),
+    (["report", "runs/tested"], 2, r"runs/tested is a run of eval, which logs no steps: look at .*evaluation.json"),
+    (
+        ["report", "runs/rounds"],
+        2,
+        r"runs/rounds is a run of raft, whose rounds are .*name some of them, \S*round_1/sft",
+    ),
+    (["report", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
+    (
+        ["report", "saved", "--svg", "lss"],
+        2,
+        r"--svg lss: no run has this metric \(did you mean 'loss'\?\); there are ",
+    ),
+    (["report", "saved", "--svg", ","], 2, r"--svg names no metric; there are grad_norm, .*loss"),
+    (["report", "begun", "--svg", "loss"], 2, r"--svg loss: begun has logged no step yet"),
+    (["report", "saved", "--svg", "loss", "--mean", "0"], 2, r"--mean: '0' is not a whole number above 0"),
+    (["report", "saved", "--mean", "5"], 2, r"--mean 5 is for --svg: .*leave --mean out"),
+    (
+        ["report", "saved", "--svg", "loss", "--out", "a.png"],
+        2,
+        r"--out a.png: a picture of curves is no .png file: let ",
+    ),
+    (["report", "saved", "--out", "a.svg"], 2, r"--out a.svg: a page is no .svg file: let its name end in .html"),
+    (
+        ["report", "saved", "--out", "nowhere/a.html"],
+        2,
+        r"--out nowhere/a.html: cannot be written .*a folder that exists",
+    ),
+    (["watch", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
+    (["watch", "saved", "--port", "99999"], 2, r"'99999' is not a port: give a whole number from 0"),
+    (["watch", "saved", "--port", PORT], 2, rf"port={PORT}: cannot listen there \(.*in use\)"),
+    (["explain", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
+    (["explain", "begun"], 2, r"runs/begun has no logs, so there is nothing to explain: name a run that was started"),
+    # doctor and demo
+    (["doctor", "nothing"], 2, r"unknown verb 'nothing'; `trueline -h` lists every verb"),
+    (["doctor", "export"], 2, r"'export' makes no run: `trueline doctor -h` lists the verbs that do"),
+    (["doctor", *EVAL, *REWARD, "--deep"], 2, r"doctor eval has no --deep part, .*leave --deep out"),
+    (["doctor", "dpo", *TASK, "--data", "sft.jsonl"], 1, r"1 refused"),
+    (["demo", "--folder", "split"], 2, r"--folder split exists: name a new folder"),
+    (
+        ["demo", "--folder", "notes.txt/new"],
+        2,
+        r"--folder \S*notes.txt/new: cannot be made \(Not a directory\): name a",
+    ),
+    (["demo", "--steps", "0"], 2, r"--steps: '0' is not a whole number above 0"),
+    (["demo", "--seed", "-1", "--folder", "seeded"], 2, r"seed: .*greater than or equal to 0 \(got -1\)"),
+    (["demo", "--seed", "9" * 20, "--folder", "seeded"], 2, r"seed: .*less than or equal to \d+ \(got 9+\)"),
+]

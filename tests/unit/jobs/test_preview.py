@@ -1,0 +1,53 @@
+"""Prompts as `trueline data preview` shows them for verbs that sample."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import make_tiny_model
+from trueline.cli import main
+from trueline.config.algorithm import PRESETS
+
+Screen = pytest.CaptureFixture[str]
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preview")
+    make_tiny_model(folder / "model", tied=True)
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1), "unit": "kg"} for number in range(5)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "talk.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def preview(home: Path, screen: Screen, *words: str) -> list[str]:
+    files = ["--model", str(home / "model"), "--data", str(home / "sums.jsonl")]
+    template = [f"data.chat_template={home}/talk.jinja", "data.system_prompt=Add"]
+    assert main(["data", "preview", *words, *files, *template]) == 0, screen.readouterr().err
+    return screen.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("verb", [*PRESETS, "generate", "eval", "raft", "iterative_dpo"])
+def test_prompts_are_shown_as_engines_get_them(home: Path, capsys: Screen, verb: str) -> None:
+    shown = preview(home, capsys, verb, "--rows", "2")
+    assert shown[0].startswith(f"data       5 prompts of {home}/sums.jsonl, longest ")
+    texts = [line for line in shown if line.startswith("<")]
+    assert texts == ["<system>Add<user>0+1=<assistant>", "<system>Add<user>1+1=<assistant>"]
+    assert shown[4:7] == ['  label    "1"', '  answer   "1"', '  unit     "kg"']
+    assert preview(home, capsys, "--rows", "2", "--task", verb) == shown == preview(home, capsys, f"--task={verb}")[:-6]
+
+
+def test_tools_limits_and_rewards_are_seen(home: Path, capsys: Screen) -> None:
+    shown = preview(home, capsys, "grpo", "--tools", "calculator", "rollout.max_prompt_tokens=3")
+    assert "<tool>calculator<system>Add<user>0+1=<assistant>" in shown
+    assert ", more than rollout.max_prompt_tokens=3" in shown[2]
+    files = ["--model", str(home / "model"), "--data", str(home / "sums.jsonl"), "--reward", "mth"]
+    assert main(["data", "preview", "grpo", *files]) == 2
+    assert "reward.function=mth: not a built-in" in capsys.readouterr().err

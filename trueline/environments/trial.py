@@ -1,0 +1,107 @@
+"""One episode with a made-up reply, before models load: what a run would stumble over at once is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from trueline.config.base import ConfigError
+from trueline.data.messages import Message, Talk, Tool
+from trueline.data.types import Completion, Prompt
+from trueline.environments.base import EnvironmentFailure, OutOfBudget, Reply, Structure, WrongResult, as_said
+from trueline.environments.endpoint import Endpoint
+from trueline.environments.hosts import Hosts, Mistake
+from trueline.environments.played import Agent, Game, check_earned
+from trueline.environments.structures import Structures
+from trueline.environments.tools.calls import SPELLINGS, parse_reply
+from trueline.rewards.combined import CombinedReward
+
+SECONDS, CLOSE_SECONDS = 10.0, 2.0
+MADE_UP = "I do not know."
+LAST_LINES = 400  # characters of a log
+
+
+class MadeUpPolicy:
+    """Has one thing to say, once, and nothing where a format is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    async def reply(
+        self,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        return (await self.replies(1, messages, tools, worded, stop))[0]
+
+    async def replies(
+        self,
+        count: int,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Callable[[str], Message] = as_said,
+        stop: Sequence[str] = (),
+        structure: Structure | None = None,
+    ) -> list[Reply]:
+        before, self.asked = self.asked, True
+        if before or structure is not None:
+            raise OutOfBudget("a trial has one reply, in no format")
+        return [Reply(MADE_UP, worded(MADE_UP), Completion.of([0], [0.0], 0, "stop"), 1)] * count
+
+    def add_reward(self, reward: float) -> None: ...
+
+    def hear(self, messages: list[Message]) -> None: ...
+
+    def talk(self) -> Talk:
+        return Talk()
+
+
+async def try_episode(hosts: Hosts, prompt: Prompt, *, rewarded: bool) -> list[str]:
+    """Refuse an environment that fails before its first reply or returns what none may; return other failures."""
+    words, policy = hosts.program.words(), MadeUpPolicy()
+    seconds = min(SECONDS, hosts.program.config.timeout_seconds)
+    async with opened_environment(hosts) as environment:
+        try:
+            async with asyncio.timeout(seconds):
+                place = await environment.place()
+                earned = await environment.take_turns(place, policy, prompt)
+            check_earned(earned, place, rewarded or not policy.asked)
+        except (TimeoutError, OutOfBudget, Mistake):  # it needs longer, goes on, or blames the reply
+            return []
+        except WrongResult as failure:
+            raise ConfigError(str(failure)) from None
+        except EnvironmentFailure as failure:
+            if not policy.asked:
+                raise ConfigError(str(failure).removesuffix(" (see the log)") + last_lines(hosts)) from None
+            why = str(failure).removeprefix(f"{words}: ").strip().rpartition("\n")[2]
+            return [f"{words} failed on the made-up reply {MADE_UP!r}: {why}; such episodes have no reward"]
+    if not policy.asked:
+        raise ConfigError(f"{words}: a trial episode ended before it asked the model for a reply{last_lines(hosts)}")
+    return []
+
+
+@asynccontextmanager
+async def opened_environment(hosts: Hosts) -> AsyncIterator[Game | Agent]:
+    """Open the environment of one episode as a run does, and give its place back."""
+    rewards, endpoint = CombinedReward({}, 0.0), None
+    environment: Game | Agent = Game(hosts, rewards)
+    if hosts.hosts[0].about["plays"] == "itself":
+        every = Structures(SPELLINGS["json"], lambda structure: "")  # which of them an engine can follow is the run's
+        endpoint = Endpoint(model="policy", decode=str, structures=every)
+        await endpoint.start()
+        environment = Agent(hosts, rewards, endpoint, lambda text: parse_reply(text, "auto"))
+    try:
+        yield environment
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await environment.close()
+        if endpoint is not None:
+            await endpoint.stop()
+
+
+def last_lines(hosts: Hosts) -> str:
+    """Return what the user's code printed last, for the log of a trial is gone with it."""
+    said = hosts.log.read_text(errors="replace").strip()[-LAST_LINES:]
+    return f"; it printed: {said}" if said else ""

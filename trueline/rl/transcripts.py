@@ -1,0 +1,71 @@
+"""Which episodes of a step are written to transcripts.jsonl, and what of each."""
+
+import math
+from statistics import fmean
+
+import numpy as np
+
+from trueline.data.messages import content_of
+from trueline.data.types import Trajectory
+
+PAIR = 2  # groups of a step: one whose rewards differ most, one by chance
+HELD_OUT = 3  # completions of an evaluation
+
+
+def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
+    several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
+    said = [
+        {"number": number, "prompt": one.prompt, "turns": one.completion} for number, one in enumerate(several, start=1)
+    ]
+    return {
+        "purpose": purpose,
+        "group": trajectory.group,
+        "prompt": content_of(trajectory.prompt.messages[-1]),
+        "reply": trajectory.reply,
+        "label": trajectory.prompt.label,
+        "source": trajectory.prompt.source,
+        "reward": trajectory.reward,
+        "outcome": str(trajectory.outcome),
+        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
+        **({"turns": trajectory.turns} if trajectory.turns else {}),
+        **({"conversations": said} if said else {}),
+        **trajectory.metrics,
+    }
+
+
+def group_count(wanted: int, group_size: int, step: int, last_step: int) -> int:
+    """Return how many groups a step writes, so that `wanted` is the mean number of transcripts of a step.
+
+    Where groups are too large for that, some steps write two groups and others none; the first and the last write.
+    """
+    if wanted // group_size >= PAIR or not wanted:
+        return wanted // group_size
+    share = wanted / (PAIR * group_size)
+    due = math.ceil(step * share) > math.ceil((step - 1) * share)
+    return PAIR if due or step == last_step else 0
+
+
+def chosen_episodes(trajectories: list[Trajectory], count: int, seed: list[int]) -> list[int]:
+    """Choose so many groups of a step, and return the places of their episodes.
+
+    The first group is the one whose rewards differ most; the others are drawn, by a seed that makes it repeatable.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, one in enumerate(trajectories):
+        groups.setdefault(one.group, []).append(place)
+    widest = max(groups.values(), key=lambda places: spread([trajectories[place] for place in places]))
+    others = [places for places in groups.values() if places is not widest]
+    drawn = np.random.default_rng(seed).permutation(len(others))
+    return [place for places in [widest, *(others[at] for at in drawn)][:count] for place in places]
+
+
+def spread(group: list[Trajectory]) -> float:
+    """Return the deviation of a group's rewards."""
+    rewards = [one.reward for one in group if one.reward is not None]
+    mean = fmean(rewards or [0.0])
+    return sum((reward - mean) ** 2 for reward in rewards) / max(len(rewards), 1)
+
+
+def held_out_count(samples: int) -> int:
+    """Return how many completions of an evaluation are written: all of the first prompt, of more where it has few."""
+    return math.ceil(HELD_OUT / samples) * samples
