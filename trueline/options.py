@@ -17,15 +17,17 @@ SWITCHES = ("--deep", "--dry-run", "--restart", "--resume")  # which take no val
 Words = list[str]
 
 
-class Once(argparse.Action):
-    """Stores the value of a flag; a second, different one for the same key is refused, not taken in silence."""
+class OneKey(argparse.Action):
+    """Stores the value of a flag. A later one wins, as keys do; two flags that give one key two values are refused."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        before = vars(namespace).get(self.dest)
-        if option_string and before not in (None, self.default, values):
-            parser.error(f"{option_string} {values}: {self.dest} is already {before}; give one of the two")
+        setters: dict[str, Any] = vars(namespace).setdefault("setters", {})
+        flag, before = setters.get(self.dest, option_string), vars(namespace).get(self.dest)
+        if flag != option_string and before != values:
+            parser.error(f"{option_string} {values}: {flag} has set {self.dest} to {before}; give one of the two")
+        setters[self.dest] = option_string
         setattr(namespace, self.dest, values)
 
 
@@ -36,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.register("action", None, Once)
+        self.register("action", None, OneKey)
 
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

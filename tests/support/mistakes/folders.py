@@ -73,7 +73,7 @@ MISTAKES: list[Mistake] = [
     (
         [*SFT, "--data", "sft.jsonl", "model.path=runs/lost"],
         2,
-        r"step_000002/model: model.safetensors is missing; copy or",
+        r"step_000002/model: 1 of 1 weight files are missing, model.safetensors for one: copy or",
     ),
     ([*SFT, "--data", "sft.jsonl", "model.path=cut_model"], 2, f"cut_model/model.safetensors{DAMAGED}"),
     ([*SFT, "--data", "sft.jsonl", "model.path=empty_model"], 2, f"empty_model/model.safetensors{DAMAGED}"),
@@ -81,7 +81,7 @@ MISTAKES: list[Mistake] = [
     (
         [*GRPO, "model.path=shards"],
         2,
-        r"model.path=shards: model-00002-of-00002.safetensors is missing; copy or download",
+        r"model.path=shards: 1 of 2 weight files are missing, model-00002-of-00002.safetensors for one: copy or download",
     ),
     ([*GRPO, "reward.function=cut_judge"], 2, f"cut_judge/model.safetensors{DAMAGED}"),
     (["eval", "--model", "cut_model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits"], 2, DAMAGED),
