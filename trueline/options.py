@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.register("action", None, OneKey)
+        self.register("action", None, Once)
 
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
