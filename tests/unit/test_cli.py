@@ -195,7 +195,8 @@ def test_keys_are_found_by_their_names_and_meanings(capsys: pytest.CaptureFixtur
     rates = shown("grpo", "learning_rate")
     assert "training.learning_rate" in rates and "critic.learning_rate" in rates and "steps" not in rates
     assert shown("grpo", "--filter", "LEARNING_RATE") == rates == shown("--filter", "learning_rate", "grpo")
-    assert shown("grpo", "learning", "Muon") == ["training.learning_rate"]  # of which one is in the meaning
+    muon = shown("grpo", "learning_rate", "Muon")  # which is in the meaning alone
+    assert muon and set(muon) <= set(rates)
     assert len(shown("sft")) > 50
 
 
