@@ -102,9 +102,9 @@ def find_latest() -> RunFolder:
 
 
 def runs_named(word: str) -> list[RunFolder]:
-    """Return the run of a word, or those of a folder of runs that were touched last."""
+    """Return the run of a word, or those of a folder of runs that were touched last, of verbs that log steps."""
     inside = [] if is_run(RunFolder(Path(word))) else RunFolder.all_in(Path(word))
-    return inside[:MOST_RUNS] or [find_run(word)]
+    return [one for one in inside if not unlogged(one)][:MOST_RUNS] or inside[:1] or [find_run(word)]
 
 
 def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
@@ -138,10 +138,15 @@ def find_run(word: str) -> RunFolder:
 
 def check_logs_steps(folder: RunFolder) -> None:
     """Refuse runs of verbs that log no steps, of which a page would show nothing."""
-    verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
-    if files := RESULTS.get(verb):
-        where = ", ".join(str(folder.path / file) for file in files)
+    if verb := unlogged(folder):
+        where = ", ".join(str(folder.path / file) for file in RESULTS[verb])
         raise ConfigError(f"{folder.path} is a run of {verb}, which logs no steps: look at {where}")
+
+
+def unlogged(folder: RunFolder) -> str:
+    """Return the verb of a run that logs no steps; empty: it does, or may."""
+    verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
+    return verb if verb in RESULTS else ""
     if verb in ROUNDS:
         stages = [str(file.parent) for file in sorted(folder.path.glob("round_*/*/metrics.jsonl"))]
         known = f": name some of them, {', '.join(stages)}" if stages else "; none of them has logged a step yet"
