@@ -22,7 +22,6 @@ from trueline.options import (
     add_config_options,
     given_flags,
     keys_first,
-    port_number,
     positive,
     verb_first,
 )
@@ -162,6 +161,7 @@ def add_reward_verbs(verbs: Any) -> None:
     trial.add_argument("--reply", help="reply to ask about; default: each row's label or completion")
     trial.add_argument("--rows", type=positive, default=3, help="how many, from the first on (default 3)")
     add_config_options(trial, TRIAL_FLAGS, GenerateConfig)
+    trial.stray = "give a reply as --reply {0!r}"
     trial.set_defaults(run=try_reward)
 
 
@@ -206,7 +206,7 @@ def add_report_verbs(verbs: Any) -> None:
     report.set_defaults(run=run_report)
     watch = verbs.add_parser("watch", help="serve that page to this machine, and keep it up to date")
     watch.add_argument("of", nargs="*", metavar="RUN", help=runs)
-    watch.add_argument("--port", type=port_number, default=0, help="default: any free one")
+    watch.add_argument("--port", type=int, default=0, help="default: any free one")
     watch.set_defaults(run=run_watch)
 
 
@@ -273,8 +273,6 @@ def preview_data(options: argparse.Namespace) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
-    if stray := [word for word in options.overrides if "=" not in word]:
-        raise ConfigError(f"{stray[0]!r} is neither an option nor key=value: give a reply as --reply {stray[0]!r}")
     config = GenerateConfig.load(options.config, [*given_flags(options, TRIAL_FLAGS), *options.overrides])
     quiet_libraries()
     from trueline.jobs.try_reward import show_trial  # noqa: PLC0415
@@ -356,10 +354,7 @@ def run_demo(options: argparse.Namespace) -> int:
     from trueline.demo.run import run  # noqa: PLC0415
     from trueline.monitoring.run_folder import default_name  # noqa: PLC0415
 
-    folder = options.folder or Path("runs") / default_name("demo")
-    if folder.exists():
-        raise ConfigError(f"--folder {folder} exists: name a new folder for the model, data and runs of the demo")
-    return run(folder, options.seed, options.steps)
+    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:

@@ -17,17 +17,20 @@ SWITCHES = ("--deep", "--dry-run", "--restart", "--resume")  # which take no val
 Words = list[str]
 
 
-class OneKey(argparse.Action):
-    """Stores the value of a flag. A later one wins, as keys do; two flags that give one key two values are refused."""
+class Once(argparse.Action):
+    """Stores the value of a flag, prints which is replaced by a later one, and refuses two flags of one key."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        setters: dict[str, Any] = vars(namespace).setdefault("setters", {})
-        flag, before = setters.get(self.dest, option_string), vars(namespace).get(self.dest)
-        if flag != option_string and before != values:
-            parser.error(f"{option_string} {values}: {flag} has set {self.dest} to {before}; give one of the two")
-        setters[self.dest] = option_string
+        given: dict[str, str] = vars(namespace).setdefault("given", {})  # key -> the flag that has set it
+        before, flag = vars(namespace).get(self.dest), given.get(self.dest)
+        if flag and before != values and flag != option_string:
+            parser.error(f"{option_string} {values}: {flag} has set {self.dest}={before} already; give one of the two")
+        if flag and before != values:
+            sys.stderr.write(f"{flag} {before} does not count, for {flag} {values} stands behind it\n")
+        if option_string:
+            given[self.dest] = option_string
         setattr(namespace, self.dest, values)
 
 
@@ -36,9 +39,11 @@ class CommandParser(argparse.ArgumentParser):
 
     respell: Callable[[Words], Words] = staticmethod(lambda words: words)  # before they are parsed
 
+    stray = ""  # what to write in place of a word that is neither a flag nor a key
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.register("action", None, OneKey)
+        self.register("action", None, Once)
 
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -63,7 +68,8 @@ class CommandParser(argparse.ArgumentParser):
             try:
                 parse_override(word)
             except ConfigError as error:
-                lines.append(str(error))
+                about = "{0!r} is neither an option nor key=value: " + self.stray
+                lines.append(about.format(word) if self.stray else str(error))
         return lines and [*lines, *unknown_keys(kind, options.config, [word for word in words if KEY.match(word)])]
 
     def _unknown_flag(self, word: str, kind: type[Config]) -> str:
@@ -149,10 +155,4 @@ def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> Words:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def port_number(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give a whole number from 0, any free one, to 65535")
     return int(text)

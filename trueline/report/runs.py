@@ -86,8 +86,6 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
     """
     found = [folder for word in words for folder in runs_named(word)] or [find_latest()]
     folders = list({folder.path.resolve(): folder for folder in found}.values())
-    for folder in folders:
-        check_logs_steps(folder)
     names = [folder.path.resolve().name for folder in folders]
     return {
         name if names.count(name) == 1 else str(folder.path): folder
@@ -102,9 +100,14 @@ def find_latest() -> RunFolder:
 
 
 def runs_named(word: str) -> list[RunFolder]:
-    """Return the run of a word, or those of a folder of runs that were touched last, of verbs that log steps."""
+    """Return the run of a word, or those of a folder of runs that were touched last; they log steps."""
     inside = [] if is_run(RunFolder(Path(word))) else RunFolder.all_in(Path(word))
-    return [one for one in inside if not unlogged(one)][:MOST_RUNS] or inside[:1] or [find_run(word)]
+    if kept := [one for one in inside if not without_steps(one)]:
+        return kept[:MOST_RUNS]
+    found = find_run(word)
+    if refused := without_steps(found):
+        raise ConfigError(refused)
+    return [found]
 
 
 def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
@@ -136,21 +139,17 @@ def find_run(word: str) -> RunFolder:
     )
 
 
-def check_logs_steps(folder: RunFolder) -> None:
-    """Refuse runs of verbs that log no steps, of which a page would show nothing."""
-    if verb := unlogged(folder):
-        where = ", ".join(str(folder.path / file) for file in RESULTS[verb])
-        raise ConfigError(f"{folder.path} is a run of {verb}, which logs no steps: look at {where}")
-
-
-def unlogged(folder: RunFolder) -> str:
-    """Return the verb of a run that logs no steps; empty: it does, or may."""
+def without_steps(folder: RunFolder) -> str:
+    """Return where to look instead, of a run whose verb logs no steps: a page would show nothing of it."""
     verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
-    return verb if verb in RESULTS else ""
+    if files := RESULTS.get(verb):
+        where = ", ".join(str(folder.path / file) for file in files)
+        return f"{folder.path} is a run of {verb}, which logs no steps: look at {where}"
     if verb in ROUNDS:
         stages = [str(file.parent) for file in sorted(folder.path.glob("round_*/*/metrics.jsonl"))]
         known = f": name some of them, {', '.join(stages)}" if stages else "; none of them has logged a step yet"
-        raise ConfigError(f"{folder.path} is a run of {verb}, whose rounds are runs of their own{known}")
+        return f"{folder.path} is a run of {verb}, whose rounds are runs of their own{known}"
+    return ""
 
 
 class RunReader:

@@ -81,7 +81,7 @@ MISTAKES: list[Mistake] = [
     (
         [*GRPO, "model.path=shards"],
         2,
-        r"model.path=shards: 1 of 2 weight files are missing, model-00002-of-00002.safetensors for one: copy or download",
+        r"model.path=shards: 1 of 2 weight files are missing, model-00002-of-00002.safetensors for one: copy or",
     ),
     ([*GRPO, "reward.function=cut_judge"], 2, f"cut_judge/model.safetensors{DAMAGED}"),
     (["eval", "--model", "cut_model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits"], 2, DAMAGED),

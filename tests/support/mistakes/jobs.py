@@ -246,7 +246,7 @@ MISTAKES: list[Mistake] = [
         r"--out nowhere/a.html: cannot be written .*a folder that exists",
     ),
     (["watch", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
-    (["watch", "saved", "--port", "99999"], 2, r"'99999' is not a port: give a whole number from 0"),
+    (["watch", "saved", "--port", "99999"], 2, r"port=99999: cannot listen there \(.*0-65535.*a port that is free"),
     (["watch", "saved", "--port", PORT], 2, rf"port={PORT}: cannot listen there \(.*in use\)"),
     (["explain", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
     (["explain", "begun"], 2, r"runs/begun has no logs, so there is nothing to explain: name a run that was started"),
@@ -255,7 +255,7 @@ MISTAKES: list[Mistake] = [
     (["doctor", "export"], 2, r"'export' makes no run: `trueline doctor -h` lists the verbs that do"),
     (["doctor", *EVAL, *REWARD, "--deep"], 2, r"doctor eval has no --deep part, .*leave --deep out"),
     (["doctor", "dpo", *TASK, "--data", "sft.jsonl"], 1, r"1 refused"),
-    (["demo", "--folder", "split"], 2, r"--folder split exists: name a new folder"),
+    (["demo", "--folder", "split"], 2, r"--folder \S*split: cannot be made \(File exists\): name a new folder"),
     (
         ["demo", "--folder", "notes.txt/new"],
         2,

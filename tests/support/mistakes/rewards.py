@@ -307,7 +307,7 @@ MISTAKES: list[Mistake] = [
     # Trying one.
     ([*TRY, "mine.py:digits", "--rows", "0"], 2, r"argument --rows: '0' is not a whole number above 0"),
     ([*TRY, "mine.py:digits", "--rows", "100"], 0, r"row 8 of .*rows prompts.jsonl has 8 of the 100 asked for"),
-    ([*TRY, "mine.py:digits", "7"], 2, r"'7' is not an override: write it as section.key=value"),
+    ([*TRY, "mine.py:digits", "7"], 2, r"'7' is neither an option nor key=value: give a reply as --reply '7'"),
     (["reward", "try", "--reward", "mine.py:digits"], 2, r"data.path is empty: name a dataset"),
     ([*TRY, "flaws.py:trl", "--reply", "abc"], 0, r"reward 3 .*has TRL's parameters"),
 ]

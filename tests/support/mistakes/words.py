@@ -23,6 +23,7 @@ MISTAKES: list[Mistake] = [
         r"--num_generations; .*group_size'\? unknown option --per_device_train_batch_size; .*`prompts_per_step`.* "
         r"unknown option --bf16; .*`model.dtype=bfloat16` unknown key 'beta'; did you mean 'algorithm.kl.coefficient'",
     ),
+    ([*GRPO, "--model", "none"], 2, r"--model model does not count, for --model none stands behind it"),
     ([*GRPO, "--steps=0"], 2, r"unknown option --steps=0; keys are written as key=value; did you mean 'steps'"),
     ([*GRPO, "--name"], 2, r"argument --name: expected one argument"),
     ([*GRPO, "--config", "twice.yaml"], 2, r"'training.learning_rate' stands in lines 3 and 5: keep one of them"),
@@ -32,7 +33,7 @@ MISTAKES: list[Mistake] = [
     (
         ["eval", "--model", "model", "--data", "a", "--eval-data", "b"],
         2,
-        r"--eval-data b: --data has set evaluation.data to a; give one of the two",
+        r"--eval-data b: --data has set evaluation.data=a",
     ),
     (["eval", "--model", "model"], 2, r"evaluation.data is empty: name prompts"),
     (["doctor", "--deep", "gpro"], 2, r"unknown verb 'gpro'; did you mean 'grpo'"),
