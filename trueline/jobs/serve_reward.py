@@ -6,7 +6,7 @@ import secrets
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,19 @@ def serve(config: ServingConfig) -> int:
     return 0
 
 
+def served_head(path: str) -> str:
+    """Return the head of a reward model; one that has none is refused where the model is checked."""
+    with suppress(ConfigError):
+        return reward_model_head(resolve_path(path))
+    return "reward"
+
+
 def plan_serving(config: ServingConfig) -> ServingPlan:
     """Fill in and check all that can be known without loading the model."""
     model = config.served_model()
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
-    facts, machine = check_model(model, "reward"), machine_at_hand()
+    facts, machine = check_model(model, served_head(model.path)), machine_at_hand()
     check_parallel(model, facts)
     model = model.replaced(
         {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}

@@ -287,7 +287,7 @@ def test_steps_that_are_cut_keep_their_labels_aligned(chat: ChatFormat) -> None:
     (sample,) = encodings.samples
     assert sample.mask.tolist() == [False] * 4 + [True, False]
     assert sample.step_labels.tolist() == [0, 0, 0, 0, 1, 0]
-    assert encodings.counts == {"rows": 1, "truncated": 1, "dropped": 0}
+    assert {what: count for what, count in encodings.counts.items() if count} == {"rows": 1, "truncated": 1}
     with pytest.raises(ConfigError, match=r"f, line 1: its first max_tokens=4 tokens"):
         encode_steps([STEPS], chat, 4, "truncate", "\n")
     short = StepRated(user("q"), ["a"], [0.0], "f, line 2")

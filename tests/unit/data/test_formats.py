@@ -277,7 +277,7 @@ def test_a_margin_that_is_no_number_is_named_by_row(gap: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"chosen": "3"}, "chosen and rejected are the same: '3'"),
+        ({"chosen": "3"}, "chosen and rejected are the same, '3'"),
         ({"chosen": ""}, "column 'chosen' must be non-empty text"),
         ({"rejected": None}, "column 'rejected' is empty"),
         ({"rejected": []}, "column 'rejected' holds no message"),
