@@ -122,6 +122,8 @@ def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) ->
         rows = [{"question": f"{number} and one?", **row} for number in range(16)]
         (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = make_tiny_model(tmp_path / "model", tied=True)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": against_trl.MAX_TOKENS}))
     if task == "rm":
         tokenizer = against_trl.load_tokenizer(against_trl.ModelConfig(path=str(model)))
         model = against_trl.make_classifier(tmp_path / "classifier", model, tokenizer)

@@ -257,7 +257,7 @@ def test_a_run_goes_on_behind_the_prompts_that_taught_nothing(home: Path, capsys
     assert main(["grpo", "--resume"]) == 0
     assert groups_of(home, 2) == 12
     trained = [json.loads(line) for line in (home / "runs/mine/transcripts.jsonl").read_text().splitlines()]
-    assert {line["prompt"] for line in trained} == {"8:", "10:"}  # the first answers of each step
+    assert {line["prompt"] for line in trained} == {"8:", "9:", "10:", "11:"}  # of both steps
 
 
 def groups_of(home: Path, step: int) -> int:

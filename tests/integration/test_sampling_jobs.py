@@ -227,7 +227,7 @@ def test_a_few_failures_are_counted_and_never_kept(home: Path, capsys: pytest.Ca
 
 
 def test_too_many_failures_stop_the_run_with_their_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--reward", "rewards.py:broken", "--name", "many"]) == 1
+    assert main([*GENERATE, "--reward", "rewards.py:broken", "reward.probe=false", "--name", "many"]) == 1
     said = capsys.readouterr().out
     assert "reward.max_failure_share=0.05" in said and "cannot grade" in said
     assert "--resume --name many" in said
@@ -260,7 +260,15 @@ def test_eval_prints_a_table_and_writes_numbers_and_answers(home: Path, capsys: 
 
 
 def test_eval_stops_when_rewards_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--eval-data", "prompts.jsonl", "--reward", "rewards.py:broken", "--name", "eval-fails"]
+    words = [
+        "--eval-data",
+        "prompts.jsonl",
+        "--reward",
+        "rewards.py:broken",
+        "reward.probe=false",
+        "--name",
+        "eval-fails",
+    ]
     assert main([*EVAL, *words]) == 1
     assert "cannot grade" in capsys.readouterr().out
 
@@ -341,11 +349,12 @@ def test_a_round_that_keeps_nothing_says_so_and_can_be_selected_from_again(
     assert results_of(home / "runs" / "strict")[1]["learnt"] > 0
 
 
-@pytest.mark.parametrize("flag", ["--dry-run", "--resume"])
-def test_a_preview_makes_no_run(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["data", "preview", "--model", "model", "--data", "prompts.jsonl", flag])
-    assert f"unknown option {flag}" in capsys.readouterr().err
+def test_a_preview_takes_the_words_of_a_run_and_makes_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted((home / "runs").iterdir())
+    words = ["--model", "model", "--data", "prompts.jsonl", "--reward", "rewards.py:letters", "--dry-run"]
+    assert main(["data", "preview", "grpo", *words, "--name", "previewed", "runtime=local"]) == 0
+    assert f"{PROMPTS} prompts of prompts.jsonl" in capsys.readouterr().out
+    assert sorted((home / "runs").iterdir()) == before
 
 
 def test_a_dry_run_tells_the_plan_and_makes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,8 +88,6 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
     if not found:
         raise ConfigError(f"there is no run that logs steps in {RUNS.resolve()}: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
-    for folder in folders:
-        check_logs_steps(folder)
     names = [folder.path.resolve().name for folder in folders]
     return {
         name if names.count(name) == 1 else str(folder.path): folder
@@ -99,14 +97,18 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
 
 def runs_inside(folder: Path) -> list[RunFolder]:
     """Return the runs of a folder that a page can show, those that were touched last first."""
-    silent = {*RESULTS, *ROUNDS}
-    return [run for run in RunFolder.all_in(folder) if run.metrics.is_file() or run.verb() not in silent]
+    return [run for run in RunFolder.all_in(folder) if not without_steps(run)]
 
 
 def runs_named(word: str) -> list[RunFolder]:
-    """Return the run of a word, or those of a folder of runs that were touched last."""
+    """Return the run of a word, or those of a folder of runs that were touched last; they log steps."""
     inside = [] if is_run(RunFolder(Path(word))) else runs_inside(Path(word))
-    return inside[:MOST_RUNS] or [find_run(word)]
+    if inside:
+        return inside[:MOST_RUNS]
+    found = find_run(word)
+    if refused := without_steps(found):
+        raise ConfigError(refused)
+    return [found]
 
 
 def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
@@ -138,16 +140,17 @@ def find_run(word: str) -> RunFolder:
     )
 
 
-def check_logs_steps(folder: RunFolder) -> None:
-    """Refuse runs of verbs that log no steps, of which a page would show nothing."""
+def without_steps(folder: RunFolder) -> str:
+    """Return where to look instead, of a run whose verb logs no steps: a page would show nothing of it."""
     verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
     if files := RESULTS.get(verb):
         where = ", ".join(str(folder.path / file) for file in files)
-        raise ConfigError(f"{folder.path} is a run of {verb}, which logs no steps: look at {where}")
+        return f"{folder.path} is a run of {verb}, which logs no steps: look at {where}"
     if verb in ROUNDS:
         stages = [str(file.parent) for file in sorted(folder.path.glob("round_*/*/metrics.jsonl"))]
         known = f": name some of them, {', '.join(stages)}" if stages else "; none of them has logged a step yet"
-        raise ConfigError(f"{folder.path} is a run of {verb}, whose rounds are runs of their own{known}")
+        return f"{folder.path} is a run of {verb}, whose rounds are runs of their own{known}"
+    return ""
 
 
 class RunReader:

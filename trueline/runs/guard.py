@@ -6,6 +6,8 @@ from statistics import fmean, pvariance
 
 import numpy as np
 
+from trueline.algorithms.entries import is_own
+from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Sample
 from trueline.training.group import ModelGroup
@@ -29,6 +31,7 @@ class Guard:
         self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None], section: str = "training"
     ) -> None:
         self.model, self.config, self.note, self.section = model, config, note, section
+        self.own = ""  # where a user's own loss is computed
         self.skipped = 0
         self.in_a_row = 0
         self.made = 0
@@ -42,6 +45,7 @@ class Guard:
 
     def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
         """Make one optimizer step and return its metrics."""
+        self.own = own_loss(settings)
         whole, self.whole = self.whole, False
         halved = self.model.halved
         metrics = self.model.update(samples, loss, settings, together=together)
@@ -97,9 +101,10 @@ class Guard:
         if self.in_a_row > limit:
             raise TrainingFailure(
                 f"{self.in_a_row} steps in a row were not finite ({found}); {self.section}.max_bad_steps={limit}: "
-                f"lower {self.section}.learning_rate, look at the last rows of the data, or try model.dtype=float32"
+                f"lower {self.section}.learning_rate, look at the last rows of the data, or try "
+                f"model.dtype=float32{self.own}"
             )
-        self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row)")
+        self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row){self.own}")
 
     def _compare(self) -> None:
         now = self.model.call(Worker.fingerprints)[0]
@@ -115,6 +120,13 @@ class Guard:
                 f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, "
                 "or the loss does not reach them"
             )
+
+
+def own_loss(settings: LossSettings) -> str:
+    """Return where to look, besides, when the loss of a step is not finite and the user's own."""
+    section = settings.section
+    own = isinstance(section, AlgorithmConfig) and is_own(section.loss)
+    return f"; see to logarithms and divisions in algorithm.loss={section.loss}" if own else ""
 
 
 def moved(history: list[float]) -> bool:

@@ -245,6 +245,15 @@ def test_runs_that_are_not_named_are_found_and_printed(
     assert [run["name"] for run in content_of(Path("all.html").read_bytes())["runs"]] == newest
 
 
+def test_of_a_folder_of_runs_those_that_log_steps_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, verb in (("trained", "grpo"), ("tested", "eval"), ("rounds", "raft")):
+        made_folder(Path("runs") / name, verb, 3)
+    assert list(find_runs(["runs"])) == ["trained"]
+    with pytest.raises(ConfigError, match=r"^runs/tested is a run of eval, which logs no steps: look at .*evaluation"):
+        find_runs(["tested"])
+
+
 def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = made_folder(Path("runs/first"), "grpo", 3).touched()

@@ -10,6 +10,7 @@ from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.config.roles import FrozenConfig
 from trueline.config.sampling import GenerateConfig
 from trueline.config.supervised import SftConfig
+from trueline.data.types import Prompt
 from trueline.jobs import plan as job_planning
 from trueline.jobs.plan import describe, plan_generate
 from trueline.offline import plan as offline_planning
@@ -74,8 +75,8 @@ def test_devices_engines_and_prompts() -> None:
     assert machine_line(Machine(3, GIB, 2, 5 * GIB)) == "machine    2 GPUs, 1.0 GiB of memory free"
     rollout = ResolvedRollout(engines=2, tensor_parallel=4, max_new_tokens=9, max_prompt_tokens=8)
     assert engines_line(rollout) == "engines    2 x vllm, tensor parallel 4"
-    nothing: Any = None
-    sets = [PromptSet([nothing] * 3, dropped=1, longest=5), PromptSet([nothing], dropped=2, longest=7)]
+    one = Prompt(0, [{"role": "user", "content": "a"}])
+    sets = [PromptSet([one] * 3, dropped=1, longest=5), PromptSet([one], dropped=2, longest=7)]
     ending = ", 3 too long and left out; longest prompt 7 tokens, answers up to 9"
     assert prompts_line(sets, rollout) == f"data       4 prompts{ending}"
     assert prompts_line(sets, rollout, held_out=2) == f"data       4 prompts, 2 held out{ending}"
