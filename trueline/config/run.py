@@ -63,8 +63,7 @@ class ClusterConfig(Config):
 
 class MonitoringConfig(Config):
     transcripts_per_step: int = Field(4, ge=0)
-    """Completions of a step written to transcripts.jsonl, in the mean: whole groups, so not in every step if they are
-    large; 0 writes none."""
+    """Completions of a step written to transcripts.jsonl: a mean, for groups stay whole; 0 writes none."""
 
     tokens: bool = True
     """Keep log-prob, log-ratio, advantage and entropy of each token of these transcripts."""
