@@ -16,6 +16,7 @@ from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, s
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
+from trueline.monitoring.run_folder import RunFolder
 from trueline.options import (
     CommandParser,
     Words,
@@ -293,9 +294,17 @@ def run_explain(options: argparse.Namespace) -> int:
     from trueline.monitoring.watch import explain  # noqa: PLC0415
     from trueline.report.runs import find_run  # noqa: PLC0415
 
-    of = chosen_runs([])[0] if options.of is None else options.of
+    of = latest_run() if options.of is None else options.of
     sys.stdout.write(explain(find_run(of).path) + "\n")
     return 0
+
+
+def latest_run() -> str:
+    base = Path(RunConfig.model_fields["folder"].default)
+    if not (runs := RunFolder.all_in(base)):
+        raise ConfigError(f"there is no run in {base.resolve()}: name one")
+    say(f"run        {runs[0].path}, the one that was touched last")
+    return str(runs[0].path)
 
 
 def chosen_runs(words: Words) -> Words:

@@ -84,7 +84,9 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
 
     A folder of runs stands for those in it, and no word at all for the run that was touched last.
     """
-    found = [folder for word in words for folder in runs_named(word)] or [find_latest()]
+    found = [folder for word in words for folder in runs_named(word)] or runs_inside(RUNS)[:1]
+    if not found:
+        raise ConfigError(f"there is no run that logs steps in {RUNS.resolve()}: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]
     return {
@@ -93,17 +95,16 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
     }
 
 
-def find_latest() -> RunFolder:
-    if not (runs := RunFolder.all_in(RUNS)):
-        raise ConfigError(f"there is no run in {RUNS.resolve()}: name one, or a folder of runs")
-    return runs[0]
+def runs_inside(folder: Path) -> list[RunFolder]:
+    """Return the runs of a folder that a page can show, those that were touched last first."""
+    return [run for run in RunFolder.all_in(folder) if not without_steps(run)]
 
 
 def runs_named(word: str) -> list[RunFolder]:
     """Return the run of a word, or those of a folder of runs that were touched last; they log steps."""
-    inside = [] if is_run(RunFolder(Path(word))) else RunFolder.all_in(Path(word))
-    if kept := [one for one in inside if not without_steps(one)]:
-        return kept[:MOST_RUNS]
+    inside = [] if is_run(RunFolder(Path(word))) else runs_inside(Path(word))
+    if inside:
+        return inside[:MOST_RUNS]
     found = find_run(word)
     if refused := without_steps(found):
         raise ConfigError(refused)
@@ -114,9 +115,9 @@ def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
     """Describe which runs were taken, where no word names each of them; nothing otherwise."""
     if not words:
         return f"run        {', '.join(str(one.path) for one in found.values())}, the one that was touched last"
-    inside = {word: len(RunFolder.all_in(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
+    inside = {word: len(runs_inside(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
     lines = [
-        f"runs       {word} holds {count}"
+        f"runs       {word} holds {count} that log steps"
         + (f", of which the {MOST_RUNS} that were touched last are taken" if count > MOST_RUNS else "")
         for word, count in inside.items()
         if count

@@ -38,7 +38,7 @@ MISTAKES: list[Mistake] = [
     (["data", "previw"], 2, r"invalid choice: 'previw'"),
     (["data"], 2, r"arguments are required: preview"),
     (["watch", "nosuch"], 2, r"nosuch: neither it nor runs/nosuch is the folder of a run"),
-    (["watch", "--port", "99999"], 2, r"port=99999: cannot listen there"),
+    (["watch", "begun", "--port", "99999"], 2, r"port=99999: cannot listen there"),
     (["report", "--mean", "0"], 2, r"--mean: '0' is not a whole number above 0"),
     (["report", "--svg"], 2, r"--svg: expected one argument"),
     (["explain", "nosuch"], 2, r"nosuch: neither it nor runs/nosuch is the folder of a run"),

@@ -221,7 +221,7 @@ def test_runs_that_are_not_named_are_found_and_printed(
     monkeypatch.chdir(tmp_path)
     for verb in ("report", "explain", "watch"):
         assert main([verb]) == 2
-        assert f"there is no run in {tmp_path / 'runs'}: name one" in capsys.readouterr().err
+        assert re.search(rf"there is no run .*in {tmp_path / 'runs'}: name one", capsys.readouterr().err)
     for number in range(MOST_RUNS + 1):
         folder = made_folder(Path(f"runs/run{number}"), "sft", 3)
         for file in (folder.path, *folder.path.iterdir()):
@@ -232,13 +232,15 @@ def test_runs_that_are_not_named_are_found_and_printed(
     assert main(["explain"]) == 0 and capsys.readouterr().err == last
     assert list(find_runs([])) == [f"run{MOST_RUNS}"]
 
+    made_folder(Path("runs/sampled"), "generate", 3)  # which a page does not show
+    assert list(find_runs([])) == [f"run{MOST_RUNS}"]
+    assert main(["explain"]) == 0 and "runs/sampled, the one" in capsys.readouterr().err
     newest = [f"run{number}" for number in range(MOST_RUNS, 0, -1)]
     assert list(find_runs(["runs"])) == newest
     assert main(["report", "runs", "--out", "all.html"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert (
-        lines[0] == f"runs       runs holds {MOST_RUNS + 1}, of which the {MOST_RUNS} that were touched last are taken"
-    )
+    held = f"runs       runs holds {MOST_RUNS + 1} that log steps"
+    assert lines[0] == f"{held}, of which the {MOST_RUNS} that were touched last are taken"
     assert lines[1] == f"taken      {', '.join(newest)}"
     assert [run["name"] for run in content_of(Path("all.html").read_bytes())["runs"]] == newest
 
