@@ -60,7 +60,7 @@ def chosen_episodes(trajectories: list[Trajectory], count: int, seed: list[int])
 
 
 def spread(group: list[Trajectory]) -> float:
-    """Return the deviation of a group's rewards."""
+    """Return the variance of a group's rewards."""
     rewards = [one.reward for one in group if one.reward is not None]
     mean = fmean(rewards or [0.0])
     return sum((reward - mean) ** 2 for reward in rewards) / max(len(rewards), 1)
