@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, model_validator
 
@@ -41,6 +41,9 @@ class SourceConfig(Config):
 
     chat_template: ChatTemplate = "auto"
     """auto: the tokenizer's, where it has one; a Jinja file, saved with the model; never: texts, joined by lines."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, such as enable_thinking=false; the saved template has them as its defaults."""
 
     shuffle: bool = True
     """Draw rows in a seeded random order, anew in every epoch."""

@@ -71,7 +71,11 @@ class RoundsConfig(SelectionConfig):
             **{key: training.pop(key) for key in OUTSIDE},
             "training": training,
             # Prompts are read as they were sampled; one long row does not end a recipe.
-            "data": {"chat_template": self.data.chat_template, "too_long": "drop"},
+            "data": {
+                "chat_template": self.data.chat_template,
+                "chat_template_kwargs": self.data.chat_template_kwargs,
+                "too_long": "drop",
+            },
         }
 
 

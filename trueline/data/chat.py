@@ -1,21 +1,29 @@
-"""Turn messages into tokens; this is the only file that touches chat templates."""
+"""Turn messages into tokens and masks, and sampled tokens into text."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
-
-from jinja2.exceptions import TemplateError
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
+from trueline.data.replies import reader_of
+from trueline.data.template import (
+    END_OF_THOUGHT,
+    MARK,
+    REASONING_KEYS,
+    REMEDY,
+    THOUGHT,
+    Template,
+    split_thought,
+    unseen_fields,
+)
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
 UNLIKE_ANY = "\0"  # text that no completion begins with
 COUNTED = 1000  # prompts at once, for memory
-MARK = "trueline"  # text that a template leaves as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +37,23 @@ class Encoded:
 class ChatFormat:
     """A tokenizer, the decision whether its chat template is used, and the tokens that end a completion."""
 
-    def __init__(self, tokenizer: Any, use_template: bool, stop_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        use_template: bool,
+        stop_ids: Collection[int] = (),
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
+        self.template = Template(tokenizer, arguments or {})
+        self.read_reply = reader_of(self.template.source) if self.templated else None
+        self.variants: dict[str, ChatFormat] = {}
         self.joins = False  # whether it has joined messages by line breaks
+        self.systems = False  # whether it has rendered a system message
         self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
+        self.lost: dict[str, list[str]] = {}  # names of tools -> parts of a conversation that the template leaves out
         self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template leaves out
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -58,32 +77,75 @@ class ChatFormat:
         parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
         return [len(one) for part in parts for one in encode(part, add_special_tokens=not self.templated)]
 
-    def continuation(self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = ()) -> list[int] | None:
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatFormat":
+        """Return the same format with other arguments of the template, beside those of the run."""
+        if not arguments:
+            return self
+        merged = {**self.template.arguments, **arguments}
+        name = repr(sorted(merged.items()))
+        if name not in self.variants:
+            self.variants[name] = ChatFormat(self.tokenizer, self.templated, self.stop_ids, merged)
+        return self.variants[name]
+
+    def continuation(
+        self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = (), last: int | None = None
+    ) -> list[int] | None:
         """Return the tokens from the end of the last message, a reply as it was sampled, to the next turn.
 
-        They begin with what ends a reply (see `without_end`). None: the template writes what came before in another
-        way once more follows, so that nothing can be appended to what was sampled.
+        They begin with what ends a reply, unless `last`, the last token that was sampled, does. None: the template
+        writes what came before in another way once more follows, so that nothing can be appended to what was sampled.
         """
         if not self.templated:
-            return [self._end(), *self.text_tokens("".join(f"\n{self._plain_text(message)}" for message in new))]
+            text = "".join(f"\n{self._plain_text(message)}" for message in new)
+            return [self._end()] * (last not in self.stop_ids) + self.text_tokens(text)
         opened = self._render(messages[:-1], tools, open_turn=True)
-        closed = self._apply(messages, tools, open_turn=False)
+        closed = self.template.render(messages, tools, open_turn=False)
         whole = self._render([*messages, *new], tools, open_turn=True)
-        other = self._apply([*messages[:-1], {"role": "assistant", "content": MARK}], tools, open_turn=False)
-        _, marked, ending = other.rpartition(MARK)
-        if not (marked and closed.startswith(opened) and closed.endswith(ending) and whole.startswith(closed)):
+        if not closed.startswith(opened):
             return None
-        return self.text_tokens(ending + whole[len(closed) :])
+        stop = self._stop_span(closed, len(opened), messages[-1])
+        end = len(closed) if stop is None else stop[1]
+        if not whole.startswith(closed[:end]):
+            return None
+        if stop is not None and last in self.stop_ids:
+            return self.text_tokens(whole[end:])
+        if (
+            stop is None
+        ):  # the template writes the token at which a reply stops in front of the next message, or nowhere
+            tokens = self.text_tokens(whole[self._unclosed(closed, messages, tools) :])
+            return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
+        return self.text_tokens(whole[stop[0] :])
+
+    def _unclosed(self, closed: str, messages: list[Message], tools: Sequence[Tool]) -> int:
+        """Return where the last message ends, and what the template writes behind it begins."""
+        marked = [*messages[:-1], {"role": "assistant", "content": MARK}]
+        _, found, ending = self.template.render(marked, tools, open_turn=False).rpartition(MARK)
+        return len(closed) - len(ending) if found and ending and closed.endswith(ending) else len(closed)
 
     def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
         """Return the names of tools that neither the template nor a system message tells the model."""
         names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
         if names not in self.unseen:
             asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            given = [self._apply(asked, some, open_turn=True) for some in (tools, ()) if self.templated]
+            given = [self.template.render(asked, some, open_turn=True) for some in (tools, ()) if self.templated]
             self.unseen[names] = [name for name in names if not given or given[0].count(name) <= given[1].count(name)]
         described = " ".join(content_of(message) for message in messages if message["role"] == "system")
         return [name for name in self.unseen[names] if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", described)]
+
+    def lost_parts(self, tools: Sequence[Tool]) -> list[str]:
+        """Return what the template leaves out of a conversation of several turns, with a call where there are tools."""
+        names = repr([tool.get("function", tool).get("name") for tool in tools])
+        if names not in self.lost:
+            self.lost[names] = self.template.lost_parts(tools) if self.templated else []
+        return self.lost[names]
+
+    def check_rounds(self, tools: Sequence[Tool]) -> None:
+        """Refuse a template that would not show the policy its calls, their results, or what else was said."""
+        if tools and (lost := self.lost_parts(tools)):
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path} leaves out {', '.join(lost)} of a conversation "
+                f"with tools: {REMEDY}"
+            )
 
     def check_tools(self, messages: list[Message], tools: Sequence[Tool], *, column: bool = True) -> None:
         """Refuse tools that the model would never be shown; `column`: they stand in the row."""
@@ -98,11 +160,6 @@ class ChatFormat:
             * column
         )
 
-    def without_end(self, tokens: list[int]) -> list[int]:
-        """Return a continuation without the end token that was sampled already."""
-        ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
-        return tokens[ends[0] + 1 :] if ends else tokens
-
     def rewrites(self) -> str:
         """Say what the template does to earlier turns besides appending others; nothing if it only appends."""
         asked = [{"role": "user", "content": "a"}]
@@ -115,8 +172,8 @@ class ChatFormat:
     def around_reply(self) -> tuple[str, list[int]]:
         """Return what the template writes between a prompt and its reply, and the tokens behind the reply."""
         asked = [{"role": "user", "content": "a"}]
-        prompt = self._apply(asked, (), open_turn=True)
-        full = self._apply([*asked, {"role": "assistant", "content": MARK}], (), open_turn=False)
+        prompt = self.template.render(asked, (), open_turn=True)
+        full = self.template.render([*asked, {"role": "assistant", "content": MARK}], (), open_turn=False)
         before, _, behind = full.rpartition(MARK)
         return before[len(prompt) :] if before.startswith(prompt) else "", self.text_tokens(behind)
 
@@ -125,7 +182,14 @@ class ChatFormat:
         remedy = "data.chat_template=FILE takes a Jinja file"
         joined = f"template   none: messages are joined by line breaks, without roles; {remedy}"
         left_out = f"template   does not show, or not everywhere: {', '.join(sorted(self.left_out))}; {remedy}"
-        return [joined] * self.joins + [left_out] * bool(self.left_out)
+        folded = "template   has no system role: the system prompt stands in front of the first question"
+        reasoning = self.template.reasoning() if self.templated else ""
+        return [
+            *[joined] * self.joins,
+            *[left_out] * bool(self.left_out),
+            *[folded] * (self.systems and self.template.folds_system()),
+            *[f"reasoning  {reasoning}"] * bool(reasoning),
+        ]
 
     def completion_tokens(self, text: str) -> list[int]:
         """Return the tokens of a completion, its end included."""
@@ -136,7 +200,24 @@ class ChatFormat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reply_text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        """Return what was sampled as text without special tokens; reasoning stands in thinking tags."""
+        if self.read_reply is None:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        text = self.read_reply(self.raw_text(tokens))
+        return self._special.sub("", text)
+
+    def raw_text(self, tokens: list[int]) -> str:
+        """Return what was sampled as text with its special tokens, but for the one that ends it."""
+        ended = bool(tokens) and tokens[-1] in self.stop_ids
+        return str(self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return either(self.tokenizer.all_special_tokens)
+
+    @cached_property
+    def _stops(self) -> re.Pattern[str]:
+        return either(self.tokenizer.decode([token], skip_special_tokens=False) for token in self.stop_ids)
 
     def encode(
         self, messages: list[Message], learn: Learn, start: int = 0, tools: Sequence[Tool] = ()
@@ -166,7 +247,7 @@ class ChatFormat:
                 f"a message calls {', '.join(called)}, which only a chat template can show: name one with "
                 "data.chat_template=FILE"
             )
-        self.left_out |= unseen_fields(message, "")
+        self.left_out |= unseen_fields({**message, "role": "assistant"}, "")
         return content_of(message)
 
     def _encode_plain(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
@@ -186,19 +267,37 @@ class ChatFormat:
             if spelled is None or not prompt.startswith(spelled):
                 sequences.append([])
                 spelled = ""
-            other = [*messages[:turn], {"role": "assistant", "content": UNLIKE_ANY}]
-            rendered = partial(self._apply, other, tools, open_turn=False)
-            completion = learnt_text(prompt, full, rendered, content_of(messages[turn - 1]).strip())
-            check_completion(completion, messages[turn], turn)
-            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), self._completion_piece(completion)]
-            spelled = full if full.startswith(prompt) else None
+            completion = self._completion(prompt, full, messages[: turn + 1], tools)
+            check_completion(completion, messages[turn], turn, shows_calls=self.template.shows_calls)
+            stop = self._stop_span(completion, 0, messages[turn])
+            completion = completion[: stop[1]] if stop else completion  # what follows is never sampled
+            tokens = self.text_tokens(completion)
+            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), (tokens, len(tokens))]
+            spelled = prompt + completion if full.startswith(prompt + completion) else None
         return [self._closed(pieces) for pieces in sequences]
 
-    def _completion_piece(self, text: str) -> Piece:
-        """Encode a completion; what the template puts after its last end token is never sampled, so not learnt."""
-        tokens = self.text_tokens(text)
-        ends = [at for at, token in enumerate(tokens) if token in self.stop_ids]
-        return tokens, ends[-1] + 1 if ends else len(tokens)
+    def _completion(self, prompt: str, full: str, messages: list[Message], tools: Sequence[Tool]) -> str:
+        """Return the text of the last message as the policy would write it behind the prompt."""
+        message, said = messages[-1], content_of(messages[-2]).strip()
+        if full.startswith(prompt):
+            found = full[len(prompt) :]
+        elif spans := self.template.marked(messages, tools)[1]:
+            text = full[slice(*spans[-1])]
+            opened = prompt[max(prompt.rfind(said), 0) + len(said) :]
+            found = next((text[size:] for size in range(len(opened), 0, -1) if opened.endswith(text[:size])), text)
+        else:
+            other = [*messages[:-1], {"role": "assistant", "content": UNLIKE_ANY}]
+            found = learnt_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
+        return with_reasoning(found, message, prompt)
+
+    def _stop_span(self, text: str, start: int, message: Message) -> tuple[int, int] | None:
+        """Return where the stop token stands that ends a message's text, which begins at `start`."""
+        said = content_of(message).rpartition(END_OF_THOUGHT)[2].strip()
+        for part in (said, *called_functions(message)[-1:]):
+            if part and (at := text.rfind(part, start)) >= 0:
+                start = max(start, at + len(part))
+        found = self._stops.search(text, start)
+        return found.span() if found else None
 
     def _closed(self, pieces: list[Piece]) -> Encoded:
         """End the sequence where its last completion does: with an end token."""
@@ -209,23 +308,10 @@ class ChatFormat:
         return joined([*pieces[:-1], (last, len(last))])
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
-        text = self._apply(messages, tools, open_turn)
+        text = self.template.render(messages, tools, open_turn=open_turn)
+        self.systems = self.systems or any(message["role"] == "system" for message in messages)
         self.left_out.update(*(unseen_fields(message, text) for message in messages))
         return text
-
-    def _apply(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn
-                )
-            )
-        except (TemplateError, TypeError) as error:  # the latter where a template adds an object to text, say
-            roles = ", ".join(message["role"] for message in messages) or "no messages"
-            raise ConfigError(
-                f"the chat template refuses {roles}: {error}; change the row, or set data.chat_template to a Jinja "
-                "file or never"
-            ) from error
 
     def _end(self) -> int:
         if self.tokenizer.eos_token_id is None:
@@ -233,23 +319,35 @@ class ChatFormat:
         return int(self.tokenizer.eos_token_id)
 
 
-def unseen_fields(message: Message, text: str) -> set[str]:
-    """Return the fields of a message, besides its content, that a rendering does not show; calls go by their names."""
-    others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
-    others |= {"tool_calls": called_functions(message)}
-    return {name for name, values in others.items() if any(value not in text for value in values)}
-
-
-def check_completion(completion: str, message: Message, turn: int) -> None:
+def check_completion(completion: str, message: Message, turn: int, *, shows_calls: bool) -> None:
     if not completion.strip():
         raise ConfigError(f"the chat template leaves out the text of message {turn + 1}: change the row or template")
     besides = completion.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
-    missing = [name for name in called_functions(message) if name not in besides]
+    missing = [name for name in called_functions(message) if name not in besides or not shows_calls]
     if missing:
         raise ConfigError(
             f"the chat template leaves out that message {turn + 1} calls {', '.join(missing)}: name one that shows "
             "tool calls with data.chat_template=FILE"
         )
+
+
+def with_reasoning(completion: str, message: Message, prompt: str) -> str:
+    """Return a completion with the reasoning that its message has, where the template leaves that out.
+
+    A policy that thinks writes it behind the prompt, whatever the template makes of it in later turns.
+    """
+    thought, said = split_thought(content_of(message))
+    thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
+    if not thought or thought in completion or not said or said not in completion:
+        return completion
+    opened = prompt.rstrip().endswith(THOUGHT)
+    begin = "" if opened else f"{THOUGHT}\n"
+    return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
+
+
+def either(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return what finds any of these texts; nothing is found of none."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
 
 
 def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:

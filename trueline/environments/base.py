@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from trueline.data.messages import Message, Talk, Tool
 from trueline.data.types import Completion, Prompt
@@ -44,6 +44,7 @@ class Reply:
     message: Message  # as those who go on with the conversation shall have it
     completion: Completion  # exactly as it was sampled
     prompt_tokens: int  # all tokens before it
+    raw: str = ""  # the text with its special tokens, but for the one that ends it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Policy(Protocol):
         """Return the next turn of a conversation, up to one of the texts in `stop`, or raise OutOfBudget.
 
         Where it goes on from one that this policy has seen, only what is new becomes tokens. `worded` makes the message
-        by which others know the reply from its text, say with its tool calls taken apart.
+        by which others know the reply from its text with special tokens, say with its tool calls taken apart.
         """
 
     async def replies(
@@ -83,8 +84,12 @@ class Policy(Protocol):
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
+        template_arguments: dict[str, Any] | None = None,
     ) -> list[Reply]:
-        """Return several next turns of one conversation, or raise OutOfBudget before any of them is sampled."""
+        """Return several next turns of one conversation, or raise OutOfBudget before any of them is sampled.
+
+        `template_arguments` are given to the chat template beside those of the run.
+        """
 
     def add_reward(self, reward: float) -> None:
         """Add to the reward of the last turn."""

@@ -11,6 +11,7 @@ from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Tool
+from trueline.data.template import PROBE_TOOL, REMEDY
 from trueline.data.types import Prompt
 from trueline.environments.base import Environment, EnvironmentFailure
 from trueline.environments.chat_completions import Parse
@@ -97,7 +98,17 @@ def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: i
     lines = [f"{turns}: {program.words()} ({limits})"]
     if kind := chat.rewrites():
         lines.append(f"template   rewrites earlier turns ({kind}): each turn becomes a training sequence of its own")
+    if lost := lost_parts(config, chat):
+        lines.append(f"template   leaves out {lost} of a conversation: {REMEDY}")
     return lines
+
+
+def lost_parts(config: EnvironmentConfig, chat: ChatFormat) -> str:
+    """Say what the template leaves out of several turns; agents may bring tools, whose calls are tried too."""
+    try:
+        return ", ".join(chat.lost_parts([PROBE_TOOL] if config.kind() == "agent" else ()))
+    except ConfigError as error:
+        return f"parts ({error})"
 
 
 async def look_at(program: Program, examples: list[Prompt], rewarded: bool) -> Found:

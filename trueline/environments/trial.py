@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Talk, Tool
@@ -43,6 +44,7 @@ class MadeUpPolicy:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
+        template_arguments: dict[str, Any] | None = None,
     ) -> list[Reply]:
         before, self.asked = self.asked, True
         if before or structure is not None:

@@ -108,7 +108,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     config = config.replaced(values)
     reward_roles = reward_models(config.reward, config.reward_model, config.model)
     engines = engine_count(config, reward_roles, machine)
-    chat = load_chat(config.model, config.data.chat_template)
+    chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     sources = {name: measured(prompts, chat) for name, prompts in sets.items()}
     context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
     rollout = resolved_rollout(config.rollout, facts, [*sources.values()], engines, dtype, machine.gpus, context)

@@ -28,7 +28,7 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     played = bool(config.environment.kind())
     rewards = check_rewards(config.reward, [*sets.values()], config.data, required=False, played=played)
     check_model(config.model)
-    chat = load_chat(config.model, config.data.chat_template)
+    chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     lines = [*taken, *[PLAYED] * bool(config.environment.kind() and not config.environment.tools)]
     for path, prompts in sets.items():
         offered = [with_tools(prompt, found.tools) for prompt in prompts]

@@ -192,15 +192,23 @@ def load_tokenizer(config: ModelConfig) -> Any:
     return tokenizer
 
 
-def load_chat(config: ModelConfig, template: str) -> ChatFormat:
-    """Load a tokenizer's chat format; `template` is data.chat_template, and a file's replaces the tokenizer's own."""
+def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | None = None) -> ChatFormat:
+    """Load a tokenizer's chat format; `template` is data.chat_template, and a file's replaces the tokenizer's own.
+
+    `arguments` is data.chat_template_kwargs.
+    """
     tokenizer = load_tokenizer(config)
     if template not in ("auto", "never"):
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data.chat_template={template}: cannot be read ({error}); name a Jinja file") from None
-    return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer))
+    if arguments and (template == "never" or not tokenizer.chat_template):
+        raise ConfigError(
+            f"data.chat_template_kwargs={arguments}: no chat template reads them here; leave them out, or name "
+            "one with data.chat_template=FILE"
+        )
+    return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer), arguments)
 
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:

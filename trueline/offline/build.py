@@ -75,7 +75,7 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
             config.timeout_seconds,
             head=task.head,
             goal=task.goal(config),
-            chat_template=plan.chat.tokenizer.chat_template,
+            chat_template=plan.chat.template.with_defaults(),
         )
         for rank in range(world)
     ]

@@ -62,7 +62,7 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     check_engines(config, "training")
     facts, machine = check_model(config.model, TASKS[config.task].head), machine_at_hand()
     config, world, max_tokens = resolve(config, facts, machine)
-    chat = load_chat(config.model, config.data.chat_template)
+    chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)

@@ -123,7 +123,7 @@ def start_models(
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
-    template = plan.chat.tokenizer.chat_template
+    template = plan.chat.template.with_defaults()
     specs = [
         WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
         for rank in range(ranks)

@@ -40,7 +40,7 @@ def look_around(config: RLConfig) -> Surroundings:
     rewards = replace(rewards, warnings=[*found.warnings, *rewards.warnings])
     facts = check_model(config.model)
     machine = machine_at_hand()
-    chat = load_chat(config.model, config.data.chat_template)
+    chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     trained = [measured(source, chat) for source in sources]
     tested = {name: measured(prompts[: config.evaluation.limit], chat) for name, prompts in held_out.items()}
     return Surroundings(facts, machine, trained, tested, chat, rewards)

@@ -52,26 +52,38 @@ class Thread:
     """One sequence of tokens, and the conversation that it spells."""
 
     record: Trajectory
+    chat: ChatFormat
     tools: list[Tool]
     asked: int  # messages that it began with
     opening: int  # of these, before the policy's first reply in the episode
     said: list[Message] = field(default_factory=list)  # as those who talk to the policy have it
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as they were sampled, to their stop
+    rendered: list[Message] = field(
+        default_factory=list
+    )  # the same, as the template takes them: with calls and reasoning
     busy: bool = False
 
     def sampled(self) -> int:
         return int(self.record.mask.sum())
 
-    def goes_on(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
+    def goes_on(self, messages: list[Message], tools: Sequence[Tool], chat: ChatFormat) -> bool:
         """Tell whether these messages begin with the whole conversation so far, and add to it."""
-        return not self.busy and self.comes_before(messages, tools)
+        return not self.busy and self.comes_before(messages, tools, chat)
 
-    def comes_before(self, messages: list[Message], tools: Sequence[Tool]) -> bool:
-        count = len(self.said)
-        return self.tools == list(tools) and count < len(messages) and self.begins(messages, count)
+    def comes_before(self, messages: list[Message], tools: Sequence[Tool], chat: ChatFormat) -> bool:
+        count, alike = len(self.said), self.chat is chat and self.tools == list(tools)
+        return alike and count < len(messages) and self.begins(messages, count)
 
     def begins(self, messages: list[Message], count: int) -> bool:
         return all(map(alike, self.said[:count], self.spelled[:count], messages))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a conversation is rendered: the format with its arguments, and the tools."""
+
+    chat: ChatFormat
+    tools: list[Tool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +135,15 @@ class Session:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
+        template_arguments: dict[str, Any] | None = None,
     ) -> list[Reply]:
         """Begin all turns before any is sampled; when one of them fails, the others still end."""
-        known = max((one for one in self.threads if one.goes_on(messages, tools)), key=said_messages, default=None)
+        chat = self.chat.with_arguments(template_arguments or {})
+        known = max(
+            (one for one in self.threads if one.goes_on(messages, tools, chat)), key=said_messages, default=None
+        )
         try:
-            turns = self._turns(count, known, messages, list(tools))
+            turns = self._turns(count, known, messages, Opening(chat, list(tools)))
         except OutOfBudget as error:
             self.trajectory.truncated, self.trajectory.cut_off = True, str(error)
             self.trajectory.limit = error.limit
@@ -152,21 +168,25 @@ class Session:
     async def _take_turn(
         self, turn: Turn, number: int, worded: Callable[[str], Message], params: SamplingParams
     ) -> Reply:
-        completion, text = await self._sample(turn, number, params)
-        return self._record(turn, completion, text, worded(text))
+        completion = await self._sample(turn, number, params)
+        chat = turn.thread.chat
+        completion, text = ended(completion, params.stop, chat.reply_text)
+        raw = before_stop(chat.raw_text(completion.tokens.tolist()), params.stop)
+        message = as_said(text) if worded is as_said else worded(raw)
+        return self._record(turn, completion, text, message, raw)
 
-    async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> tuple[Completion, str]:
+    async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> Completion:
         before, request = [*turn.thread.record.tokens.tolist(), *turn.tokens], self.ticket.request(number)
         sampling = replace(params, seed=self.ticket.turn_seed(number), max_new_tokens=min(self._rooms(turn).values()))
         asked = asyncio.ensure_future(self.pool.generate(before, sampling, self.ticket.group, request))
         asked.add_done_callback(self._note_failure)
-        return ended(await asked, params.stop, self.chat.reply_text)
+        return await asked
 
     def _note_failure(self, asked: "asyncio.Future[Completion]") -> None:
         if not asked.cancelled() and (failure := asked.exception()):
             self.engine_failures.append(failure)
 
-    def _record(self, turn: Turn, completion: Completion, text: str, message: Message) -> Reply:
+    def _record(self, turn: Turn, completion: Completion, text: str, message: Message, raw: str) -> Reply:
         thread, before = turn.thread, turn.length()
         if completion.finish_reason == "length":
             rooms = self._rooms(turn)
@@ -176,9 +196,12 @@ class Session:
         thread.record.add_observation(turn.tokens)
         thread.record.add_action(completion)
         self.trajectory.reply, self.last, self.closing = text, thread, []
+        spelled = as_said(thread.chat.reply_text(completion.tokens.tolist()))
         thread.said += [*turn.new, message]
-        thread.spelled += [*turn.new, as_said(self.chat.reply_text(completion.tokens.tolist()))]
-        return Reply(text, message, completion, before)
+        thread.spelled += [*turn.new, spelled]
+        structured = bool(message.get("tool_calls")) and thread.chat.template.shows_calls
+        thread.rendered += [*turn.new, message if structured else spelled]
+        return Reply(text, message, completion, before, raw)
 
     def _add_thread(self, thread: Thread) -> None:
         if self.threads:
@@ -214,7 +237,9 @@ class Session:
         continued: list[Thread] = []
         for thread in self.threads:
             before = max(
-                (one for one in found if one.comes_before(thread.said, thread.tools)), key=said_messages, default=None
+                (one for one in found if one.comes_before(thread.said, thread.tools, thread.chat)),
+                key=said_messages,
+                default=None,
             )
             if before is not None:
                 prompt, said = found[before].prompt, [*found[before].completion, *thread.spelled[len(before.said) :]]
@@ -224,7 +249,7 @@ class Session:
             found[thread] = Dialogue(prompt, said, thread.tools)
         return [dialogue for thread, dialogue in found.items() if thread not in continued]
 
-    def _turns(self, count: int, known: Thread | None, messages: list[Message], tools: list[Tool]) -> list[Turn]:
+    def _turns(self, count: int, known: Thread | None, messages: list[Message], opening: Opening) -> list[Turn]:
         """Return so many turns of these messages, or refuse all of them where one has no room.
 
         Only the first may go on from a known conversation: the others begin sequences.
@@ -233,21 +258,19 @@ class Session:
         if count > left:
             had = f"{count} replies are more than {left} turns left" if left else "the episode has had all its turns"
             raise OutOfBudget(f"{had} ({TURNS}={self.budget.turns})", TURNS)
-        others = [self._first_turn(messages, tools) for _ in range(count - 1)]
-        return [self._turn(known, messages, tools), *others]
+        others = [self._first_turn(messages, opening) for _ in range(count - 1)]
+        return [self._turn(known, messages, opening), *others]
 
-    def _turn(self, known: Thread | None, messages: list[Message], tools: list[Tool]) -> Turn:
+    def _turn(self, known: Thread | None, messages: list[Message], opening: Opening) -> Turn:
         """Return what these messages add to the thread that they go on from, or to a new one."""
         if known is not None:
-            new = messages[len(known.said) :]
-            following = self.chat.continuation(known.spelled, new, tools)
+            new, last = messages[len(known.said) :], int(known.record.tokens[-1])
+            following = known.chat.continuation(known.rendered, new, known.tools, last)
             if following is not None:
                 return self._next_turn(known, new, following)
-        return self._first_turn(messages, tools)
+        return self._first_turn(messages, opening)
 
     def _next_turn(self, thread: Thread, new: list[Message], following: list[int]) -> Turn:
-        if thread.record.tokens[-1] in self.chat.stop_ids:
-            following = self.chat.without_end(following)
         turn, longest = Turn(thread, new, following), self.params.max_new_tokens
         if turn.length() >= self.budget.context:
             raise OutOfBudget(
@@ -259,14 +282,14 @@ class Session:
             raise OutOfBudget(f"the policy has said all {longest} tokens of a sequence ({TOKENS}={longest})", TOKENS)
         return turn
 
-    def _first_turn(self, messages: list[Message], tools: list[Tool]) -> Turn:
-        tokens = self.chat.prompt_tokens(messages, tools)
+    def _first_turn(self, messages: list[Message], opening: Opening) -> Turn:
+        tokens = opening.chat.prompt_tokens(messages, opening.tools)
         if len(tokens) >= self.budget.context:
             raise OutOfBudget(
                 f"a conversation of {len(tokens)} tokens leaves no room for a reply: {self._context_words()}", CONTEXT
             )
         record = Trajectory(self.trajectory.prompt, self.ticket.group)
-        thread = Thread(record, tools, len(messages), self._opening(messages))
+        thread = Thread(record, opening.chat, opening.tools, len(messages), self._opening(messages))
         return Turn(thread, messages, tokens)
 
     def _context_words(self) -> str:
@@ -327,6 +350,11 @@ def ended(completion: Completion, stops: Sequence[str], text_of: Callable[[list[
     length = bisect_left(lengths, True, key=lambda length: stop_place(text_up_to(length), stops) >= 0)
     text = text_up_to(length)
     return completion.cut(length), text[: stop_place(text, stops)]
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    place = stop_place(text, stops)
+    return text if place < 0 else text[:place]
 
 
 def stop_place(text: str, stops: Sequence[str]) -> int:

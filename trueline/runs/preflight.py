@@ -256,6 +256,7 @@ def measured(prompts: list[Prompt], chat: ChatFormat) -> Measured:
 def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
     with naming(prompt.place()):
         chat.check_tools(prompt.messages, prompt.tools, column="tools" in prompt.columns)
+        chat.check_rounds(prompt.tools)
         return chat.prompt_text(prompt.messages, prompt.tools)
 
 

@@ -36,7 +36,10 @@ SYSTEM_IN_THE_LAST_QUESTION = (  # as Mistral's: nowhere else, and not once the 
     "{% if loop.last and system %}{{ system }}\n\n{% endif %}{{ message.content }}[/INST]"
     "{% else %} {{ message.content }}</s>{% endif %}{% endfor %}"
 )
-REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+REFUSES_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    + CHATML
+)
 
 TALK = [
     {"role": "system", "content": "brief"},
@@ -259,8 +262,19 @@ def test_the_first_token_is_never_learnt(tokenizer: PreTrainedTokenizerFast) -> 
 def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, REFUSES_SYSTEM)
     assert chat.encode(TALK[1:], "all")
-    with pytest.raises(ConfigError, match=r"refuses system, user: no system; .*data\.chat_template"):
-        chat.encode(TALK, "all")
+    with pytest.raises(ConfigError, match=r"refuses user, system: no; .*data\.chat_template"):
+        chat.encode([TALK[1], TALK[0], TALK[2]], "all")
+
+
+def test_a_system_prompt_goes_into_the_first_question_where_there_is_no_such_role(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    chat = chat_with(tokenizer, REFUSES_SYSTEM)
+    (encoded,) = chat.encode(TALK, "all")
+    assert learnt_stretches(chat, encoded) == ["2</s>", "größer: 3</s>"]
+    assert chat.prompt_text(TALK[:2]) == chat.prompt_text([{"role": "user", "content": "brief\n\n1+1="}])
+    assert any("no system role" in line for line in chat.remarks())
+    assert not any("no system role" in line for line in chat_with(tokenizer, REFUSES_SYSTEM).remarks())
 
 
 def test_a_template_that_leaves_out_answers_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -381,10 +395,10 @@ def test_messages_that_are_joined_are_told(tokenizer: PreTrainedTokenizerFast) -
     assert line.startswith("template   none: messages are joined by line breaks") and "data.chat_template=FILE" in line
 
 
-def test_a_template_that_takes_arguments_for_text_refuses_objects(tokenizer: PreTrainedTokenizerFast) -> None:
-    chat = chat_with(tokenizer, TOOL_TEMPLATE.replace("arguments | tojson", "arguments + ''"))
-    with pytest.raises(ConfigError, match=r"refuses user, assistant: .*dict"):
-        chat.encode(TOOL_TALK[:2], "all")
+def test_arguments_of_calls_have_the_form_that_a_template_takes(tokenizer: PreTrainedTokenizerFast) -> None:
+    as_text = chat_with(tokenizer, TOOL_TEMPLATE.replace("arguments | tojson", "arguments + ''"))
+    as_object = chat_with(tokenizer, TOOL_TEMPLATE)
+    assert as_text.encode(TOOL_TALK[:2], "all") == as_object.encode(TOOL_TALK[:2], "all")
 
 
 @pytest.mark.parametrize("template", [None, CHATML])

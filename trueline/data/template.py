@@ -1,0 +1,289 @@
+"""A chat template: the form in which it takes messages, and the text that it makes of them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trueline.config.base import ConfigError
+from trueline.data.messages import Message, Tool, called_functions, content_of
+
+MARK = "trueline"  # text that a template leaves as it is
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # that templates read, by how many do
+RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "documents")
+REMEDY = "set data.chat_template=FILE to a Jinja file that shows it"
+PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "What to look up."}},
+            "required": ["word"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template wants the calls of a message: arguments as JSON text, no content beside them."""
+
+    as_text: bool
+    alone: bool
+
+
+CALL_FORMS = tuple(CallForm(as_text, alone) for as_text in (False, True) for alone in (False, True))
+
+
+class Template:
+    """A tokenizer's chat template and the arguments that a run gives it, such as enable_thinking."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+        self.tokenizer, self.arguments = tokenizer, dict(arguments)
+        self.source = str(tokenizer.chat_template)
+        for name in arguments:
+            self._check_argument(name)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
+        try:
+            return self._apply([self._shaped(one) for one in self._with_system(messages)], tools, open_turn=open_turn)
+        except (TemplateError, TypeError) as error:  # the latter where a template adds an object to text, say
+            roles = ", ".join(message["role"] for message in messages) or "no messages"
+            raise ConfigError(
+                f"the chat template refuses {roles}: {error}; change the row, or set data.chat_template to a Jinja "
+                "file or never"
+            ) from error
+
+    def folds_system(self) -> bool:
+        """Tell whether system messages have to stand in the first user turn, as the template refuses their role."""
+        return not self._system_role
+
+    def lost_parts(self, tools: Sequence[Tool]) -> list[str]:
+        """Return what the template leaves out of a conversation with a call, its result and a second question."""
+        first = tools[0] if tools else PROBE_TOOL
+        named = str(first.get("function", first)["name"])
+        call = {"id": "trueline1", "type": "function", "function": {"name": named, "arguments": {"word": "marked A"}}}
+        parts: dict[str, Message] = {
+            "the system prompt": {"role": "system", "content": "marked S"},
+            "the question": {"role": "user", "content": "marked Q"},
+            "a tool call": {"role": "assistant", "content": "", "tool_calls": [call]},
+            "the result of a tool": {"role": "tool", "content": "marked R", "tool_call_id": "trueline1", "name": named},
+            "an earlier reply": {"role": "assistant", "content": "marked E"},
+            "a second question": {"role": "user", "content": "marked N"},
+        }
+        texts = {name: content_of(message) or "marked A" for name, message in parts.items()}
+        if not tools:
+            parts = {name: message for name, message in parts.items() if "tool" not in name}
+        text = self.render(list(parts.values()), tools, open_turn=True)
+        return [name for name in parts if texts[name] not in text]
+
+    def with_defaults(self) -> Any:
+        """Return the template with the run's arguments as its defaults, for a model that is saved."""
+        if not self.arguments or not isinstance(self.tokenizer.chat_template, str):
+            return self.tokenizer.chat_template
+        lines = [
+            f"{{%- set {name} = {name} if {name} is defined else {as_jinja(value)} -%}}"
+            for name, value in self.arguments.items()
+        ]
+        return "".join(lines) + self.source
+
+    def reasoning(self) -> str:
+        """Say what becomes of the reasoning of replies, once another question follows; nothing where none is known."""
+        if not self.reasoning_key and END_OF_THOUGHT not in self.source:
+            return ""
+        thought = {"role": "assistant", "content": f"{THOUGHT}\nmarked T\n{END_OF_THOUGHT}\n\nmarked A"}
+        asked = {"role": "user", "content": "marked Q"}
+        try:
+            last = self.render([asked, thought], (), open_turn=False)
+            past = self.render([asked, thought, asked], (), open_turn=True)
+        except ConfigError:
+            return ""
+        kept = "kept in earlier turns" if "marked T" in past else "dropped from earlier turns"
+        return kept if "marked T" in last else "dropped by the template; replies are learnt with theirs"
+
+    def marked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the spans that the template's own `{% generation %}` marks say are to be learnt."""
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
+            return "", []
+        shaped = [self._shaped(one) for one in self._with_system(messages)]
+        found: Any = render_jinja_template(
+            conversations=[shaped],
+            tools=list(tools) or None,
+            chat_template=self.tokenizer.get_chat_template(None, list(tools) or None),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.arguments},
+        )
+        return found[0][0], [(start, end) for start, end in found[1][0]]
+
+    @cached_property
+    def reasoning_key(self) -> str:
+        """The field in which the template reads the reasoning of a reply, or nothing."""
+        return next((key for key in REASONING_KEYS if re.search(rf"(?<![\w']){key}\b|'{key}'", self.source)), "")
+
+    @cached_property
+    def _splits_content(self) -> bool:
+        return END_OF_THOUGHT in self.source or not self.reasoning_key
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether content has to be a list of parts, as in templates of models that see images."""
+        asked = {"role": "user", "content": MARK}
+        return not self._shows([asked]) and self._shows([{**asked, "content": [{"type": "text", "text": MARK}]}])
+
+    @cached_property
+    def _system_role(self) -> bool:
+        texts = ({"role": "system", "content": "a"}, {"role": "user", "content": MARK})
+        messages = [self._with_parts(one) for one in texts]
+        return self._shows(messages) or not self._shows(messages[1:])
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        return self._call_form is not None
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        """The first form in which the template shows the calls of a turn; None: it shows none."""
+        return next((form for form in CALL_FORMS if self._shows_calls(form)), None)
+
+    @cached_property
+    def _calls_with_text(self) -> bool:
+        form = self._call_form
+        return form is not None and self._shows_calls(CallForm(form.as_text, alone=False), "said before")
+
+    def _shows_calls(self, form: CallForm, content: str = "") -> bool:
+        call = {"id": "trueline1", "type": "function", "function": {"name": "look_up", "arguments": {"word": MARK}}}
+        turn = formed({"role": "assistant", "content": content, "tool_calls": [call]}, form)
+        asked = self._with_parts({"role": "user", "content": "a"})
+        try:
+            text = self._apply([asked, turn], [PROBE_TOOL], open_turn=False)
+            other = self._apply([asked], [PROBE_TOOL], open_turn=False)
+        except (TemplateError, TypeError):
+            return False
+        written = text[len(other) :] if text.startswith(other) else text
+        shown = written.count("look_up") > (0 if written is not text else other.count("look_up"))
+        return shown and MARK in written and "{'word'" not in written and '\\"word' not in written
+
+    def _shows(self, messages: list[Message]) -> bool:
+        try:
+            return MARK in self._apply(messages, (), open_turn=False)
+        except (TemplateError, TypeError):
+            return False
+
+    def _apply(self, messages: list[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn, **self.arguments
+            )
+        )
+
+    def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages as they are, or with a system message put in front of the first question."""
+        if len(messages) < 2 or messages[0]["role"] != "system" or self._system_role:
+            return messages
+        first, second, *others = messages
+        return [{**second, "content": f"{content_of(first)}\n\n{content_of(second)}"}, *others]
+
+    def _shaped(self, message: Message) -> Message:
+        """Return a message in the form that the template takes."""
+        if message["role"] == "assistant":
+            message = self._with_reasoning(message)
+            if message.get("tool_calls") and self._call_form is None:
+                message = spelled_calls(message)
+            elif message.get("tool_calls") and self._call_form is not None:
+                alone = bool(content_of(message)) and not self._calls_with_text
+                message = formed({**message, "content": None} if alone else message, self._call_form)
+        return self._with_parts(message)
+
+    def _with_parts(self, message: Message) -> Message:
+        if not self._takes_parts or not isinstance(message.get("content"), str):
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """Put a reply's reasoning where the template reads it: a field, or thinking tags in the content."""
+        found = next((key for key in REASONING_KEYS if message.get(key)), "")
+        if found == self.reasoning_key and (found or self._splits_content):
+            return message
+        content, thought = content_of(message), str(message.get(found) or "")
+        others = {key: value for key, value in message.items() if key != found}
+        if found and not self.reasoning_key:
+            return {**others, "content": f"{THOUGHT}\n{thought}\n{END_OF_THOUGHT}\n\n{content}"}
+        if not found and END_OF_THOUGHT in content and not self._splits_content:
+            thought, content = split_thought(content)
+        elif not found:
+            return message
+        if self.reasoning_key == "thinking" and message.get("tool_calls"):  # gpt-oss takes either, not both
+            thought, content = f"{thought}\n{content}".strip(), ""
+        return {**others, "content": content, self.reasoning_key: thought}
+
+    def _check_argument(self, name: str) -> None:
+        if name in RESERVED:
+            raise ConfigError(f"data.chat_template_kwargs.{name}: every rendering sets it by itself; leave it out")
+        if not re.search(rf"(?<![\w.]){re.escape(name)}\b", self.source):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template of {self.tokenizer.name_or_path} reads no such "
+                "name; leave it out or correct it"
+            )
+
+
+def formed(message: Message, form: CallForm) -> Message:
+    calls = [
+        {**call, "function": with_arguments(call["function"], form)}
+        if "function" in call
+        else with_arguments(call, form)
+        for call in message["tool_calls"]
+    ]
+    content = message.get("content") or (None if form.alone else "")
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def spelled_calls(message: Message) -> Message:
+    """Return a message with its calls written into its text, for a template that knows none."""
+    functions = [call.get("function", call) for call in message["tool_calls"]]
+    form = CallForm(as_text=False, alone=False)
+    objects = [{key: with_arguments(one, form)[key] for key in ("name", "arguments")} for one in functions]
+    texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects]
+    content = "\n".join([content_of(message), *texts]).strip()
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
+
+
+def with_arguments(function: dict[str, Any], form: CallForm) -> dict[str, Any]:
+    arguments = function.get("arguments", {})
+    if form.as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not form.as_text and isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**function, "arguments": arguments}
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Return the reasoning of a reply, and what it says after that."""
+    thought, _, said = text.rpartition(END_OF_THOUGHT)
+    return thought.removeprefix(THOUGHT).strip(), said.lstrip()
+
+
+def as_jinja(value: Any) -> str:
+    """Return a value as a Jinja expression: JSON, but for null."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)}: {as_jinja(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_jinja, value)) + "]"
+    return "none" if value is None else json.dumps(value)
+
+
+def unseen_fields(message: Message, text: str) -> set[str]:
+    """Return the fields of a message, besides its content, that a rendering does not show; calls go by their names."""
+    others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
+    others |= {"tool_calls": called_functions(message)}
+    said, role = content_of(message).strip(), message["role"]
+    if role != "assistant" and said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+        others[f"the text of role {role}"] = [said]
+    return {name for name, values in others.items() if any(value not in text for value in values)}
