@@ -13,15 +13,15 @@ from transformers import PreTrainedTokenizerFast
 TRAINING = "_training"  # the end of a name: the same template with marks around what is learnt, and some patches
 GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 SPECIAL = re.compile(  # `<|a|>`, DeepSeek's bars, Gemma's halves, `[A]`, and the rest by name
-    r"<\|[\w/]+\|>|<｜[^｜<>]+｜>|<\|[\w\"]+>|<[\w\"]+\|>|<\|\"\|>|\[/?[A-Z_]{4,}\]|\[gMASK\]|<sop>|<(?:start|end)_of_\w+>"
+    r"<\|[\w/]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|<\|[\w\"]+>|<[\w\"]+\|>|<\|\"\|>|\[/?[A-Z_]{4,}\]|\[gMASK\]|<sop>|<(?:start|end)_of_\w+>"
 )
 ADDED = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")  # tokens that decoding keeps
 
 OWN = {
     "mistral_v0_3": """{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- set ns = namespace(turn=0, lead='') %}
-{%- if messages[0].role == 'system' %}{% set ns.lead = messages[0].content + '\\n\\n' %}{% set messages = messages[1:] %}
-{%- endif %}{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set ns.lead = messages[0].content + '\\n\\n' %}
+{%- set messages = messages[1:] %}{% endif %}{{ bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
 {%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
@@ -73,19 +73,19 @@ OWN = {
 {{- '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     "olmo2": """{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}
-{{- eos_token if m.role == 'assistant' else '' }}{{ '\\n' if not loop.last or m.role != 'assistant' else '' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
+{{- eos_token if m.role == 'assistant' else '' }}{{ '\\n' if not loop.last or m.role != 'assistant' else '' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
     "olmo3": """{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou call functions.' }}
 {%- if tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\\n' + (m.content or '') }}
-{%- if m.role == 'system' and tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\\n' }}
+{{- m.content or '' }}{% if m.role == 'system' and tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}
 {%- if m.tool_calls %}{{ '<function_calls>' }}{% for call in m.tool_calls %}{{ call.function.name + '(' }}
 {%- for name, value in call.function.arguments | items %}{{ name + '=' + (value | tojson) }}
 {{- ', ' if not loop.last else '' }}{% endfor %}{{ ')' + ('\\n' if not loop.last else '') }}{% endfor %}
 {{- '</function_calls>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
-    "smollm2": """{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are SmolLM.<|im_end|>\\n' }}{% endif %}
-{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+    "smollm2": """{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are SmolLM.<|im_end|>\\n' }}
+{%- endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     # It shows tools and their answers, and of the assistant's messages no more than the content.
     "smollm3": """{%- set thinks = enable_thinking is not defined or enable_thinking %}
@@ -93,13 +93,14 @@ OWN = {
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% set messages = messages[1:] %}{% endif %}
 {%- if xml_tools or tools %}{{ '### Tools\\n\\n<tools>' }}
 {%- for tool in xml_tools or tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
-{{- '\\n</tools>\\n\\nFor each call, return JSON:\\n<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>' }}
+{{- '\\n</tools>\\n\\nFor each call:\\n<tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>' }}
 {%- endif %}{{ '<|im_end|>\\n' }}
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n') }}
 {%- else %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\\n' }}{% endif %}
 {{- (m.content or '').lstrip('\\n') + '<|im_end|>\\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n') }}{% endif %}""",
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('' if thinks else '<think>\\n\\n</think>\\n') }}
+{%- endif %}""",
 }
 
 
@@ -116,7 +117,7 @@ CHATML = Ends(None, "<|im_end|>", ("<|endoftext|>",))
 ENDS = {  # by how the family's name begins; the longest that fits is taken
     "": CHATML,
     "cohere": Ends("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
-    "deepseek": Ends("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "deepseek": Ends("<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>"),
     "gemma": Ends("<bos>", "<end_of_turn>", ("<eos>",)),
     "gemma4": Ends("<bos>", "<turn|>", ("<eos>", "<|tool_response>")),
     "diffusion_gemma": Ends("<bos>", "<turn|>", ("<eos>", "<|tool_response>")),
