@@ -78,7 +78,8 @@ OWN = {
     "olmo3": """{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou call functions.' }}
 {%- if tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}{{ '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\\n' }}
-{{- m.content or '' }}{% if m.role == 'system' and tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}
+{{- m.content or '' }}
+{%- if m.role == 'system' and tools %}{{ ' <functions>' + (tools | tojson) + '</functions>' }}{% endif %}
 {%- if m.tool_calls %}{{ '<function_calls>' }}{% for call in m.tool_calls %}{{ call.function.name + '(' }}
 {%- for name, value in call.function.arguments | items %}{{ name + '=' + (value | tojson) }}
 {{- ', ' if not loop.last else '' }}{% endfor %}{{ ')' + ('\\n' if not loop.last else '') }}{% endfor %}
