@@ -44,6 +44,7 @@ class Reply:
     message: Message  # as those who go on with the conversation shall have it
     completion: Completion  # exactly as it was sampled
     prompt_tokens: int  # all tokens before it
+    raw: str = ""  # the text with its special tokens, as `worded` is given it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Policy(Protocol):
         """Return the next turn of a conversation, up to one of the texts in `stop`, or raise OutOfBudget.
 
         Where it goes on from one that this policy has seen, only what is new becomes tokens. `worded` makes the message
-        by which others know the reply from its text, say with its tool calls taken apart.
+        by which others know the reply from its text with special tokens, say with its tool calls taken apart.
         """
 
     async def replies(

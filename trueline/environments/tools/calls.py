@@ -43,18 +43,6 @@ ReadCalls = Callable[[str], list[ToolCall]]
 UNREADABLE = "unreadable_call"  # the function that a call which cannot be read calls in the conversation
 
 
-def parse_reply(text: str, form: str = "auto") -> Parsed:
-    """Find the calls of a reply. What a model thinks aloud before it answers calls nothing."""
-    if form != "auto" and form not in FORMATS:
-        raise ValueError(f"the format of tool calls {form!r} is not known here: give auto, {', '.join(FORMATS)}")
-    thought, end, answer = text.rpartition(END_OF_THOUGHT)
-    for parse in FORMATS.values() if form == "auto" else [FORMATS[form]]:
-        parsed = parse(answer)
-        if parsed.calls or parsed.error:
-            return Parsed(f"{thought}{end}{parsed.content}".strip(), parsed.calls, parsed.error, text=text)
-    return Parsed(text.strip(), [], text=text)
-
-
 def as_message(parsed: Parsed, ids: Callable[[], str]) -> "Message":
     """Return the assistant's message in OpenAI's shape. One call stands for all where one cannot be read."""
     calls = [ToolCall(UNREADABLE, {})] if parsed.error else parsed.calls

@@ -35,6 +35,13 @@ HARMONY = re.compile(  # a header and a body, of each message in a reply
     re.DOTALL,
 )
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:-]+)")
+ATEM = re.compile(
+    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|eo[mt]\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+INVOKED = re.compile(r'\s*name="([^"\n]+)">(.*)', re.DOTALL)
+ATEM_PARAMETER = re.compile(r'<atem:parameter name="([^"\n]+)">(.*?)</atem:parameter>', re.DOTALL)
+ATEM_CALLS = re.compile(r"</?atem:function_calls>")
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -156,7 +163,9 @@ def phi4(text: str) -> Parsed:
 
 def harmony(text: str) -> Parsed:
     """Messages in channels: what is thought, said, and, where one has a recipient, called."""
-    thought, said, bodies = [], [], []
+    thought: list[str] = []
+    said: list[str] = []
+    bodies: list[str] = []
     for header, body in HARMONY.findall(text):
         recipient = RECIPIENT.search(header)
         if recipient:
@@ -168,6 +177,23 @@ def harmony(text: str) -> Parsed:
     content = "\n".join(filter(None, [*said, "" if error else left.strip()]))
     parsed = gathered(content, bodies, error, remedy=f"write to=functions.NAME {BODY}ARGUMENTS, as JSON")
     return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+
+
+def muse(text: str) -> Parsed:
+    """Messages to oneself, which are thought, to the user, and to tools, with calls in tags."""
+    found = ATEM.findall(text)
+    thought = [body.strip() for header, body in found if "to=self" in header]
+    said = "".join(body for header, body in found if "to=self" not in header) + ATEM.sub("", text)
+    content, bodies, error = between(ATEM_CALLS.sub("", said), "<atem:invoke", "</atem:invoke>")
+    parsed = gathered(content, bodies, error, read=read_invoked, remedy="write one <atem:invoke> for each call")
+    return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+
+
+def read_invoked(body: str) -> list[ToolCall]:
+    invoked = INVOKED.fullmatch(body)
+    if invoked is None:
+        raise ValueError(f"it has no name: {quoted(body)}")
+    return [keyed(invoked[1], invoked[2], ATEM_PARAMETER)]
 
 
 def read_json(text: str) -> object:
