@@ -29,7 +29,7 @@ class EnvironmentConfig(Config):
     """Values for the class of an environment, the function of one, an agent or tools, by name."""
 
     tool_format: str = "auto"
-    """How the model writes calls: auto, hermes, llama, mistral, json, or the name of one of vLLM's parsers."""
+    """How the model writes calls: auto (by its chat template), one of docs/agents.md, or the name of a vLLM parser."""
 
     max_turns: int = Field(8, ge=1)
     """Replies of the policy in one episode; the next one ends it as truncated."""

@@ -51,7 +51,7 @@ class ChatFormat:
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
         self.joins = False  # whether it has joined messages by line breaks
-        self.systems = False  # whether it has rendered a system message
+        self.systems = self.calls = False  # whether it has rendered a system message, and a call
         self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
         self.lost: dict[str, list[str]] = {}  # names of tools -> parts of a conversation that the template leaves out
         self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template leaves out
@@ -182,11 +182,13 @@ class ChatFormat:
         remedy = "data.chat_template=FILE takes a Jinja file"
         joined = f"template   none: messages are joined by line breaks, without roles; {remedy}"
         left_out = f"template   does not show, or not everywhere: {', '.join(sorted(self.left_out))}; {remedy}"
+        spelled = "template   shows no tool calls: they are written into the text, as <tool_call>{...}</tool_call>"
         folded = "template   has no system role: the system prompt stands in front of the first question"
         reasoning = self.template.reasoning() if self.templated else ""
         return [
             *[joined] * self.joins,
             *[left_out] * bool(self.left_out),
+            *[spelled] * (self.calls and not self.template.shows_calls),
             *[folded] * (self.systems and self.template.folds_system()),
             *[f"reasoning  {reasoning}"] * bool(reasoning),
         ]
@@ -310,6 +312,7 @@ class ChatFormat:
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self.template.render(messages, tools, open_turn=open_turn)
         self.systems = self.systems or any(message["role"] == "system" for message in messages)
+        self.calls = self.calls or any(message.get("tool_calls") for message in messages)
         self.left_out.update(*(unseen_fields(message, text) for message in messages))
         return text
 

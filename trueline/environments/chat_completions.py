@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trueline.config.base import ConfigError
@@ -12,10 +12,10 @@ from trueline.data.messages import Message, Tool
 from trueline.data.readers import joined_text, parse_calls
 from trueline.data.types import Completion
 from trueline.environments.base import Reply, as_said
-from trueline.environments.tools.calls import Parsed, as_message
+from trueline.environments.tools.calls import as_message
+from trueline.environments.tools.formats import Parse
 
 Content = dict[str, Any]  # of a body in JSON
-Parse = Callable[[str], Parsed]
 Decode = Callable[[list[int]], str]
 ROLES = {  # of a request -> the role that chat templates know
     "system": "system",
@@ -240,10 +240,12 @@ def choice_content(reply: Reply) -> Content:
     return {"message": reply.message, "finish_reason": reason}
 
 
-def reply_message(text: str, parse: Parse | None) -> Message:
+def reply_message(text: str, parse: Parse, tools: list[Tool]) -> Message:
     """Return a reply as the agent gets it and sends it back: with its calls taken apart, where it may call tools."""
-    parsed = parse(text) if parse else None
-    return as_message(parsed, lambda: new_id("call_")) if parsed and parsed.calls else as_said(text)
+    parsed = parse(text, tools)
+    if tools and parsed.calls:
+        return as_message(replace(parsed, error=""), lambda: new_id("call_"))
+    return as_said(parsed.text) | ({"reasoning_content": parsed.reasoning} if parsed.reasoning else {})
 
 
 def logprobs_content(completion: Completion, decode: Decode) -> Content:

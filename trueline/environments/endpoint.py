@@ -22,7 +22,6 @@ from trueline.environments.base import OutOfBudget, Policy, Reply, Structure
 from trueline.environments.chat_completions import (
     Asked,
     Decode,
-    Parse,
     Refused,
     completion_content,
     events,
@@ -30,6 +29,7 @@ from trueline.environments.chat_completions import (
     reply_message,
 )
 from trueline.environments.structures import Structures
+from trueline.environments.tools.formats import Parse
 from trueline.rewards.server import QuietServer, as_json, open_port, parse_json, read_request
 
 HOST = "127.0.0.1"
@@ -211,7 +211,7 @@ class Endpoint:
 
 
 async def sample(policy: Policy, asked: Asked, parse: Parse, structure: Structure | None) -> list[Reply]:
-    worded = partial(reply_message, parse=parse if asked.tools else None)
+    worded = partial(reply_message, parse=parse, tools=asked.tools)
     return await policy.replies(asked.replies, asked.messages, asked.tools, worded, asked.stop, structure)
 
 

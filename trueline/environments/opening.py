@@ -1,6 +1,7 @@
 """The environment of a run: checked before the start, opened with its processes, and closed."""
 
 import asyncio
+import importlib.util
 import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,13 @@ from trueline.data.messages import Tool
 from trueline.data.template import PROBE_TOOL, REMEDY
 from trueline.data.types import Prompt
 from trueline.environments.base import Environment, EnvironmentFailure
-from trueline.environments.chat_completions import Parse
 from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Host, Hosts, Program
 from trueline.environments.played import Agent, Game, ToolUse, row_of
 from trueline.environments.single_turn import SingleTurn
 from trueline.environments.structures import Structures
-from trueline.environments.tools.calls import FORMATS, OPEN, SPELLINGS, parse_reply
+from trueline.environments.tools.calls import SPELLINGS
+from trueline.environments.tools.formats import Chosen, Parse, check_format, chosen_format, open_parser
 from trueline.environments.tools.toolbox import MCP
 from trueline.environments.trial import last_lines, try_episode
 from trueline.monitoring.user_files import PICKLED
@@ -71,6 +72,7 @@ def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bo
     program = program_of(config)
     if program is None:
         return Found()
+    check_format(config.tool_format)
     with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
         return thread.submit(asyncio.run, look_at(program, list(examples), rewarded)).result()
 
@@ -88,7 +90,7 @@ def check_parameters(host: Host, examples: list[Prompt]) -> None:
             )
 
 
-def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int) -> list[str]:
+def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int, engine: str) -> list[str]:
     """Return lines for the plan: what is played, and what the chat template does to earlier turns."""
     program = program_of(config)
     if program is None:
@@ -96,6 +98,8 @@ def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: i
     limits = f"{config.processes} processes, {config.timeout_seconds:g} s a step"
     turns = f"turns      up to {config.max_turns} in sequences of up to {context} tokens"
     lines = [f"{turns}: {program.words()} ({limits})"]
+    if not config.function:
+        lines.append(f"tool calls {format_of(config, chat, engine).words()}")
     if kind := chat.rewrites():
         lines.append(f"template   rewrites earlier turns ({kind}): each turn becomes a training sequence of its own")
     if lost := lost_parts(config, chat):
@@ -130,21 +134,17 @@ async def look_at(program: Program, examples: list[Prompt], rewarded: bool) -> F
         return Found(host.about.get("schemas", []), warnings)
 
 
-def parser_of(config: EnvironmentConfig, chat: ChatFormat) -> Parse:
-    form = config.tool_format
-    if form == "auto" or form in FORMATS:
-        return lambda text: parse_reply(text, form)
-    from trueline.environments.tools.vllm_calls import vllm_parser  # noqa: PLC0415  (vLLM takes seconds)
-
-    return vllm_parser(form, chat.tokenizer)
+def format_of(config: EnvironmentConfig, chat: ChatFormat, engine: str) -> Chosen:
+    """Return how the model writes calls, and what reads them: vLLM's parsers take seconds to import."""
+    vllm = engine == "vllm" and importlib.util.find_spec("vllm") is not None
+    return chosen_format(config.tool_format, chat.tokenizer.chat_template, vllm=vllm)
 
 
 def structures_of(config: EnvironmentConfig, chat: ChatFormat) -> Structures:
     """Return what vLLM can hold replies to; calls as the model's template writes them, else as plain JSON."""
     from trueline.environments.tools.vllm_structures import check_structure  # noqa: PLC0415  (vLLM takes seconds)
 
-    auto = "hermes" if OPEN in str(chat.tokenizer.chat_template) else "json"
-    return Structures(SPELLINGS.get(auto if config.tool_format == "auto" else config.tool_format), check_structure)
+    return Structures(SPELLINGS.get(format_of(config, chat, "vllm").form.name), check_structure)
 
 
 class OpenEnvironment:
@@ -157,11 +157,13 @@ class OpenEnvironment:
         chat: ChatFormat,
         logs: Path,
         *,
+        engine: str = "hf",
         structures: bool = False,
     ) -> None:
         self.config, self.rewards, self.chat = config, rewards, chat
         self.structures = structures  # whether engines can hold replies to some
-        self.parse = parser_of(config, chat)
+        self.chosen = format_of(config, chat, engine)
+        self.parse: Parse
         program = program_of(config)
         self.hosts = Hosts(program, logs / "environment.log") if program else None
         self.endpoint: Endpoint | None = None
@@ -172,6 +174,8 @@ class OpenEnvironment:
             return
         first = self.hosts.hosts[0]
         await first.start()
+        if self.config.tools or first.about["plays"] == "itself":
+            self.parse = await asyncio.to_thread(open_parser, self.chosen, self.chat.tokenizer)
         if first.about["plays"] == "itself":
             structures = await asyncio.to_thread(structures_of, self.config, self.chat) if self.structures else None
             self.endpoint = Endpoint(model="policy", decode=self.chat.reply_text, structures=structures)

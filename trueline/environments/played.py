@@ -17,11 +17,11 @@ from trueline.environments.base import (
     Reply,
     WrongResult,
 )
-from trueline.environments.chat_completions import Parse
 from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Hosts, Mistake, Place, Raised
 from trueline.environments.single_turn import judged, reward_call
 from trueline.environments.tools.calls import Parsed, ToolCall, as_message
+from trueline.environments.tools.formats import Parse
 from trueline.rewards.combined import CombinedReward
 
 
@@ -116,19 +116,26 @@ class ToolUse(Hosted):
 
     async def take_turns(self, place: Place, policy: Policy, prompt: Prompt) -> float:
         self.metrics |= dict.fromkeys(("tools/calls", "tools/mistakes", "tools/errors"), 0.0)
-        messages, ids = prompt.messages, numbered("call")
+        messages, ids, parsed = prompt.messages, numbered("call"), Parsed("", [])
+
+        def worded(text: str) -> Message:
+            nonlocal parsed
+            parsed = self.parse(text, prompt.tools)
+            return as_message(parsed, ids)
+
         while True:
-            reply = await policy.reply(messages, prompt.tools, lambda text: as_message(self.parse(text), ids))
-            parsed = self.parse(reply.text)
+            reply = await policy.reply(messages, prompt.tools, worded)
             if not parsed.calls and not parsed.error:
                 return 0.0
             messages = [*messages, reply.message, *await self._answers(place, parsed, reply)]
 
     async def _answers(self, place: Place, parsed: Parsed, reply: Reply) -> list[Message]:
+        named = reply.message["tool_calls"]
         if parsed.error:
             self.metrics["tools/mistakes"] += 1
-            return [{"role": "tool", "name": "error", "content": f"error: {parsed.error}"}]
-        named = reply.message["tool_calls"]
+            return [
+                {"role": "tool", "tool_call_id": named[0]["id"], "name": "error", "content": f"error: {parsed.error}"}
+            ]
         texts = await asyncio.gather(*(self._answer(place, call) for call in parsed.calls))
         return [
             {"role": "tool", "tool_call_id": made["id"], "name": call.name, "content": text}

@@ -13,7 +13,8 @@ from trueline.environments.endpoint import Endpoint
 from trueline.environments.hosts import Hosts, Mistake
 from trueline.environments.played import Agent, Game, check_earned
 from trueline.environments.structures import Structures
-from trueline.environments.tools.calls import SPELLINGS, parse_reply
+from trueline.environments.tools.calls import SPELLINGS
+from trueline.environments.tools.formats import UNKNOWN, Parser
 from trueline.rewards.combined import CombinedReward
 
 SECONDS, CLOSE_SECONDS = 10.0, 2.0
@@ -92,7 +93,7 @@ async def opened_environment(hosts: Hosts) -> AsyncIterator[Game | Agent]:
         every = Structures(SPELLINGS["json"], lambda structure: "")  # which of them an engine can follow is the run's
         endpoint = Endpoint(model="policy", decode=str, structures=every)
         await endpoint.start()
-        environment = Agent(hosts, rewards, endpoint, lambda text: parse_reply(text, "auto"))
+        environment = Agent(hosts, rewards, endpoint, Parser(UNKNOWN))
     try:
         yield environment
     finally:

@@ -154,7 +154,7 @@ def describe(plan: SamplingPlan[Kind], work: str) -> str:
             engines_line(plan.rollout),
             f"reward     {rewards or ('of the environment' if plan.config.scored() else 'none')}",
             *plan.rewards.lines,
-            *describe_environment(plan.config.environment, plan.chat, plan.rollout.longest()),
+            *describe_environment(plan.config.environment, plan.chat, plan.rollout.longest(), plan.rollout.engine),
             prompts_line(plan.sets.values(), plan.rollout),
             *plan.chat.remarks(),
             f"work       {work}",

@@ -88,8 +88,11 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         # Without any reward the sum is 0, which is not written down.
         rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
-        environment = OpenEnvironment(config.environment, rewards, plan.chat, folder.logs, structures=structures)
+        engine = plan.rollout.engine
+        structures = ROLLOUT_ENGINES[engine].structures
+        environment = OpenEnvironment(
+            config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
+        )
         stack.enter_context(started(environment, loop))
         yield sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
 

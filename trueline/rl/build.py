@@ -68,8 +68,11 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *beside)
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        structures = ROLLOUT_ENGINES[plan.rollout.engine].structures
-        environment = OpenEnvironment(config.environment, rewards, plan.chat, folder.logs, structures=structures)
+        engine = plan.rollout.engine
+        structures = ROLLOUT_ENGINES[engine].structures
+        environment = OpenEnvironment(
+            config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
+        )
         stack.enter_context(started(environment, loop))
         sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
         sync = make_sync(plan, models.policy, pool, sampling)

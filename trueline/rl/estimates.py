@@ -96,7 +96,7 @@ def describe_batches(plan: RLPlan) -> list[str]:
     return [
         prompts_line(plan.sources, plan.rollout, sum(len(prompts) for prompts in plan.evaluation_sets.values())),
         *plan.chat.remarks(),
-        *describe_environment(config.environment, plan.chat, plan.rollout.longest()),
+        *describe_environment(config.environment, plan.chat, plan.rollout.longest(), plan.rollout.engine),
         f"batch      {config.prompts_per_step} prompts x {config.algorithm.group_size} answers = {completions} per step"
         f", {config.minibatches * config.epochs} optimizer steps of {completions // config.minibatches}",
         f"length     {config.steps} steps = {config.steps * config.prompts_per_step / count:.2g} epochs"

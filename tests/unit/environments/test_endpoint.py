@@ -23,7 +23,8 @@ from trueline.data.types import Completion
 from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.environments.endpoint import Endpoint, Seat
 from trueline.environments.structures import Structures, call_schema
-from trueline.environments.tools.calls import SPELLINGS, parse_reply
+from trueline.environments.tools.calls import SPELLINGS
+from trueline.environments.tools.formats import UNKNOWN, Parser
 from trueline.rewards.server import MAX_BYTES
 
 Result = TypeVar("Result")
@@ -104,7 +105,7 @@ class Host:
         return self.run(worked)
 
     def open(self, policy: Scripted) -> Seat:
-        return self.here(lambda: self.endpoint.open(policy, parse_reply))
+        return self.here(lambda: self.endpoint.open(policy, Parser(UNKNOWN)))
 
     def close(self) -> None:
         self.run(self.endpoint.stop)

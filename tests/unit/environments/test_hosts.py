@@ -442,7 +442,13 @@ def test_mistakes_of_the_policy_are_told_to_it(stage: Stage) -> None:
     texts = ["<tool_call>{bad", calling("add", '{"a": "x"}'), calling("nobody", "{}"), "done"]
     (played,) = stage.play(stage.config("tools", ["add"]), *texts, reward=Told())
     assert (played.outcome, played.reward) == (Outcome.FINISHED, 1.0)
-    assert all(turn["content"].startswith("error: ") for turn in played.turns if turn["role"] == "tool")
+    told = [turn for turn in played.turns if turn["role"] == "tool"]
+    assert all(turn["content"].startswith("error: ") for turn in told)
+    assert [(turn["tool_call_id"], turn["name"]) for turn in told] == [
+        ("call00001", "error"),
+        ("call00002", "add"),
+        ("call00003", "nobody"),
+    ]
     assert played.metrics["tools/mistakes"] == 3.0
 
 
@@ -516,8 +522,10 @@ def test_what_can_be_told_before_the_start_is_refused_then(stage: Stage) -> None
 
 def test_the_plan_says_what_is_played(stage: Stage) -> None:
     table = Table(stage.tokenizer, CHATML)
-    assert describe_environment(EnvironmentConfig(), table.chat, 96) == []
-    (line,) = describe_environment(EnvironmentConfig(tools="calculator,python"), table.chat, 96)
+    assert describe_environment(EnvironmentConfig(), table.chat, 96, "hf") == []
+    line, calls = describe_environment(EnvironmentConfig(tools="calculator,python"), table.chat, 96, "hf")
+    said = "hermes, mistral, llama, json tried in turn: the chat template is of no known format"
+    assert calls == f"tool calls {said}"
     said = "turns      up to 8 in sequences of up to 96 tokens: environment.tools=calculator python"
     assert line == f"{said} (4 processes, 60 s a step)"
     kinds = {"a.py:main": "function", "package.module:main": "function", "node agent.js": "program"}

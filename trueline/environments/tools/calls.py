@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
@@ -35,30 +35,24 @@ class Parsed:
     content: str  # the text outside of calls
     calls: list[ToolCall]
     error: str = ""  # why a call that was begun could not be read
+    reasoning: str = ""  # of models that think in a part of the reply that is marked by special tokens
+    text: str = field(default="", compare=False)  # the whole reply besides that, calls as they are written
 
 
-Reader = Callable[[str], list[ToolCall]]
-
-
-def parse_reply(text: str, form: str = "auto") -> Parsed:
-    """Find the calls of a reply. What a model thinks aloud before it answers calls nothing."""
-    if form != "auto" and form not in FORMATS:
-        raise ValueError(f"the format of tool calls {form!r} is not known here: give auto, {', '.join(FORMATS)}")
-    thought, end, answer = text.rpartition(END_OF_THOUGHT)
-    for parse in FORMATS.values() if form == "auto" else [FORMATS[form]]:
-        parsed = parse(answer)
-        if parsed.calls or parsed.error:
-            return Parsed(f"{thought}{end}{parsed.content}".strip(), parsed.calls, parsed.error)
-    return Parsed(text.strip(), [])
+ReadCalls = Callable[[str], list[ToolCall]]
+UNREADABLE = "unreadable_call"  # the function that a call which cannot be read calls in the conversation
 
 
 def as_message(parsed: Parsed, ids: Callable[[], str]) -> "Message":
-    """Return the assistant's message in OpenAI's shape."""
-    message: Message = {"role": "assistant", "content": parsed.content or None}
-    if parsed.calls:
+    """Return the assistant's message in OpenAI's shape. One call stands for all where one cannot be read."""
+    calls = [ToolCall(UNREADABLE, {})] if parsed.error else parsed.calls
+    message: Message = {"role": "assistant", "content": (parsed.text if parsed.error else parsed.content) or None}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
         message["tool_calls"] = [
             {"id": ids(), "type": "function", "function": {"name": call.name, "arguments": as_json(call.arguments)}}
-            for call in parsed.calls
+            for call in calls
         ]
     return message
 
@@ -72,17 +66,13 @@ def as_json(value: Any) -> str:
 
 def hermes(text: str) -> Parsed:
     """`<tool_call>{...}</tool_call>`, any number of them between text."""
-    content, *pieces = text.split(OPEN)
-    parts = [piece.partition(CLOSE) for piece in pieces]
-    unclosed = "" if all(closed for _, closed, _ in parts) else f"a {OPEN} is not closed by {CLOSE}"
-    content += "".join(after for _, _, after in parts)
-    return gathered(content, [body for body, closed, _ in parts if closed], error=unclosed)
+    return gathered(*between(text, OPEN, CLOSE))
 
 
 def mistral(text: str) -> Parsed:
     """`[TOOL_CALLS] [{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for every call."""
     content, *bodies = text.split(TOOL_CALLS)
-    return gathered(content, bodies, decoded_named)
+    return gathered(content, bodies, read=decoded_named)
 
 
 def llama(text: str) -> Parsed:
@@ -140,14 +130,25 @@ def is_call(text: str) -> bool:
 # Calls
 
 
-def gathered(content: str, bodies: list[str], read: Reader | None = None, error: str = "") -> Parsed:
+def between(text: str, begin: str, end: str) -> tuple[str, list[str], str]:
+    """Return the text outside of two markers, the texts between them, and what is wrong where one is not closed."""
+    content, *pieces = text.split(begin)
+    parts = [piece.partition(end) for piece in pieces]
+    unclosed = "" if all(closed for _, closed, _ in parts) else f"a {begin} is not closed by {end}"
+    content += "".join(after for _, _, after in parts)
+    return content, [body for body, closed, _ in parts if closed], unclosed
+
+
+def gathered(
+    content: str, bodies: list[str], error: str = "", *, read: ReadCalls | None = None, remedy: str = REMEDY
+) -> Parsed:
     """Return the calls that can be read, and why the last other one cannot."""
     calls: list[ToolCall] = []
     for body in bodies:
         try:
             calls += (read or decoded)(body)
         except (ValueError, RecursionError) as fault:
-            error = f"the tool call could not be read: {fault}; {REMEDY}"
+            error = f"the tool call could not be read: {fault}; {remedy}"
     return Parsed(content.strip(), calls, error)
 
 

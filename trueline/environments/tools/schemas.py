@@ -1,6 +1,9 @@
 """What a model is told of a function that it may call, and whether it gives what the function takes."""
 
+import ast
 import inspect
+import json
+import math
 import re
 import textwrap
 import typing
@@ -22,6 +25,8 @@ TYPES: dict[str, tuple[type, ...]] = {name: (kind,) for kind, name in KINDS.item
 HINTS = "str, int, float, bool, list[...], dict, Literal[...] and unions of them"
 ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
 LONGEST_QUOTE = 200  # characters
+MOST_REFERENCES = 20  # within one another, for a schema may refer to itself
+NOTHING = ("null", "None")  # as templates write it
 
 
 class UnfitTool(NoSuchFunction):
@@ -124,3 +129,83 @@ def fits(value: Any, schema: Schema) -> bool:
     of: Schema = schema.get("items") or schema.get("additionalProperties") or {}
     right = "type" not in schema or type(value) in TYPES[schema["type"]]
     return right and all(fits(one, of) for one in inner)
+
+
+# Arguments as a schema wants them
+
+
+def coerced_arguments(arguments: dict[str, Any], tool: "Tool | None") -> dict[str, Any]:
+    """Return arguments with texts read as what the tool's schema wants; what cannot be read stays a text.
+
+    The schema may be any, of an MCP server or an agent: what is unknown in it wants nothing.
+    """
+    root = (tool or {}).get("function", {}).get("parameters")
+    value = coerced(arguments, root, root) if isinstance(root, dict) else arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def coerced(value: Any, schema: Any, root: Schema) -> Any:
+    options = alternatives(schema, root)
+    kinds = {kind for option in options for kind in kinds_of(option)}
+    if isinstance(value, str) and kinds:
+        value = read_as(value, kinds)
+    inner = next((option for option in options if kind_of(value) in kinds_of(option)), {})
+    if isinstance(value, dict):
+        named, others = inner.get("properties"), inner.get("additionalProperties")
+        return {
+            name: coerced(one, (named if isinstance(named, dict) else {}).get(name, others), root)
+            for name, one in value.items()
+        }
+    return [coerced(one, inner.get("items"), root) for one in value] if isinstance(value, list) else value
+
+
+def alternatives(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
+    """Return what a schema allows, references and unions resolved."""
+    if not isinstance(schema, dict) or depth > MOST_REFERENCES:
+        return []
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        return alternatives(referred(root, reference), root, depth + 1)
+    unions = [schema[union] for union in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(union), list)]
+    inner = [found for union in unions for one in union for found in alternatives(one, root, depth + 1)]
+    return [schema, *inner]
+
+
+def referred(root: Schema, reference: str) -> Any:
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def kinds_of(schema: Schema) -> set[str]:
+    kind = schema.get("type")
+    named = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
+    allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    kinds = {one for one in named if isinstance(one, str)} or {kind_of(one) for one in allowed}
+    return kinds | ({"null"} if schema.get("nullable") is True else set())
+
+
+def kind_of(value: Any) -> str:
+    return "null" if value is None else KINDS.get(type(value), "")
+
+
+def read_as(text: str, kinds: set[str]) -> Any:
+    """Return a text as the first of these kinds that it can be read as; where text is wanted, it is text."""
+    if "null" in kinds and text.strip() in NOTHING:
+        return None
+    if "string" in kinds:
+        return text
+    for read in (json.loads, ast.literal_eval):  # templates write objects in JSON, some in Python
+        try:
+            value = read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):  # which JSON has no value for
+            continue
+        if isinstance(value, float) and value.is_integer() and "number" not in kinds:
+            value = int(value)
+        if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds):
+            return value
+    words = {"true": True, "false": False}
+    return words.get(text.strip().lower(), text) if "boolean" in kinds else text

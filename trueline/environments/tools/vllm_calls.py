@@ -1,32 +1,45 @@
-"""The tool calls of a reply, found by one of vLLM's parsers: for models whose format is none of the built-in ones."""
+"""The tool calls of a reply, found by one of vLLM's parsers."""
 
 import json
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
+from trueline.config.base import ConfigError
 from trueline.data.messages import Tool
-from trueline.environments.tools.calls import FORMATS, Parsed, call_of
+from trueline.environments.tools.calls import Parsed, call_of
+
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SyntaxError)  # of vLLM's code
+
+# They log a traceback for each call that cannot be read, of which the model is told, and an untrained one writes many.
+for logger in ("vllm.tool_parsers", "vllm.parser"):
+    logging.getLogger(logger).setLevel(logging.CRITICAL)
 
 
-def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Tool] = ()) -> Callable[[str], Parsed]:
+def parsers() -> list[str]:
+    return list(ToolParserManager.list_registered())
+
+
+def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Parsed]:
     """Return vLLM's parser of that name as a function; some formats need the tools to tell numbers from text."""
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        raise ValueError(
-            f"the format of tool calls {name!r} is not known: give auto, {', '.join(FORMATS)}, or one of vLLM's: "
-            f"{', '.join(known)}"
-        )
+    if name not in parsers():
+        raise ConfigError(f"this vLLM has no parser {name!r} of tool calls: it has {', '.join(parsers())}")
     kind = ToolParserManager.get_tool_parser(name)
-    request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
-    make = partial(kind, tokenizer, cast(Any, request.tools))
-    make()  # it says now if the tokenizer is not of its model
+    try:
+        kind(tokenizer, None)
+    except FAULTS as error:
+        raise ConfigError(f"vLLM's parser {name!r} of tool calls refuses the model's tokenizer: {error}") from None
 
-    def parse(text: str) -> Parsed:
-        found = make().extract_tool_calls(text, request)  # by a new one, for it keeps state
+    def parse(text: str, tools: Sequence[Tool] = ()) -> Parsed:
+        try:
+            request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
+            parser = kind(tokenizer, cast(Any, request.tools))  # a new one, for it keeps state
+            found = parser.extract_tool_calls(text, request)
+        except FAULTS as error:
+            return Parsed(text.strip(), [], f"the tool call could not be read: {error}")
         return read([call.function for call in found.tool_calls], (found.content or "").strip())
 
     return parse

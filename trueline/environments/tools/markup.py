@@ -1,0 +1,207 @@
+"""Readers of tool calls that are written in tags, in Python, or between special tokens, as families of models do."""
+
+import ast
+import json
+import re
+
+from trueline.environments.tools.calls import (
+    CLOSE,
+    LONGEST_QUOTE,
+    OPEN,
+    Parsed,
+    ToolCall,
+    between,
+    call_of,
+    decoded,
+    gathered,
+)
+
+FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+CALLS, CALL, CALL_END, SEPARATOR = (
+    f"<\uff5ctool▁{part}\uff5c>" for part in ("calls▁begin", "call▁begin", "call▁end", "sep")
+)
+FENCED = re.compile(r"([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
+LFM_CALLS, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
+GEMMA_CALL, GEMMA_END, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+GEMMA_KEY = re.compile(r"(?<=[{,])\s*([^\s:,{}\[\]\"]+)\s*:")
+ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+FUNCTOOLS = "functools"
+CHANNEL, BODY = "<|channel|>", "<|message|>"
+HARMONY = re.compile(  # a header and a body, of each message in a reply
+    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:-]+)")
+ATEM = re.compile(
+    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|eo[mt]\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+INVOKED = re.compile(r'\s*name="([^"\n]+)">(.*)', re.DOTALL)
+ATEM_PARAMETER = re.compile(r'<atem:parameter name="([^"\n]+)">(.*?)</atem:parameter>', re.DOTALL)
+ATEM_CALLS = re.compile(r"</?atem:function_calls>")
+JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def tagged(text: str) -> Parsed:
+    """`<tool_call><function=name><parameter=one>value</parameter></function></tool_call>`."""
+    remedy = f"write {OPEN}<function=NAME><parameter=ONE>VALUE</parameter></function>{CLOSE}"
+    return gathered(*between(text, OPEN, CLOSE), read=read_tagged, remedy=remedy)
+
+
+def read_tagged(body: str) -> list[ToolCall]:
+    """Return the call with its values as texts: which of them are numbers is for the tool's schema to say."""
+    function = FUNCTION.fullmatch(body)
+    if function is None:
+        raise ValueError(f"it is not between <function=NAME> and </function>: {quoted(body)}")
+    return [keyed(function[1].strip(), function[2], PARAMETER)]
+
+
+def keyed(name: str, body: str, pairs: re.Pattern[str]) -> ToolCall:
+    if rest := pairs.sub("", body).strip():
+        raise ValueError(f"there is something beside the arguments of {name!r}, or one is not closed: {quoted(rest)}")
+    return ToolCall(name, {key.strip(): value for key, value in pairs.findall(body)})
+
+
+def with_keys(text: str) -> Parsed:
+    """`<tool_call>name<arg_key>one</arg_key><arg_value>value</arg_value></tool_call>`."""
+    remedy = f"write {OPEN}NAME<arg_key>ONE</arg_key><arg_value>VALUE</arg_value>{CLOSE}"
+    return gathered(*between(text, OPEN, CLOSE), read=read_with_keys, remedy=remedy)
+
+
+def read_with_keys(body: str) -> list[ToolCall]:
+    name, tag, rest = body.partition("<arg_key>")
+    if not re.fullmatch(r"[\w.:-]+", name.strip()):
+        raise ValueError(f"it does not begin with the name of a function: {quoted(body)}")
+    return [keyed(name.strip(), tag + rest, ARGUMENT)]
+
+
+def deepseek(text: str) -> Parsed:
+    """Between fullwidth bars: a kind, a name and fenced JSON; or, in later models, a name and JSON."""
+    content, tag, rest = text.partition(CALLS)
+    _, bodies, error = between(rest, CALL, CALL_END)
+    if tag and not bodies:
+        error = error or f"no {CALL} follows {CALLS}"
+    return gathered(content, bodies, error, read=read_deepseek, remedy=f"write NAME{SEPARATOR}ARGUMENTS, as JSON")
+
+
+def read_deepseek(body: str) -> list[ToolCall]:
+    first, _, rest = body.partition(SEPARATOR)
+    fenced = FENCED.fullmatch(rest)
+    name, arguments = (fenced[1], fenced[2]) if fenced else (first, rest)
+    return [call_of({"name": name.strip(), "arguments": read_json(arguments)})]
+
+
+def lfm2(text: str) -> Parsed:
+    """A list of calls in Python, between special tokens."""
+    return gathered(*between(text, LFM_CALLS, LFM_END), read=pythonic, remedy="write [NAME(ONE=VALUE)]")
+
+
+def olmo3(text: str) -> Parsed:
+    """Calls in Python, one in each line."""
+    return gathered(*between(text, OLMO_CALLS, OLMO_END), read=pythonic, remedy="write NAME(ONE=VALUE), one in a line")
+
+
+def pythonic(body: str) -> list[ToolCall]:
+    try:
+        lines = ast.parse(body.strip()).body
+    except (SyntaxError, MemoryError) as error:
+        raise ValueError(f"{error} in {quoted(body)}") from None
+    found = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+    calls = [call for one in found for call in (one.elts if isinstance(one, ast.List) else [one])]
+    if not calls:
+        raise ValueError("there is none")
+    return [python_call(call) for call in calls]
+
+
+def python_call(node: ast.AST) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or not all(keyword.arg for keyword in node.keywords):
+        raise ValueError(f"it is no call whose arguments have names: {quoted(ast.unparse(node))}")
+    arguments = {str(keyword.arg): ast.literal_eval(WithJsonNames().visit(keyword.value)) for keyword in node.keywords}
+    return call_of({"name": ast.unparse(node.func), "arguments": arguments})
+
+
+class WithJsonNames(ast.NodeTransformer):
+    """Reads true, false and null as JSON does; templates write lists and objects in it."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
+def gemma4(text: str) -> Parsed:
+    """`call:name{one:value}` between special tokens, one of which stands for quotation marks."""
+    remedy = f"write {GEMMA_CALL}call:NAME{{ONE:VALUE}}{GEMMA_END}"
+    return gathered(*between(text, GEMMA_CALL, GEMMA_END), read=read_gemma, remedy=remedy)
+
+
+def read_gemma(body: str) -> list[ToolCall]:
+    head, brace, rest = body.strip().partition("{")
+    pieces = (brace + rest).split(GEMMA_QUOTE)  # every other one is a text
+    written = [json.dumps(piece) if at % 2 else GEMMA_KEY.sub(r'"\1":', piece) for at, piece in enumerate(pieces)]
+    return [call_of({"name": head.removeprefix("call:").strip(), "arguments": read_json("".join(written))})]
+
+
+def cohere(text: str) -> Parsed:
+    """A list of JSON objects between special tokens, each with `tool_name` and `parameters`."""
+    remedy = 'give a list of JSON objects, [{"tool_name": "...", "parameters": {...}}]'
+    return gathered(*between(text, ACTION, ACTION_END), read=read_cohere, remedy=remedy)
+
+
+def read_cohere(body: str) -> list[ToolCall]:
+    values = read_json(body)
+    listed = values if isinstance(values, list) else [values]
+    return [call_of({"name": one.get("tool_name"), **one} if isinstance(one, dict) else one) for one in listed]
+
+
+def phi4(text: str) -> Parsed:
+    """`functools[{...}]`."""
+    content, begun, body = text.partition(f"{FUNCTOOLS}[")
+    return gathered(content, [f"[{body}"] if begun else [], read=decoded)
+
+
+def harmony(text: str) -> Parsed:
+    """Messages in channels: what is thought, said, and, where one has a recipient, called."""
+    thought: list[str] = []
+    said: list[str] = []
+    bodies: list[str] = []
+    for header, body in HARMONY.findall(text):
+        recipient = RECIPIENT.search(header)
+        if recipient:
+            bodies.append(f'{{"name": {json.dumps(recipient[1])}, "arguments": {body.strip() or "{}"}}}')
+        else:
+            (thought if f"{CHANNEL}analysis" in header else said).append(body.strip())
+    left = HARMONY.sub("", text)  # all of it, where a reply has no channels, or a header that breaks off
+    error = f"a call breaks off before {BODY}" if RECIPIENT.search(left) and CHANNEL in left else ""
+    content = "\n".join(filter(None, [*said, "" if error else left.strip()]))
+    parsed = gathered(content, bodies, error, remedy=f"write to=functions.NAME {BODY}ARGUMENTS, as JSON")
+    return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+
+
+def muse(text: str) -> Parsed:
+    """Messages to oneself, which are thought, to the user, and to tools, with calls in tags."""
+    found = ATEM.findall(text)
+    thought = [body.strip() for header, body in found if "to=self" in header]
+    said = "".join(body for header, body in found if "to=self" not in header) + ATEM.sub("", text)
+    content, bodies, error = between(ATEM_CALLS.sub("", said), "<atem:invoke", "</atem:invoke>")
+    parsed = gathered(content, bodies, error, read=read_invoked, remedy="write one <atem:invoke> for each call")
+    return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+
+
+def read_invoked(body: str) -> list[ToolCall]:
+    invoked = INVOKED.fullmatch(body)
+    if invoked is None:
+        raise ValueError(f"it has no name: {quoted(body)}")
+    return [keyed(invoked[1], invoked[2], ATEM_PARAMETER)]
+
+
+def read_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos} of {quoted(text)}") from None
+
+
+def quoted(text: str) -> str:
+    return f"{text!r:.{LONGEST_QUOTE}}"
