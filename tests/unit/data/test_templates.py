@@ -1,7 +1,7 @@
 """Chat templates of many families: what is learnt of a conversation, and what of it the policy sees.
 
-Marks that others have put around what is to be learnt are the witness. Of them two things are left out here, for no policy
-samples them: what the generation prompt holds already, and what stands behind the token at which a reply stops.
+Marks that others have put around what is to be learnt are the witness. Of them two things are left out here, for no
+policy samples them: what the generation prompt holds already, and what stands behind the token at which a reply stops.
 """
 
 import re
@@ -10,10 +10,9 @@ from itertools import groupby
 import pytest
 
 from tests.support.templates import TRAINING, ends_of, families, template_of, tokenizer_of
-from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.messages import Message
-from trueline.data.template import PROBE_TOOL, Template
+from trueline.data.template import PROBE_TOOL
 
 SYSTEM = {"role": "system", "content": "Be brief and kind."}
 TALK: list[Message] = [
@@ -162,3 +161,29 @@ def test_every_part_of_two_rounds_of_tools_is_shown(family: str) -> None:
     assert [part for part in parts if part not in text and part.encode("unicode_escape").decode() not in text] == []
     assert text.count("look_up") >= ROUNDS
     assert chat.lost_parts([PROBE_TOOL]) == []
+
+
+@pytest.mark.parametrize("family", [name for name in plain_families() if has_tools(name)])
+def test_what_follows_a_call_is_appended_to_the_tokens_that_were_sampled(family: str) -> None:
+    """Where the template only appends: as if it had written all at once. Where it rewrites, a new sequence begins."""
+    chat, talk, tools = chat_of(family), two_rounds(), [PROBE_TOOL]
+    if chat.template.reasoning() and family != "qwen3_5_nothink":  # whose prompt ends it
+        talk[2]["reasoning_content"] = "A town it is."
+    asked, replied, whole = talk[:2], talk[:3], talk[:4]
+    if chat.continuation(replied, whole[3:], tools) is None:
+        assert family in ("deepseek_r1_distill", "deepseekv3")  # which leave out what their prompt begins with
+        return
+    if not chat.template.shows_calls:
+        assert family == "smollm3"
+        return
+    (sequence,) = chat.encode(replied, "last", tools=tools)
+    prompt = chat.prompt_tokens(asked, tools)
+    sampled = sequence.tokens[len(prompt) :]
+    if family == "glm4moe":  # which stops at the marker of the result that it waits for
+        sampled[-1:] = chat.tokenizer.convert_tokens_to_ids(["<|observation|>"])
+    assert sequence.tokens[: len(prompt)] == prompt and sampled[-1] in chat.stop_ids
+    following = chat.continuation(replied, whole[3:], tools, last=sampled[-1])
+    together = [*prompt, *sampled, *(following or [])]
+    expected = chat.prompt_tokens(whole, tools)
+    assert chat.tokenizer.decode(together) == chat.tokenizer.decode(expected)
+    assert together == expected

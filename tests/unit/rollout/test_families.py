@@ -1,0 +1,125 @@
+"""Episodes with tools under the real templates of many families: what the policy calls, hears and is trained on."""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.templates import families
+from tests.unit.data.test_templates import chat_of, has_tools
+from tests.unit.rollout.test_session import Play, Playing, Scripted, check_recorded
+from trueline.data.chat import ChatFormat
+from trueline.data.messages import Message, Tool
+from trueline.data.template import PROBE_TOOL
+from trueline.data.types import Prompt, Trajectory
+from trueline.environments.base import Ending, Policy
+from trueline.environments.played import numbered
+from trueline.environments.tools.calls import Parsed, as_message
+from trueline.environments.tools.formats import chosen_format, open_parser
+from trueline.rollout.engine import SamplingParams
+from trueline.rollout.episode import Episodes
+from trueline.rollout.pool import EnginePool
+from trueline.rollout.session import Budget, Ticket
+
+WEATHER: Tool = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tell the weather of some days.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"type": "string", "description": "Which town."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["town", "days"],
+        },
+    },
+}
+TOOLS = [WEATHER, PROBE_TOOL]
+ASKED: list[Message] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "How is it in Zürich?"}]
+MADE: list[dict[str, Any]] = [{"town": 'Zürich "See"', "days": 2}, {"town": "12", "days": 12}]
+UNSPELLED = {  # calls as models of these families write them, which their templates do not show
+    "lfm2": '<|tool_call_start|>[weather(town="{town}", days={days})]<|tool_call_end|>',
+    "smollm3": '<tool_call>\n{{"name": "weather", "arguments": {{"town": "{town}", "days": {days}}}}}\n</tool_call>',
+}
+
+
+class Kitchen:
+    """A family's template, an engine that says what it is told, and the parser that a run would choose."""
+
+    def __init__(self, family: str) -> None:
+        self.chat: ChatFormat = chat_of(family)
+        self.engine = Scripted(self.chat.tokenizer, [])
+        engine: Any = self.engine
+        self.episodes = Episodes(EnginePool([engine]), self.chat, Budget(context=9000, turns=6))
+        chosen = chosen_format("auto", self.chat.tokenizer.chat_template, vllm=False)
+        self.parse = open_parser(chosen, self.chat.tokenizer)
+        self.parsed: list[Parsed] = []
+
+    def run(self, play: Play) -> Trajectory:
+        params = SamplingParams(1.0, 2000, tuple(self.chat.stop_ids))
+        prompt = Prompt(0, ASKED, tools=TOOLS)
+        return asyncio.run(self.episodes.run(Playing(play), prompt, Ticket(5, 1, 3), params))
+
+    def spelled(self, family: str, arguments: dict[str, Any]) -> str:
+        """Return a call as the policy of this family samples it."""
+        if family in UNSPELLED:
+            return UNSPELLED[family].format(town=arguments["town"].replace('"', '\\"'), days=arguments["days"])
+        call = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        (sequence,) = self.chat.encode([*ASKED, turn], "last", tools=TOOLS)
+        return str(
+            self.chat.raw_text([token for token, known in zip(sequence.tokens, sequence.mask, strict=True) if known])
+        )
+
+    def worded(self, raw: str, ids: Any) -> Message:
+        self.parsed.append(self.parse(raw, TOOLS))
+        return as_message(self.parsed[-1], ids)
+
+
+async def with_tools(kitchen: Kitchen, policy: Policy, prompt: Prompt) -> Ending:
+    messages, ids = prompt.messages, numbered("call")
+    for number in range(len(MADE) + 1):
+        reply = await policy.reply(messages, prompt.tools, partial(kitchen.worded, ids=ids))
+        calls = reply.message.get("tool_calls", [])
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "name": "weather", "content": f"sunny {number}"}
+            for call in calls
+        ]
+        messages = [*messages, reply.message, *results]
+    return Ending(1.0)
+
+
+@pytest.mark.parametrize("family", [name for name in families() if has_tools(name)])
+def test_two_rounds_of_tools(family: str) -> None:
+    """The calls are those that were made, and each next prompt holds all results so far."""
+    kitchen = Kitchen(family)
+    kitchen.engine.texts = [*(kitchen.spelled(family, made) for made in MADE), "It is sunny."]
+    trajectory = kitchen.run(partial(with_tools, kitchen))
+    assert [[(call.name, call.arguments) for call in one.calls] for one in kitchen.parsed] == [
+        *([("weather", made)] for made in MADE),
+        [],
+    ]
+    asked = [kitchen.chat.tokenizer.decode(tokens) for tokens, _, _ in kitchen.engine.asked]
+    for number, text in enumerate(asked):
+        assert "Be kind." in text and "How is it in" in text
+        for before in range(number):
+            assert f"sunny {before}" in text
+    table: Any = kitchen
+    check_recorded(table, trajectory)
+    assert trajectory.reply.endswith("It is sunny.")
+
+
+@pytest.mark.parametrize("family", [name for name in families() if has_tools(name)])
+def test_an_unreadable_call_is_answered_in_every_family(family: str) -> None:
+    kitchen = Kitchen(family)
+    whole = kitchen.spelled(family, MADE[0])
+    broken = whole[: whole.index("town") + len("to")]
+    kitchen.engine.texts = [broken, kitchen.spelled(family, MADE[1]), "It is sunny."]
+    kitchen.run(partial(with_tools, kitchen))
+    assert kitchen.parsed[0].error and not kitchen.parsed[0].calls
+    asked = [kitchen.chat.tokenizer.decode(tokens) for tokens, _, _ in kitchen.engine.asked]
+    assert "sunny 0" in asked[1] and "sunny 1" in asked[2]
+    assert kitchen.parsed[1].calls
