@@ -24,7 +24,18 @@ ROLES = {  # of a request -> the role that chat templates know
     "assistant": "assistant",
     "tool": "tool",
 }
-OBEYED = {"messages", "tools", "tool_choice", "response_format", "n", "logprobs", "stop", "stream", "stream_options"}
+OBEYED = {
+    "messages",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "n",
+    "logprobs",
+    "stop",
+    "stream",
+    "stream_options",
+    "chat_template_kwargs",
+}
 UNRELATED = {
     "model",
     "user",
@@ -74,6 +85,7 @@ class Asked:
     logprobs: bool
     stream: bool
     stream_usage: bool
+    template_arguments: Content  # of the chat template, beside those of the run
     overridden: list[str]  # parameters that are not obeyed
 
 
@@ -99,6 +111,7 @@ def read_asked(content: Any, model: str) -> Asked:
         logprobs=typed(given, "logprobs", bool, False),
         stream=typed(given, "stream", bool, False),
         stream_usage=typed(options, "include_usage", bool, False),
+        template_arguments=typed(given, "chat_template_kwargs", dict, {}),
         overridden=[name for name, value in given.items() if is_overridden(name, value)],
     )
 

@@ -183,8 +183,9 @@ class Endpoint:
         except OutOfBudget as error:
             seat.exhausted = str(error)
             return error_response(str(error), param="messages", code="context_length_exceeded")
-        except ConfigError as error:  # the chat template refuses the conversation
-            return error_response(str(error), param="messages")
+        except ConfigError as error:  # the chat template refuses the conversation, or an argument
+            named = [name for name in ("chat_template_kwargs", "messages") if name in str(error)]
+            return error_response(str(error), param=[*named, "messages"][0])
 
     async def _structure(self, seat: Seat, asked: Asked) -> Structure | None:
         """Return what the reply has to be held to. Calls that cannot be forced are left to the policy, and counted."""
@@ -212,7 +213,9 @@ class Endpoint:
 
 async def sample(policy: Policy, asked: Asked, parse: Parse, structure: Structure | None) -> list[Reply]:
     worded = partial(reply_message, parse=parse, tools=asked.tools)
-    return await policy.replies(asked.replies, asked.messages, asked.tools, worded, asked.stop, structure)
+    return await policy.replies(
+        asked.replies, asked.messages, asked.tools, worded, asked.stop, structure, asked.template_arguments
+    )
 
 
 def fingerprint(authorization: str) -> bytes:

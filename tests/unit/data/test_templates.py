@@ -8,11 +8,13 @@ import re
 from itertools import groupby
 
 import pytest
+from jinja2 import Environment
 
 from tests.support.templates import TRAINING, ends_of, families, template_of, tokenizer_of
+from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.messages import Message
-from trueline.data.template import PROBE_TOOL
+from trueline.data.template import PROBE_TOOL, as_jinja
 
 SYSTEM = {"role": "system", "content": "Be brief and kind."}
 TALK: list[Message] = [
@@ -174,7 +176,7 @@ def test_what_follows_a_call_is_appended_to_the_tokens_that_were_sampled(family:
         assert family in ("deepseek_r1_distill", "deepseekv3")  # which leave out what their prompt begins with
         return
     if not chat.template.shows_calls:
-        assert family == "smollm3"
+        assert family in ("lfm2", "smollm3")
         return
     (sequence,) = chat.encode(replied, "last", tools=tools)
     prompt = chat.prompt_tokens(asked, tools)
@@ -187,3 +189,80 @@ def test_what_follows_a_call_is_appended_to_the_tokens_that_were_sampled(family:
     expected = chat.prompt_tokens(whole, tools)
     assert chat.tokenizer.decode(together) == chat.tokenizer.decode(expected)
     assert together == expected
+
+
+def thinking(family: str) -> bool:
+    return bool(chat_of(family).template.reasoning())
+
+
+@pytest.mark.parametrize("family", [name for name in plain_families() if thinking(name)])
+def test_reasoning_is_learnt_with_the_reply_that_it_belongs_to(family: str) -> None:
+    """However the message has it, and whatever the template leaves of it in earlier turns."""
+    chat = chat_of(family)
+    asked = TALK[0]
+    tagged = {"role": "assistant", "content": "<think>\nLet me see.\n</think>\n\nAnswer 0 is here."}
+    apart = {"role": "assistant", "content": "Answer 0 is here.", "reasoning_content": "Let me see."}
+    if family == "qwen3_5_nothink":  # whose prompt ends the reasoning before it begins
+        pytest.skip("this template asks for no reasoning")
+    for reply in (tagged, apart):
+        ((stretch,),) = [learnt(chat, one) for one in chat.encode([asked, reply], "all")]
+        assert stretch.count("Let me see.") == 1 and stretch.count("Answer 0 is here.") == 1
+        assert "Question" not in stretch
+
+
+@pytest.mark.parametrize(
+    ("family", "raw"),
+    [
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>Let me see.<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Answer 0 is here.<|return|>",
+        ),
+        ("gemma4_v5", "<|channel>thought\nLet me see.<channel|>Answer 0 is here.<turn|>"),
+        ("qwen3", "<think>\nLet me see.\n</think>\n\nAnswer 0 is here.<|im_end|>"),
+    ],
+)
+def test_reasoning_stands_in_thinking_tags_whatever_tokens_set_it_apart(family: str, raw: str) -> None:
+    chat = chat_of(family)
+    said = "<think>\nLet me see.\n</think>\n\nAnswer 0 is here."
+    tokens = chat.text_tokens(raw)
+    assert chat.reply_text(tokens) == said
+    assert chat.raw_text(tokens) == chat.tokenizer.decode(tokens[:-1])
+    again = chat.prompt_text([TALK[0], {"role": "assistant", "content": said}, TALK[2]])
+    assert "Answer 0 is here." in again and "Let me see." not in again  # which these leave out of earlier turns
+
+
+def test_arguments_reach_the_template_and_its_saved_form() -> None:
+    plain, calm = chat_of("qwen3"), chat_of("qwen3", enable_thinking=False)
+    assert calm.prompt_text(TALK[:1]) == plain.prompt_text(TALK[:1]) + "<think>\n\n</think>\n\n"
+    assert plain.with_arguments({"enable_thinking": False}).prompt_text(TALK[:1]) == calm.prompt_text(TALK[:1])
+    assert plain.with_arguments({}) is plain
+    saved = tokenizer_of("qwen3")
+    saved.chat_template = calm.template.with_defaults()
+    again = ChatFormat(saved, use_template=True)
+    assert again.prompt_text(TALK[:1]) == calm.prompt_text(TALK[:1])
+    assert again.with_arguments({"enable_thinking": True}).prompt_text(TALK[:1]) == plain.prompt_text(TALK[:1])
+    assert plain.template.with_defaults() == plain.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("name", "reason"), [("enable_thinkin", "reads no such name"), ("tools", "sets it by itself")])
+def test_arguments_that_no_template_reads_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.chat_template_kwargs\.{name}: .*{reason}"):
+        chat_of("qwen3", **{name: True})
+
+
+def test_a_value_is_written_as_jinja_reads_it() -> None:
+    values = {"a": None, "b": [True, 1.5, "x'\"y"], "c": {"d": False}}
+    rendered = Environment().from_string("{{ value == " + as_jinja(values) + " }}").render(value=values)
+    assert rendered == "True"
+
+
+def test_what_a_template_leaves_out_of_several_turns_is_refused() -> None:
+    chat_of("qwen2_5").check_rounds([PROBE_TOOL])
+    tokenizer = tokenizer_of("qwen2_5")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{- message.content }}", "", 1)  # of the role tool
+    deaf = ChatFormat(tokenizer, use_template=True)
+    assert deaf.lost_parts([PROBE_TOOL]) == ["the result of a tool"]
+    assert deaf.lost_parts(()) == []
+    with pytest.raises(ConfigError, match="leaves out the result of a tool of a conversation with tools: set data"):
+        deaf.check_rounds([PROBE_TOOL])
