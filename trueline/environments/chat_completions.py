@@ -293,6 +293,8 @@ def choice_parts(choice: Content) -> Iterator[Content]:
 
 def deltas(message: Message) -> Iterator[Content]:
     yield {"role": "assistant", "content": ""}
+    if reasoning := message.get("reasoning_content"):
+        yield {"reasoning_content": reasoning}
     text = message["content"] or ""
     yield from ({"content": text[start : start + PIECE]} for start in range(0, len(text), PIECE))
     for index, call in enumerate(message.get("tool_calls", [])):

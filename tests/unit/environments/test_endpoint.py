@@ -21,10 +21,11 @@ from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool
 from trueline.data.types import Completion
 from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
+from trueline.environments.chat_completions import deltas, reply_message
 from trueline.environments.endpoint import Endpoint, Seat
 from trueline.environments.structures import Structures, call_schema
 from trueline.environments.tools.calls import SPELLINGS
-from trueline.environments.tools.formats import UNKNOWN, Parser
+from trueline.environments.tools.formats import UNKNOWN, Parser, chosen_format
 from trueline.rewards.server import MAX_BYTES
 
 Result = TypeVar("Result")
@@ -221,6 +222,24 @@ def test_a_call_that_cannot_be_read_is_the_reply(host: Host) -> None:
     _, _, client = at_table(host, lambda messages: broken)
     choice = ask(client, tools=TOOLS).choices[0]
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (broken, None, "stop")
+
+
+def test_arguments_are_of_the_types_that_the_agents_tools_want(host: Host) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": "1", "b": "2", "c": "[1]"}}</tool_call>'
+    _, _, client = at_table(host, lambda messages: text)
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["array", "null"]}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": properties}}}
+    (call,) = ask(client, tools=[tool]).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1, "b": "2", "c": [1]}
+
+
+def test_what_is_thought_in_a_channel_is_told_beside_the_reply() -> None:
+    parse = Parser(chosen_format("openai", None, vllm=False).form)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 3."
+    for tools in ([], TOOLS):
+        message = reply_message(text, parse, tools)
+        assert message == {"role": "assistant", "content": "It is 3.", "reasoning_content": "Hm."}
+    assert {"reasoning_content": "Hm."} in list(deltas(message))
 
 
 def test_several_replies_to_one_request(host: Host) -> None:

@@ -107,8 +107,10 @@ def olmo3(text: str) -> Parsed:
 def pythonic(body: str) -> list[ToolCall]:
     try:
         lines = ast.parse(body.strip()).body
-    except (SyntaxError, MemoryError) as error:
-        raise ValueError(f"{error} in {quoted(body)}") from None
+    except SyntaxError as error:
+        raise ValueError(f"{error.msg} in {quoted(body)}") from None
+    except MemoryError:  # as Python calls it
+        raise ValueError(f"it is nested too deep: {quoted(body)}") from None
     found = [line.value if isinstance(line, ast.Expr) else line for line in lines]
     calls = [call for one in found for call in (one.elts if isinstance(one, ast.List) else [one])]
     if not calls:

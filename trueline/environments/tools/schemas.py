@@ -26,6 +26,7 @@ HINTS = "str, int, float, bool, list[...], dict, Literal[...] and unions of them
 ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
 LONGEST_QUOTE = 200  # characters
 MOST_REFERENCES = 20  # within one another, for a schema may refer to itself
+IMPLIED = {"properties": "object", "items": "array"}  # by a key of a schema that names no type
 NOTHING = ("null", "None")  # as templates write it
 
 
@@ -183,6 +184,7 @@ def kinds_of(schema: Schema) -> set[str]:
     named = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
     allowed = schema["enum"] if isinstance(schema.get("enum"), list) else []
     kinds = {one for one in named if isinstance(one, str)} or {kind_of(one) for one in allowed}
+    kinds = kinds or {kind for key, kind in IMPLIED.items() if key in schema}
     return kinds | ({"null"} if schema.get("nullable") is True else set())
 
 
