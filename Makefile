@@ -3,8 +3,9 @@ PYTHON_RUN := .venv/bin/python
 READY := .venv/ready
 # Two at a time, the files with many processes first; one file stays in one process, so that its engines are shared.
 PYTEST := $(PYTHON_RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+CELLS := .pytest_cache/model_table
 
-.PHONY: demo test test-slow soak check format setup
+.PHONY: demo test test-slow soak models check format setup
 
 setup: $(READY)
 
@@ -22,6 +23,12 @@ test-slow: $(READY)
 
 soak: $(READY)
 	$(PYTEST) -m "soak and not gpu"
+
+# Runs every test that tells a cell of docs/models.md, and writes what they find into it.
+models: $(READY)
+	rm -rf $(CELLS)
+	TRUELINE_WRITE_TABLE=$(CELLS) $(PYTEST) -m models
+	$(PYTHON_RUN) -m tests.support.model_table $(CELLS)
 
 check: $(READY)
 	.venv/bin/ruff format --check .

@@ -10,6 +10,7 @@ from torch import Tensor
 from trueline.config.model import ModelConfig
 from trueline.data.types import INTERRUPTED, Completion
 from trueline.models.loading import DTYPES, load_model
+from trueline.models.weight_names import WeightNames
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
@@ -31,6 +32,7 @@ class HFEngine(RolloutEngine):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = ModelConfig(path=spec.model, trust_remote_code=spec.trust_remote_code)
         self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()
+        self.names = WeightNames(self.model)
         self.version = 0
         self.waiting: list[Request] = []
         self.serving: asyncio.Task[None] | None = None  # referenced, so that it is not collected while it runs
@@ -153,10 +155,9 @@ class HFEngine(RolloutEngine):
             self._copy(list(bucket_views(bucket, bucket_noise(bucket, generator))))
 
     def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
-        named = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, tensor in weights:
-                named[name].copy_(tensor)
+                self.names.load(name, tensor)
 
 
 def seeded(seed: int | None, device: torch.device) -> torch.Generator:

@@ -1,11 +1,21 @@
 """What engines must hold, told by bit patterns in their own layout: without names, maps or tolerances."""
 
+from typing import NamedTuple
+
 from trueline.runtime.fingerprints import Holding, wrapped
 
 # By engine, by process, by the engine's own name of a weight.
 Held = list[list[dict[str, Holding]]]
 Sums = list[list[dict[str, int]]]
 ADAPTERS = "adapters"  # in place of a weight's name: the sum of all adapters that a process holds beside its weights
+
+
+class LiveSums(NamedTuple):
+    """Bit sums of what the trainer has."""
+
+    plain: int = 0  # weights, adapters merged unless they are apart
+    adapters: int = 0
+    fixed: int = 0  # numbers that training does not change; an engine may hold them among its weights
 
 
 class SyncFailure(RuntimeError):
@@ -22,7 +32,8 @@ class EngineProof:
         self.packed = [name for name, size in weights if not size]  # nothing of them is left to read
         self.alike = [held_alike(processes) for processes in own]  # what all processes hold whole counts once in a sum
         self.summed = False  # the sum of what an engine holds can be compared with the trainer's
-        self.first: tuple[int, int] = (0, 0)  # the trainer's sums at the start
+        self.first = LiveSums()  # the trainer's sums at the start
+        self.fixed = 0  # the part of an engine's sum that is no weight of the trainer's
 
     def tell_cut(self, noise: Held) -> None:
         """Learn from noise in place of the weights what is cut: parts of zeros are alike in every process as well."""
@@ -40,12 +51,14 @@ class EngineProof:
                         "Names, shapes or types do not agree between the trainer's model and the engine's"
                     )
 
-    def start(self, live: tuple[int, int], held: Sums) -> None:
+    def start(self, live: LiveSums, held: Sums) -> None:
         """See, on weights that are proven, whether sums can be compared after every update."""
         self.first = live
         if self.apart:
-            self._check_adapters(live[1], held)
-        equal = [self._sum(engine, processes) == live[0] for engine, processes in enumerate(held)]
+            self._check_adapters(live.adapters, held)
+        more = [wrapped(self._sum(engine, processes) - live.plain) for engine, processes in enumerate(held)]
+        self.fixed = live.fixed if live.fixed in more else 0
+        equal = [found == self.fixed for found in more]
         self.summed = all(equal)
         whole = not self.packed and all(len(engine) == 1 for engine in held)
         if whole and not self.summed:
@@ -59,19 +72,18 @@ class EngineProof:
         parts = [bits for one in others for name, bits in one.items() if name not in self.alike[engine] | {ADAPTERS}]
         return wrapped(sum(first.values()) - first.get(ADAPTERS, 0) + sum(parts))
 
-    def check_sum(self, live: tuple[int, int], held: Sums) -> None:
+    def check_sum(self, live: LiveSums, held: Sums) -> None:
         """Compare what every engine holds with the trainer's own weights, which are `live` now."""
-        plain, adapters = live
         if self.apart:
-            self._check_adapters(adapters, held)
-        elif adapters != self.first[1] and plain == self.first[0]:
+            self._check_adapters(live.adapters, held)
+        elif live.adapters != self.first.adapters and live.plain == self.first.plain:
             raise SyncFailure(
                 "the adapters were trained, and what was sent is the model they started from: they were not merged"
             )
         if not self.summed:
             return
         for engine, processes in enumerate(held):
-            if self._sum(engine, processes) != plain:
+            if self._sum(engine, processes) != wrapped(live.plain + self.fixed):
                 raise SyncFailure(
                     f"after the update engine {engine} holds other weights than the trainer (the sums of their bit "
                     "patterns differ): a weight was left out, came from another version or was altered on its way"

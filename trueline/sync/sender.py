@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trueline.models.weight_names import WeightNames
 from trueline.runtime.fingerprints import as_numbers, bit_sum, wrapped
 from trueline.runtime.transport import (
     WIRE_DTYPES,
@@ -24,6 +25,7 @@ from trueline.runtime.transport import (
     joining,
     shared_memory,
 )
+from trueline.sync.proof import LiveSums
 
 
 class WeightSender(ABC):
@@ -33,11 +35,12 @@ class WeightSender(ABC):
     device: torch.device
     meeting: Meeting
     channel: Channel | None = None
+    names: WeightNames
     apart: bool  # adapters travel alone, and engines hold them beside the weights that they have loaded
 
     @abstractmethod
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under a plain model's names, adapters merged unless they are apart, on every rank."""
+        """Yield the weights under a plain model's names on disk, on every rank; adapters are merged or apart."""
 
     @abstractmethod
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +51,14 @@ class WeightSender(ABC):
 
     def weight_specs(self, dtype: str) -> list[TensorSpec]:
         """Return names, shapes and type of the weights as engines will receive them."""
-        return [TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in self.sent_weights()]
+        return [
+            TensorSpec(name, tuple(tensor.shape), self._wire_dtype(name, tensor, dtype))
+            for name, tensor in self.sent_weights()
+        ]
+
+    def _wire_dtype(self, name: str, tensor: Tensor, dtype: str) -> str:
+        """Return the type that a tensor travels in: what training does not change keeps the precision of its file."""
+        return "float32" if name in self.names.fixed and tensor.dtype == torch.float32 else dtype
 
     def share_memory(self, nbytes: int) -> dict[str, list[SharedMemory]]:
         """Make two buffers that engines on this GPU can read, and return by which handles."""
@@ -89,12 +99,16 @@ class WeightSender(ABC):
             raise failure
         return as_numbers(prints)
 
-    def weight_bits(self, dtype: str) -> tuple[int, int]:
-        """Return the bit sums of the weights as engines should hold them, and of adapters, merged or apart."""
-        wire = WIRE_DTYPES[dtype]
-        plain = (bit_sum(tensor.to(wire)) for _, tensor in self.plain_weights())
+    def weight_bits(self, dtype: str) -> LiveSums:
+        """Return the bit sums of what engines should hold: weights, adapters, merged or apart, and fixed numbers."""
+        wire, fixed = WIRE_DTYPES[dtype], self.names.fixed
+        plain = {name: bit_sum(tensor.to(wire)) for name, tensor in self.plain_weights()}
         adapters = (bit_sum(tensor.to(wire) if self.apart else tensor) for _, tensor in self.adapter_weights())
-        return wrapped(sum(as_numbers(plain))), wrapped(sum(as_numbers(adapters)))
+        return LiveSums(
+            wrapped(sum(as_numbers(bits for name, bits in plain.items() if name not in fixed))),
+            wrapped(sum(as_numbers(adapters))),
+            wrapped(sum(as_numbers(plain[name] for name in fixed))),
+        )
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:
         """Return copies of the weights, for an engine in the same process."""

@@ -1,7 +1,9 @@
 """The receiving end inside vLLM's worker processes (an extension of vLLM's own worker class)."""
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -9,7 +11,11 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sum, bit_sums, holdings, scramble, wrapped
 from trueline.runtime.transport import (
@@ -26,6 +32,8 @@ from trueline.runtime.transport import (
 from trueline.sync.proof import ADAPTERS
 
 PlainBucket = list[tuple[str, list[int], str]]
+DIRECT = ("GptOssForCausalLM",)
+LAYER = re.compile(r"\blayers\.(\d+)\.")
 ADAPTER = 1  # by this number vLLM knows the one adapter
 
 
@@ -70,15 +78,21 @@ class WeightReceiver:
     def _reload(self, buckets: list[Bucket], take: Callable[[Bucket], Tensor]) -> list[int]:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
+            if self.device.type == "cpu":
+                forget_packed_experts(model)
             initialize_layerwise_reload(model)
-            prints = [self._load_bucket(model, bucket, take(bucket)) for bucket in buckets]
+            direct = DirectLayers(model)
+            prints = [self._load_bucket(model, bucket, take(bucket), direct) for bucket in buckets]
+            direct.finish()
             finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
                 repack_tied_head(model)
         return as_numbers(prints)
 
-    def _load_bucket(self, model: Any, bucket: Bucket, buffer: Tensor) -> Tensor:
-        self.load_tensors(model, list(bucket_views(bucket, buffer)))
+    def _load_bucket(self, model: Any, bucket: Bucket, buffer: Tensor, direct: "DirectLayers") -> Tensor:
+        for layer, tensors in groupby(bucket_views(bucket, buffer), lambda named: direct.layer_of(named[0])):
+            direct.enter(layer)
+            self.load_tensors(model, list(tensors))
         return bucket_print(bucket, buffer)
 
     def _receive_adapter(self, buckets: list[Bucket]) -> list[int]:
@@ -130,6 +144,44 @@ def adapter_tensors(manager: Any) -> Iterator[Tensor]:
     for layer in manager.modules.values():
         for stacked in (layer.lora_a_stacked, layer.lora_b_stacked):
             yield from (part[slot] for part in (stacked if isinstance(stacked, tuple) else (stacked,)))
+
+
+class DirectLayers:
+    """Modules that vLLM 0.32's gpt-oss writes to past their loaders, which a layerwise reload would therefore leave as
+    they were: they are real while the tensors of their layer come, and packed behind them, one layer after the other.
+    """
+
+    def __init__(self, model: Any) -> None:
+        named = model.named_modules() if type(model).__name__ in DIRECT else ()
+        self.modules: dict[str, list[Any]] = {}  # by the number of their layer
+        for name, module in named:
+            if "sinks" in module._parameters or isinstance(module, RoutedExperts):
+                self.modules.setdefault(self.layer_of(name), []).append(module)
+        self.inside = ""
+
+    def layer_of(self, name: str) -> str:
+        found = LAYER.search(name)
+        return found[1] if found else ""
+
+    def enter(self, layer: str) -> None:
+        """Take tensors of a layer from now on; those of the layer before have all come."""
+        if layer != self.inside:
+            self.finish()
+            self.inside = layer
+            for module in self.modules.get(layer, ()):
+                materialize_layer(module, get_layerwise_info(module))
+
+    def finish(self) -> None:
+        for module in self.modules.get(self.inside, ()):
+            _layerwise_process(module, get_layerwise_info(module))
+        self.inside = ""
+
+
+def forget_packed_experts(model: Any) -> None:
+    """Have vLLM 0.32 on CPUs pack experts at every reload: with a kernel at hand it leaves them as they came."""
+    for layer in model.modules():
+        if isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            layer.quant_method.moe_kernel = None
 
 
 def repack_tied_head(model: Any) -> None:

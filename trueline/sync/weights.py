@@ -16,7 +16,7 @@ from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
-from trueline.sync.proof import EngineProof, Sums, SyncFailure
+from trueline.sync.proof import EngineProof, LiveSums, Sums, SyncFailure
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker
 
@@ -157,7 +157,7 @@ class WeightSync:
         self._resume()
         return f"{proof.describe(self.way.differs)}; {self._calibrate()}{self.remark}"
 
-    def _bits(self) -> tuple[tuple[int, int], Sums]:
+    def _bits(self) -> tuple[LiveSums, Sums]:
         """Return the bit sums of the trainer's weights, and of what every process of every engine holds."""
         dtype = self.way.dtype
         live, held = self._both(

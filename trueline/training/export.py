@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -13,11 +15,13 @@ from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
+from trueline.models.weight_names import WeightNames, described_model
 from trueline.monitoring.run_folder import RUNS, RunFolder
 from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
-from trueline.training.saving import AVERAGE, INDEX, MODEL, SavedState, shard_name, write_index
+from trueline.training.saving import AVERAGE, FIXED, INDEX, MODEL, SavedState, shard_name, write_index
 
 FORMAT = {"format": "pt"}
+Named = Iterator[tuple[str, Tensor]]
 FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
@@ -47,7 +51,7 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(checkpoint / "model", aside)
     if bare:
-        write_masters(SavedState(checkpoint), aside)
+        write_masters(checkpoint, aside)
     write = write_merged if wanted.merge else write_adapter if adapted else write_weights
     write(aside, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
     aside.rename(target)
@@ -93,6 +97,7 @@ def read_averages(checkpoint: Path) -> dict[str, Tensor]:
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
     if not averages and dtype is None:
         return  # the copied files are what is wanted
+    averages = {name: tensor.clone() for name, tensor in on_disk(folder, iter(averages.items()))}
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         weights |= {name: averages[name].to(tensor.dtype) for name, tensor in weights.items() if name in averages}
@@ -101,19 +106,31 @@ def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype 
         declare(folder, dtype)
 
 
-def write_masters(saved: SavedState, folder: Path) -> None:
+def on_disk(folder: Path, weights: Named) -> Named:
+    """Turn the trainer's tensors into those of a model's files; the model is the one that a folder describes."""
+    model = described_model(folder)
+    return weights if model is None else WeightNames(model).on_disk(weights)
+
+
+def write_masters(checkpoint: Path, folder: Path) -> None:
     """Write the weights of a training state as the model would be saved, one file of them at a time."""
+    saved = SavedState(checkpoint)
     keys = {name: parts["weight"] for name, parts in saved.by_name().items()}
     dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
-    sizes = {name: saved.shapes[key].numel() * dtype.itemsize for name, key in keys.items()}
+    empty = ((name, torch.empty(saved.shapes[key], dtype=dtype, device="meta")) for name, key in keys.items())
+    sizes = {name: tensor.nbytes for name, tensor in on_disk(folder, empty)}
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
         if groups[-1] and sum(sizes[one] for one in groups[-1]) + size > FILE_BYTES:
             groups.append([])
         groups[-1].append(name)
+    weights = on_disk(folder, ((name, saved.read(key).to(dtype)) for name, key in keys.items()))
+    fixed = load_file(checkpoint / FIXED) if (checkpoint / FIXED).is_file() else {}
     for number, names in enumerate(groups):
-        tensors = {name: saved.read(keys[name]).to(dtype) for name in names}
-        save_tensors(folder / Path(shard_name(MODEL, number, len(groups))).name, tensors, FORMAT)
+        tensors = {name: tensor.clone() for name, tensor in islice(weights, len(names))}
+        save_tensors(folder / Path(shard_name(MODEL, number, len(groups))).name, tensors | fixed, FORMAT)
+        names += fixed
+        fixed = {}
     if len(groups) > 1:
         owners = {name: number for number, names in enumerate(groups) for name in names}
         write_index(folder / Path(INDEX).name, owners, len(groups))

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.models.lora import ADAPTER, SETTINGS, peft_name
+from trueline.models.weight_names import WeightNames
 from trueline.runtime.cluster import free_memory
 from trueline.training.checkpoints import Saved
 from trueline.training.engines import TrainEngine
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
 AVERAGE = "average"  # the part of a tensor that engines keep apart from the others
+FIXED = "fixed.safetensors"  # what a model's files hold beside its parameters, for checkpoints without a model
 INDEX = "model/model.safetensors.index.json"
 BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, where memory is free and where it is not
 HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less than a share, copying waits for writing
@@ -34,12 +36,15 @@ Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
 Shard = tuple[str, bytes, int]  # a safetensors file: name, head, and how many bytes of tensors follow
 
 
-def contents(engine: TrainEngine, adapted: bool, model: bool = True) -> Iterator[Content]:
-    """Yield all that a checkpoint holds, gathered on every rank, or leave out the weights of a model."""
+def contents(engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True) -> Iterator[Content]:
+    """Yield all that a checkpoint holds, gathered on every rank, or leave out the weights of a model.
+
+    A model has the names on disk, and training state the trainer's own.
+    """
     if adapted:
         yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
     elif model:
-        yield from ((MODEL, name, tensor) for name, tensor in engine.weights())
+        yield from ((MODEL, name, tensor) for name, tensor in names.saved(engine.weights()))
     for name, state in engine.state():
         yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
     yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())

@@ -28,6 +28,7 @@ from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
+from trueline.models.weight_names import WeightNames
 from trueline.monitoring.beats import WORK
 from trueline.runtime.actors import Target
 from trueline.runtime.fingerprints import bit_sum
@@ -40,7 +41,7 @@ from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report, Tally, attempted, memory_metrics, released, weights_of
-from trueline.training.saving import SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
+from trueline.training.saving import FIXED, SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Worker(WeightSender):
         dtype = DTYPES[config.dtype]
         share_out = self._share_out()
         self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing, share_out=share_out)
+        self.names = WeightNames(self.model)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
         if share_out is not None:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
@@ -111,8 +113,9 @@ class Worker(WeightSender):
         if self._router_coefficient():
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
         self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.names.restore_buffers()
         self.release()  # before something small and lasting settles in memory that was only needed to start
-        held = partial(contents, self.engine, self.adapter is not None)
+        held = partial(contents, self.engine, self.names, self.adapter is not None)
         self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
         if speaks and not whole:
             with self.scorer.plainly():  # layers are gathered one after the other, or stay cut
@@ -244,10 +247,10 @@ class Worker(WeightSender):
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         weights = self.engine.weights()
         if self.adapter is None:
-            return weights
+            return self.names.saved(weights)
         if self.spec.model.lora.quantize:
             weights = dequantized(weights, self.model)
-        return frozen(weights) if self.apart else merged(weights, self.spec.model.lora.scale())
+        return self.names.saved(frozen(weights) if self.apart else merged(weights, self.spec.model.lora.scale()))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.apart:
@@ -293,6 +296,8 @@ class Worker(WeightSender):
 
         def describe() -> None:
             save_tensors(target / f"random-{spec.rank}.safetensors", random, {})
+            if spec.rank == 0 and self.names.buffers:
+                save_tensors(target / FIXED, dict(self.names.on_disk(iter(self.names.buffers.items()))), {})
             if spec.rank == 0:
                 describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
 
