@@ -87,26 +87,10 @@ class VllmEngine:
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
-        experts = self._experts(completion.routed_experts, len(tokens) + len(chosen)) if chosen else NO_EXPERTS
+        asked = self.tells_experts and chosen
+        experts = checked_experts(completion.routed_experts, len(tokens) + len(chosen)) if asked else NO_EXPERTS
         cached = output.num_cached_tokens or 0
         return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
-
-    def _experts(self, told: np.ndarray | None, tokens: int) -> np.ndarray:
-        """Return the experts of all tokens but the last, which vLLM has sampled and not computed; or refuse others."""
-        if not self.tells_experts:
-            return NO_EXPERTS
-        if told is None or len(told) != tokens - 1:
-            found = "none" if told is None else f"those of {len(told)}"
-            raise RuntimeError(
-                f"vLLM was to tell the experts of {tokens - 1} tokens and tells {found}: "
-                "set training.replay_routing=false"
-            )
-        if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():  # a kernel that chooses by itself leaves zeros
-            raise RuntimeError(
-                "vLLM tells one expert in place of several for every token: its kernel for this model does not record "
-                "them; set training.replay_routing=false"
-            )
-        return experts_of(told, tokens)
 
     async def score(self, tokens: list[int]) -> list[float]:
         settings = VllmParams(
@@ -257,6 +241,25 @@ class VllmEngine:
         prompt = (tokens * length)[:length]  # whole blocks alone are cached, and the last token never
         settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         return int((await self._run(prompt, settings, f"cached-{self.version}", paused=True)).num_cached_tokens or 0)
+
+
+def checked_experts(told: np.ndarray | None, tokens: int) -> np.ndarray:
+    """Return the experts of so many tokens, but for the last, which vLLM has not computed; or refuse what it tells.
+
+    It has a column for every layer of the decoder, with zeros where there are no experts.
+    """
+    if told is None or len(told) != tokens - 1:
+        found = 0 if told is None else len(told)
+        raise RuntimeError(
+            f"vLLM was to tell the experts of {tokens - 1} tokens and tells those of {found}: "
+            "set training.replay_routing=false"
+        )
+    if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():
+        raise RuntimeError(
+            "vLLM tells one expert in place of several for every token: its kernel for this model chooses them where "
+            "they are not recorded; set training.replay_routing=false"
+        )
+    return experts_of(told, tokens)
 
 
 def worker_gone(executor: Any) -> bool:
