@@ -46,6 +46,10 @@ TABLE: dict[str, list[Try]] = {
     "random_model.py": [],  # is imported by others
     "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
     "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --answers 2x2 runtime=local")],
+    "routing_replay.py": [
+        Try("FOLDER --tiny --steps 2 --tokens 4 --answers 2x2 runtime=local"),
+        Try("FOLDER --tiny --steps 2 --tokens 4 --answers 2x2", apart=True),
+    ],
     "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --answers 1x2 --rounds 2", apart=True)],
     "tables.py": [Try("--check")],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],

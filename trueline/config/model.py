@@ -169,6 +169,18 @@ class TrainingConfig(RanksConfig):
         return self.learning_rate
 
 
+class PolicyTrainingConfig(TrainingConfig):
+    """The ranks of a policy, whose answers engines sample."""
+
+    replay_routing: bool | Literal["measure"] = False
+    """Send each token of a mixture to the experts that the engine chose; measure: report how often they differ."""
+
+
+def told_experts(ranks: RanksConfig) -> bool:
+    """Tell whether a model is trained on samples that say which experts the engine chose."""
+    return isinstance(ranks, PolicyTrainingConfig) and bool(ranks.replay_routing)
+
+
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
     """Refuse combinations of model and training keys that cannot work; `section` holds the latter."""
     check_mesh(training, model, section)

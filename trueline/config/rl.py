@@ -8,7 +8,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
-from trueline.config.model import Dtype, ModelConfig, TrainingConfig, check_mesh, check_training
+from trueline.config.model import Dtype, ModelConfig, PolicyTrainingConfig, check_mesh, check_training
 from trueline.config.reward import RewardConfig
 from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import CheckpointConfig, RunConfig
@@ -197,7 +197,7 @@ class RLConfig(RunConfig):
 
     checkpoint: RLCheckpointConfig = RLCheckpointConfig()
     model: ModelConfig = ModelConfig()
-    training: TrainingConfig = TrainingConfig()
+    training: PolicyTrainingConfig = PolicyTrainingConfig()
     reference: FrozenConfig = FrozenConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: FrozenConfig = FrozenConfig()

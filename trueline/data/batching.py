@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.types import Batch, PackedSamples, moved
+from trueline.data.types import UNTOLD, Batch, PackedSamples, moved
 
 FILLER = -1  # in a plan: a sample of weight zero, so that every rank does the same number of passes
 FILLER_TOKENS = 2
@@ -108,13 +108,13 @@ def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budge
     return shares
 
 
-def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device) -> Batch:
-    """Cut the named samples out of the flat arrays and lay them end to end."""
+def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device, *, experts: bool = True) -> Batch:
+    """Cut the named samples out of the flat arrays and lay them end to end, with or without the engine's experts."""
     ends = np.cumsum(packed.lengths)
     spans = [None if at == FILLER else slice(int(ends[at] - packed.lengths[at]), int(ends[at])) for at in micro_batch]
 
-    def joined(array: np.ndarray) -> Tensor:
-        filler = np.zeros(FILLER_TOKENS, dtype=array.dtype)
+    def joined(array: np.ndarray, fill: int = 0) -> Tensor:
+        filler = np.full((FILLER_TOKENS, *array.shape[1:]), fill, dtype=array.dtype)
         pieces = [filler if span is None else array[span] for span in spans]
         return torch.from_numpy(np.concatenate(pieces))
 
@@ -123,7 +123,11 @@ def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device
         return moved(torch.tensor(values, dtype=torch.float32), device)
 
     mask = joined(packed.arrays["mask"])
-    fields = {name: moved(joined(array), device) for name, array in packed.arrays.items() if name != "mask"}
+    fields = {
+        name: moved(joined(array, UNTOLD if name == "experts" else 0), device)
+        for name, array in packed.arrays.items()
+        if name != "mask" and (experts or name != "experts")
+    }
     batch = Batch(
         tokens=fields.pop("tokens"),
         mask=moved(mask, device),

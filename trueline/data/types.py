@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,26 @@ class Dialogue:
 
 
 INTERRUPTED = "interrupted"  # the finish reason of a part that goes on under other weights
+UNTOLD = -1  # in place of an expert: no engine has told where this token went
+NO_EXPERTS = np.zeros((0, 0, 0), np.int8)
+
+
+def experts_of(told: np.ndarray, tokens: int) -> np.ndarray:
+    """Return the experts of so many tokens, of which engines tell those they have computed: not the last one."""
+    kind = np.int8 if told.max(initial=0) <= np.iinfo(np.int8).max else np.int16
+    untold = np.full((tokens - len(told), *told.shape[1:]), UNTOLD, kind)
+    return np.concatenate([told.astype(kind), untold])
+
+
+def first_told(known: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Join what is known of some tokens and what is told later of these and more: tokens keep what they were drawn by.
+
+    Another call computes a prompt again, perhaps under other weights.
+    """
+    if not len(known) or not len(more):  # an engine tells nothing of a part that ended before its first token
+        return more if len(more) else known
+    again = more[: len(known)]
+    return np.concatenate([np.where(known == UNTOLD, again, known), more[len(again) :]])
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -76,13 +97,21 @@ class Completion:
     versions: np.ndarray  # [T] int32, policy version of the weights that sampled each token
     finish_reason: str  # "stop", "length" or INTERRUPTED
     cached: int = 0  # tokens of its prompt that the engine had computed before
+    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [P + T, layers, top_k], of its prompt's P too
 
     @classmethod
     def of(
-        cls, tokens: list[int], logprobs: list[float], version: int, finish_reason: str, cached: int = 0
+        cls,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        finish_reason: str,
+        cached: int = 0,
+        *,
+        experts: np.ndarray = NO_EXPERTS,
     ) -> "Completion":
-        versions = np.full(len(tokens), version, np.int32)
-        return cls(np.array(tokens, np.int64), np.array(logprobs, np.float32), versions, finish_reason, cached)
+        arrays = np.array(tokens, np.int64), np.array(logprobs, np.float32), np.full(len(tokens), version, np.int32)
+        return cls(*arrays, finish_reason, cached, experts)
 
     @classmethod
     def joined(cls, parts: list["Completion"]) -> "Completion":
@@ -93,11 +122,14 @@ class Completion:
             np.concatenate(rows)
             for rows in zip(*((one.tokens, one.logprobs, one.versions) for one in parts), strict=True)
         )
-        return cls(tokens, logprobs, versions, parts[-1].finish_reason, sum(one.cached for one in parts))
+        experts = reduce(first_told, (one.experts for one in parts))
+        return cls(tokens, logprobs, versions, parts[-1].finish_reason, sum(one.cached for one in parts), experts)
 
     def cut(self, length: int) -> "Completion":
         """Return its first tokens, as one that ends there."""
-        return Completion(self.tokens[:length], self.logprobs[:length], self.versions[:length], "stop", self.cached)
+        left = self.experts[: max(len(self.experts) - len(self.tokens) + length, 0)]
+        arrays = self.tokens[:length], self.logprobs[:length], self.versions[:length]
+        return Completion(*arrays, "stop", self.cached, left)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +143,7 @@ class Trajectory:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # -1 where it did not sample
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a turn, on its last token
+    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [T, layers, top_k] where engines tell them
     reward: float | None = None  # the task reward: that of all turns
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
@@ -131,6 +164,13 @@ class Trajectory:
 
     def add_action(self, completion: Completion) -> None:
         self._add(completion.tokens, completion.logprobs, completion.versions)
+        if len(completion.experts):
+            if len(completion.experts) != len(self.tokens):
+                raise ValueError(
+                    f"an engine told the experts of {len(completion.experts)} tokens, and the sequence has "
+                    f"{len(self.tokens)}: was it asked with other tokens than those that are recorded?"
+                )
+            self.experts = first_told(self.experts, completion.experts)
 
     def add_observation(self, tokens: list[int]) -> None:
         count = len(tokens)
@@ -186,6 +226,7 @@ class Sample:
     label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where a completion is desirable
     companion: "Sample | None" = field(default=None, repr=False)  # that a loss compares it with, e.g. KTO's mismatched
     weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
+    experts: Tensor = later()  # [T, layers, top_k] that the engine sent each token to in each layer; UNTOLD: not known
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
@@ -211,6 +252,7 @@ class Sample:
 TOKEN_FIELDS = (  # that losses read
     "tokens",
     "mask",
+    "experts",
     "rollout_logprobs",
     "old_logprobs",
     "ref_logprobs",
@@ -233,6 +275,7 @@ class Batch:
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
     host_mask: Tensor | None = None  # the mask, where it can be read without waiting for the device
     sizes: Tensor | None = None  # [B] int64, the lengths on the device
+    experts: Tensor = later()  # [N, layers, top_k]
     rollout_logprobs: Tensor = later()  # [N]
     old_logprobs: Tensor = later()  # [N]
     ref_logprobs: Tensor = later()  # [N]
@@ -291,11 +334,12 @@ class PackedSamples:
     lengths: np.ndarray  # [B]
     weights: np.ndarray  # [B]
     labels: np.ndarray  # [B]
-    arrays: dict[str, np.ndarray]  # [sum of lengths] each
+    arrays: dict[str, np.ndarray]  # [sum of lengths, ...] each
 
 
-def pack_samples(samples: list[Sample]) -> PackedSamples:
-    names = filled_fields(samples[0])
+def pack_samples(samples: list[Sample], *, experts: bool = True) -> PackedSamples:
+    """Pack all fields that are filled; experts only for who reads them, for they outweigh all else."""
+    names = [name for name in filled_fields(samples[0]) if experts or name != "experts"]
     arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
     lengths = np.array([sample.length() for sample in samples])
     weights = np.array([sample.weight for sample in samples])
@@ -338,6 +382,8 @@ def sample_of(sequence: Trajectory, trajectory: Trajectory, episode: int | None)
     )
     sample.rollout_logprobs = torch.from_numpy(sequence.logprobs)
     sample.token_rewards = torch.from_numpy(sequence.rewards)
+    if len(sequence.experts):
+        sample.experts = torch.from_numpy(experts_of(sequence.experts, len(sequence.tokens)))
     return sample
 
 
@@ -353,6 +399,8 @@ class ModelOutput:
     values: Tensor = later()  # [N] of a critic, of the state that token t was drawn from
     expert_counts: Tensor = later()  # [N, E] how many layers send token t to each expert
     router_probs: Tensor = later()  # [N, E] probabilities of the routers, summed over layers
+    agreed: Tensor = later()  # [N] how many of the experts that its own routers choose the engine chose too
+    told: Tensor = later()  # [N] how many the engine has told
 
 
 @dataclass(slots=True)

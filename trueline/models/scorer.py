@@ -17,6 +17,7 @@ from trueline.models.head import ChunkedHead, HeadWork
 from trueline.models.loading import scoring_head
 from trueline.models.probe import plain_logprobs
 from trueline.models.ring_attention import Ring
+from trueline.models.routing import Replay
 from trueline.models.sequences import Arrangement, Packed, Padded, Ringed
 
 Outputs = dict[str, Tensor]  # fields of ModelOutput
@@ -30,6 +31,7 @@ class Scorer(nn.Module):
 
     plain = False
     top_k = 0  # experts of a token, where a loss asks what the routers do
+    replay: Replay | None = None  # of the engine's choice of experts
 
     def __init__(
         self,
@@ -51,12 +53,20 @@ class Scorer(nn.Module):
             head.forward = MethodType(apply_head, head)
 
     def forward(
-        self, tokens: Tensor, mask: Tensor, lengths: list[int], temperature: float, entropy: bool = True
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        lengths: list[int],
+        temperature: float,
+        entropy: bool = True,
+        experts: Tensor | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; the mask of those that count is on the host."""
+        arrangement = self.arrange(lengths, tokens.device)
+        if self.replay is not None:
+            self.replay.begin(None if experts is None else arrangement.routed(experts))
         if self.plain:
             return {"logprobs": plain_logprobs(self.model, tokens)}
-        arrangement = self.arrange(lengths, tokens.device)
         states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
         hidden, routed = arrangement.hidden(states.last_hidden_state), self.routed(states, arrangement)
         if not self.speaks:
@@ -97,11 +107,14 @@ class Scorer(nn.Module):
         return states
 
     def routed(self, states: Any, arrangement: Arrangement) -> Outputs:
-        if not self.top_k:
-            return {}
         rows = states.last_hidden_state.shape[:2]  # routers see all tokens of a pass as one list
-        logits = [arrangement.hidden(layer.view(*rows, -1)) for layer in states.router_logits]
-        return {name: arrangement.whole(values) for name, values in routing(logits, self.top_k).items()}
+        found: Outputs = {}
+        if self.top_k:
+            found = routing([arrangement.hidden(layer.view(*rows, -1)) for layer in states.router_logits], self.top_k)
+        if self.replay is not None and self.replay.experts is not None:
+            agreed, told = (arrangement.hidden(one.float().view(*rows)) for one in self.replay.compared())
+            found |= {"agreed": agreed, "told": told}
+        return {name: arrangement.whole(values) for name, values in found.items()}
 
     def taught(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
         """Return the teacher's hidden states at the wanted positions, or None without a teacher."""

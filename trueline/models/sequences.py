@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trueline.data.types import moved
+from trueline.data.types import UNTOLD, moved
 from trueline.models.attention import Current, Layout
 from trueline.models.ring_attention import Ring, gather_ring, local_positions, padded_lengths
 
@@ -30,6 +30,10 @@ class Arrangement(ABC):
         """Put the parts of all ranks together, [n, ...] -> [N, ...]."""
         return values
 
+    def routed(self, experts: Tensor) -> Tensor:
+        """Lay experts out as routers see the tokens of a pass: one list, padding included, [N, ...] -> [rows, ...]."""
+        return experts
+
 
 @dataclass(frozen=True)
 class Packed(Arrangement):
@@ -51,6 +55,10 @@ class Padded(Arrangement):
 
     def hidden(self, states: Tensor) -> Tensor:
         return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
+
+    def routed(self, experts: Tensor) -> Tensor:
+        parts = experts.split(self.lengths)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=UNTOLD).flatten(0, 1)
 
 
 class Ringed(Arrangement):
@@ -74,7 +82,13 @@ class Ringed(Arrangement):
         return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
 
     def local(self, values: Tensor) -> Tensor:
-        stretched = torch.zeros(self.total, dtype=values.dtype, device=values.device)
+        return self._divided(values, 0)
+
+    def routed(self, experts: Tensor) -> Tensor:
+        return self._divided(experts, UNTOLD)
+
+    def _divided(self, values: Tensor, added: int) -> Tensor:
+        stretched = values.new_full((self.total, *values.shape[1:]), added)
         stretched[self.real[values.device]] = values
         return stretched[self.here[values.device]]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from trueline.algorithms.needs import needs, policy_waits
+from trueline.config.model import told_experts
 from trueline.data.loader import make_order
 from trueline.data.pieces import Pieces
 from trueline.environments.opening import OpenEnvironment
@@ -133,7 +134,15 @@ def start_models(
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     played = config.environment.plays()
-    engines = start_engines(processes, config.model, plan.rollout, config.seed, plan.cache_bytes(), structured=played)
+    engines = start_engines(
+        processes,
+        config.model,
+        plan.rollout,
+        config.seed,
+        plan.cache_bytes(),
+        structured=played,
+        experts=told_experts(config.training),
+    )
     pool = EnginePool(engines, plan.rollout.max_sequences)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()

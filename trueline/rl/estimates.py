@@ -2,6 +2,7 @@
 
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.environments.opening import describe_environment
+from trueline.models.routing import KEY
 from trueline.monitoring.timing import duration
 from trueline.rl.adapters import adapter_lines
 from trueline.rl.plan import RLPlan, tenants_of
@@ -60,6 +61,7 @@ def describe_plan(plan: RLPlan) -> str:
             *describe_roles(plan, each),
             *adapter_lines(config, plan.facts, plan.machine.gpus),
             engines_line(plan.rollout) + each["engine"],
+            *routing_lines(plan),
             *(rate_line(*one) for one in rates(plan)),
             *node_lines(layout, plan.machine),
             *plan.forecast.lines(),
@@ -88,6 +90,19 @@ def describe_roles(plan: RLPlan, each: dict[str, str]) -> list[str]:
         for role in plan.roles
     ]
     return lines or ["beside     no other model is needed"]
+
+
+def routing_lines(plan: RLPlan) -> list[str]:
+    """Say of a mixture who chooses the experts of a token."""
+    chosen = plan.config.training.replay_routing
+    if not plan.facts.experts:
+        return []
+    words = {
+        False: f"engine and trainer choose experts by themselves ({KEY}=false)",
+        True: f"the trainer sends tokens to the experts that the engine chose ({KEY}=true)",
+        "measure": f"engine and trainer choose experts by themselves and are compared ({KEY}=measure)",
+    }
+    return [f"routing    {words[chosen]}"]
 
 
 def describe_batches(plan: RLPlan) -> list[str]:

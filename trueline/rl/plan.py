@@ -13,9 +13,11 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import digest_rows, fingerprint
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
+from trueline.models.routing import KEY, check_kind
 from trueline.rl.adapters import adapter_sync
 from trueline.rl.surroundings import Surroundings, look_around
-from trueline.runs.engines import check_engines
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runs.engines import check_engines, others
 from trueline.runs.learning_rate import rate_keys
 from trueline.runs.memory import (
     FEWEST_SEQUENCES,
@@ -138,6 +140,7 @@ def decide_within(asked: RLConfig, around: Surroundings, context: int, *, propos
     check_parallel(config.model, facts)
     check_transport(config, layout, machine)
     check_routers("training", config.training, config.model, facts)
+    check_replay(config, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
     sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
@@ -226,6 +229,21 @@ def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:
         raise ConfigError("sync.transport=ipc needs models and engines on the same GPUs: set sync.transport=auto")
     if asked == "nccl" and (layout.colocated or not machine.gpus):
         raise ConfigError("sync.transport=nccl needs a GPU of its own for every process: set sync.transport=auto")
+
+
+def check_replay(config: RLConfig, facts: ModelFacts, machine: Machine) -> None:
+    """Refuse to replay experts where there are none, no engine tells them, or their weights are unknown."""
+    asked, device = f"{KEY}={str(config.training.replay_routing).lower()}", "gpu" if machine.gpus else "cpu"
+    if not config.training.replay_routing:
+        return
+    if not facts.experts:
+        raise ConfigError(f"{asked}: {config.model.path} is a dense model, which has no experts; set it to false")
+    check_kind(facts.kind)
+    if device not in ROLLOUT_ENGINES[config.rollout.engine].experts_on:
+        raise ConfigError(
+            f"{asked}: {config.rollout.engine} on a {device.upper()} does not tell which experts it chose; set it to "
+            f"false, or {others('rollout', lambda row: device in row.experts_on)}"
+        )
 
 
 def resolve(

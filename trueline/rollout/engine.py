@@ -52,6 +52,7 @@ class EngineSpec:
     trust_remote_code: bool
     adapter_rank: int = 0  # of adapters that it holds beside its weights, and is sent in their place
     cache_bytes: int = 0  # of its KV cache on each GPU; 0: what is free of its share once it has measured that
+    experts: bool = False  # it tells which experts of a mixture it sends each token to
     structured: bool = False  # it may be asked for completions of a structure, for which it has to know the tokenizer
 
 

@@ -32,6 +32,7 @@ class RolloutRow:
     adapter_models: tuple[str, ...] = ()  # by model_type: all their `adapter_layers` are known to have that room
     adapter_layers: tuple[str, ...] = ()
     quantized: bool = False  # it samples from GPTQ, AWQ or FP8 weights
+    experts_on: tuple[str, ...] = ()  # cpu, gpu: where it tells which experts of a mixture it sends each token to
     structures: bool = False  # it can hold a reply to a JSON schema
     slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
@@ -67,10 +68,17 @@ ROLLOUT_ENGINES = {
         adapter_models=("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text"),
         adapter_layers=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         quantized=True,
+        experts_on=("gpu",),
         structures=True,
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         environment=vllm_environment,
     ),
-    "hf": RolloutRow("trueline.rollout.hf_engine:HFEngine", local=True, tensor_parallel=False, sleeps=False),
+    "hf": RolloutRow(
+        "trueline.rollout.hf_engine:HFEngine",
+        local=True,
+        tensor_parallel=False,
+        experts_on=("cpu", "gpu"),
+        sleeps=False,
+    ),
 }

@@ -4,12 +4,14 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trueline.config.model import ModelConfig
-from trueline.data.types import INTERRUPTED, Completion
+from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.models.loading import DTYPES, load_model
+from trueline.models.routing import Recorder
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
@@ -33,6 +35,7 @@ class HFEngine(RolloutEngine):
         config = ModelConfig(path=spec.model, trust_remote_code=spec.trust_remote_code)
         self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()
         self.names = WeightNames(self.model)
+        self.recorder = Recorder(self.model) if spec.experts else None
         self.version = 0
         self.waiting: list[Request] = []
         self.serving: asyncio.Task[None] | None = None  # referenced, so that it is not collected while it runs
@@ -83,7 +86,7 @@ class HFEngine(RolloutEngine):
         logprobs: list[list[float]] = [[] for _ in range(rows)]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
-        cache = None
+        cache, told = None, list[Tensor]()
         with torch.inference_mode():
             while not all(reasons):
                 if self.cutting:
@@ -91,6 +94,7 @@ class HFEngine(RolloutEngine):
                     break
                 output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
+                told += [self.recorder.of_pass(rows)] if self.recorder is not None else []
                 drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
                 for row in [row for row in range(rows) if not reasons[row]]:
                     tokens[row].append(drawn[row])
@@ -98,8 +102,10 @@ class HFEngine(RolloutEngine):
                     reasons[row] = finish_reason(tokens[row], requests[row].params)
                 inputs = torch.tensor(drawn, device=self.device)[:, None]
                 WORK.move()
-        parts = zip(tokens, logprobs, reasons, strict=True)
-        return [Completion.of(row, scores, self.version, reason) for row, scores, reason in parts]
+        parts = zip(tokens, logprobs, reasons, sent_to(told, requests, tokens), strict=True)
+        return [
+            Completion.of(row, scores, self.version, reason, experts=experts) for row, scores, reason, experts in parts
+        ]
 
     async def score(self, tokens: list[int]) -> list[float]:
         async with self.busy:
@@ -158,6 +164,15 @@ class HFEngine(RolloutEngine):
         with torch.no_grad():
             for name, tensor in weights:
                 self.names.load(name, tensor)
+
+
+def sent_to(told: list[Tensor], requests: list[Request], tokens: list[list[int]]) -> list[np.ndarray]:
+    """Return the experts of each request's prompt and tokens; what was told goes on where other rows were longer."""
+    if not told:
+        return [NO_EXPERTS] * len(requests)
+    lengths = [len(request.tokens) + len(mine) for request, mine in zip(requests, tokens, strict=True)]
+    rows = zip(torch.cat(told, dim=1).numpy(), lengths, strict=True)
+    return [experts_of(row[: length - 1], length) for row, length in rows]
 
 
 def seeded(seed: int | None, device: torch.device) -> torch.Generator:

@@ -9,6 +9,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm import EngineArgs
@@ -20,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from trueline.data.types import INTERRUPTED, Completion
+from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.environments.tools.vllm_structures import BACKEND, vllm_structure
 from trueline.monitoring.beats import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams, in_parts
@@ -45,6 +46,7 @@ class VllmEngine:
         self.sleeps = spec.sleeps and on_gpu
         self.apart = spec.adapter_rank > 0
         self.adapter: LoRARequest | None = None  # that requests name, once it is there
+        self.tells_experts = spec.experts
         self.asleep = False
         self.keeps = False  # requests that were cut off go on here
         self.open = asyncio.Event()
@@ -85,7 +87,10 @@ class VllmEngine:
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
-        return Completion.of(chosen, sampled.logprobs, self.version, reason, output.num_cached_tokens or 0)
+        asked = self.tells_experts and chosen
+        experts = checked_experts(completion.routed_experts, len(tokens) + len(chosen)) if asked else NO_EXPERTS
+        cached = output.num_cached_tokens or 0
+        return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
 
     async def score(self, tokens: list[int]) -> list[float]:
         settings = VllmParams(
@@ -238,6 +243,25 @@ class VllmEngine:
         return int((await self._run(prompt, settings, f"cached-{self.version}", paused=True)).num_cached_tokens or 0)
 
 
+def checked_experts(told: np.ndarray | None, tokens: int) -> np.ndarray:
+    """Return the experts of so many tokens, but for the last, which vLLM has not computed; or refuse what it tells.
+
+    It has a column for every layer of the decoder, with zeros where there are no experts.
+    """
+    if told is None or len(told) != tokens - 1:
+        found = 0 if told is None else len(told)
+        raise RuntimeError(
+            f"vLLM was to tell the experts of {tokens - 1} tokens and tells those of {found}: "
+            "set training.replay_routing=false"
+        )
+    if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():
+        raise RuntimeError(
+            "vLLM tells one expert in place of several for every token: its kernel for this model chooses them where "
+            "they are not recorded; set training.replay_routing=false"
+        )
+    return experts_of(told, tokens)
+
+
 def worker_gone(executor: Any) -> bool:
     """Tell whether one of vLLM's worker processes has ended, or ends in this moment."""
     return executor.is_failed or bool(wait([worker.proc.sentinel for worker in executor.workers], WORKER_SECONDS))
@@ -272,6 +296,7 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         **(on_gpu_options(spec) if on_gpu else on_cpu_options(spec)),
         **(adapter_options(spec.adapter_rank) if spec.adapter_rank else {}),
         **(structure_options() if spec.structured else {}),
+        **({"enable_return_routed_experts": True} if spec.experts else {}),
     }
 
 

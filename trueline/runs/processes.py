@@ -129,8 +129,10 @@ def start_engines(
     cache_bytes: int = 0,
     *,
     structured: bool = False,
+    experts: bool = False,
 ) -> list[Actor[RolloutEngine]]:
-    specs = engine_specs(model, rollout, processes.layout, seed, cache_bytes, structured=structured)
+    layout = processes.layout
+    specs = engine_specs(model, rollout, layout, seed, cache_bytes, structured=structured, experts=experts)
     return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
@@ -142,6 +144,7 @@ def engine_specs(
     cache_bytes: int = 0,
     *,
     structured: bool = False,
+    experts: bool = False,
 ) -> list[EngineSpec]:
     return [
         EngineSpec(
@@ -158,6 +161,7 @@ def engine_specs(
             adapter_rank=model.lora.rank if model.lora.apart() else 0,
             cache_bytes=cache_bytes,
             structured=structured and ROLLOUT_ENGINES[rollout.engine].structures,
+            experts=experts,
         )
         for number in range(layout.engines)
     ]

@@ -26,7 +26,7 @@ from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engines import TensorState, model_output
+from trueline.training.engines import TensorState, model_output, pass_arguments
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import (
     MOMENTS,
@@ -98,7 +98,7 @@ class DeepSpeedEngine:
             self.average = MovingAverage(self._shards(), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.engine(batch.tokens, batch.learnt(), batch.lengths, temperature, entropy))
+        return model_output(self.engine(*pass_arguments(batch, temperature, entropy)))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Multiply the loss, a share of a sum, by the replicas that DeepSpeed averages over, and run backward."""

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from trueline.config.model import RanksConfig
-from trueline.data.types import Batch, ModelOutput
+from trueline.data.types import Batch, ModelOutput, is_filled
 from trueline.training.deepspeed_config import ON_CPU, effective_stage
 
 TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
@@ -55,6 +55,12 @@ class TrainEngine(Protocol):
 
     def start_loading(self, steps: int) -> None:
         """Make room for the moments before `load_state` fills them."""
+
+
+def pass_arguments(batch: Batch, temperature: float, entropy: bool) -> tuple[Any, ...]:
+    """Return what a Scorer is called with."""
+    experts = batch.experts if is_filled(batch, "experts") else None
+    return batch.tokens, batch.learnt(), batch.lengths, temperature, entropy, experts
 
 
 def model_output(fields: dict[str, Tensor]) -> ModelOutput:

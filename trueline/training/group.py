@@ -13,17 +13,17 @@ from torch import Tensor
 
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
-from trueline.config.model import RanksConfig, TrainingConfig
+from trueline.config.model import RanksConfig, TrainingConfig, told_experts
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
 from trueline.monitoring.beats import WORK
 from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
 from trueline.training.checkpoints import Saved, Writing
 from trueline.training.mesh import Mesh
-from trueline.training.report import LossSettings, Metrics, Report
+from trueline.training.report import AGREED, TOLD, LossSettings, Metrics, Report, agreement
 from trueline.training.worker import Worker
 
-TOTALS = ("loss", "router_loss", EXCESS, VARIANCE)  # sums of a report that are no means of tokens
+TOTALS = ("loss", "router_loss", AGREED, TOLD, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
 
 
 class ModelGroup:
@@ -38,6 +38,7 @@ class ModelGroup:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
+        self.told_experts = told_experts(config)
         self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
         tokens = config.tokens_per_pass() * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
@@ -124,7 +125,7 @@ class ModelGroup:
         **named: Given.kwargs,
     ) -> list[Result]:
         """Make a call on every rank, and return one result for each data place, whose ranks all return the same."""
-        packed = share(pack_samples(samples))
+        packed = share(pack_samples(samples, experts=self.told_experts))
         with self.submitting:  # from several threads: every rank must get the calls in one order
             calls = [
                 actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args, **named)
@@ -196,6 +197,6 @@ def joined(reports: list[Report]) -> Metrics:
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
     weight = sums.pop("weight")
     totals = {name: sums.pop(name) for name in list(sums) if name in TOTALS}
-    means = {name: value / weight for name, value in sums.items()}
+    means = {name: value / weight for name, value in sums.items()} | agreement(totals)
     maxima = {name: max(report.maxima[name] for report in reports) for name in reports[0].maxima}
     return {**totals, **means, **maxima, **reports[0].step}

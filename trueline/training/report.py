@@ -12,6 +12,7 @@ from torch import Tensor
 from trueline.data.types import Batch, LossOutput
 
 Metrics = dict[str, float]
+AGREED, TOLD = "agreed", "told"  # experts that trainer and engine both chose, and all that the engine has told
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class Report:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a fresh pass, in plan order
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
+
+
+def agreement(totals: Metrics) -> Metrics:
+    """Put the share of experts on which trainer and engine agree in place of its two sums, where there are any."""
+    agreed, told = totals.pop(AGREED, 0.0), totals.pop(TOLD, 0.0)
+    return {"mismatch/routing_agreement": agreed / told} if told else {}
 
 
 def weights_of(loss: LossOutput, batch: Batch) -> Tensor:

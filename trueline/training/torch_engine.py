@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
-from trueline.training.engines import TensorState, model_output
+from trueline.training.engines import TensorState, model_output, pass_arguments
 from trueline.training.moving_average import MovingAverage
 from trueline.training.optimizer import HostMomentsAdamW, learning_rate_at, make_optimizer, moments_of, set_moments
 from trueline.training.worker import WorkerSpec
@@ -32,7 +32,7 @@ class TorchEngine:
                 self.average = MovingAverage(list(self.trained.values()), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.module(batch.tokens, batch.learnt(), batch.lengths, temperature, entropy))
+        return model_output(self.module(*pass_arguments(batch, temperature, entropy)))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()

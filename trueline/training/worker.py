@@ -20,13 +20,14 @@ from trueline.algorithms.importance_sampling import drawn
 from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.router_loss import over_learnt, router_loss
 from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.config.model import ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, dequantized, frozen, merged, scaled
 from trueline.models.probe import Probe
+from trueline.models.routing import KEY, Replay
 from trueline.models.scorer import Scorer
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.beats import WORK
@@ -40,7 +41,17 @@ from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.mesh import Mesh
 from trueline.training.optimizer import MOMENTS, stepped_by
-from trueline.training.report import LossSettings, Report, Tally, attempted, memory_metrics, released, weights_of
+from trueline.training.report import (
+    AGREED,
+    TOLD,
+    LossSettings,
+    Report,
+    Tally,
+    attempted,
+    memory_metrics,
+    released,
+    weights_of,
+)
 from trueline.training.saving import FIXED, SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
 
 
@@ -112,6 +123,8 @@ class Worker(WeightSender):
         )
         if self._router_coefficient():
             self.scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
+        if isinstance(spec.ranks, PolicyTrainingConfig) and spec.ranks.replay_routing:
+            self.scorer.replay = Replay(self.model, follows=spec.ranks.replay_routing is True)
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.names.restore_buffers()
         self.release()  # before something small and lasting settles in memory that was only needed to start
@@ -160,7 +173,7 @@ class Worker(WeightSender):
         rows: list[Tensor] = []
         with self._judging(), self._as_reference(reference):
             for micro_batch in passes:
-                batch = collate(packed, micro_batch, self.device)
+                batch = collate(packed, micro_batch, self.device, experts=not reference)
                 rows += rows_of(only(self.engine.forward(batch, temperature, entropy=False)), batch, micro_batch)
                 WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
@@ -202,6 +215,7 @@ class Worker(WeightSender):
             entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
             total = (weights_of(values, batch) * values.values).sum()
             more: dict[str, Tensor] = drawn(output, batch) if settings.draws else {}
+            more |= {AGREED: output.agreed.sum(), TOLD: output.told.sum()} if self.scorer.replay else {}
             if settings.expert_counts:
                 more["router_loss"] = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
                 total = total + self._router_coefficient() * more["router_loss"]
@@ -240,6 +254,8 @@ class Worker(WeightSender):
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
         output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
+        if self.scorer.replay is not None and not is_filled(output, AGREED):
+            raise ValueError(f"{KEY}: these samples do not tell which experts the engine chose; set it to false")
         if settings.fresh:
             batch.old_logprobs = output.logprobs.detach()
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)

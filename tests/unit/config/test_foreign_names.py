@@ -28,6 +28,7 @@ sft lr training.learning_rate
 sft optim training.optimizer
 sft aux_loss_coef training.router_aux_loss_coef
 grpo router_aux_loss_coef training.router_aux_loss_coef
+grpo use_rollout_routing_replay training.replay_routing
 ppo critic.optim.optimizer critic.optimizer
 ppo critic_learning_rate critic.learning_rate
 ppo critic.optim.lr critic.learning_rate
