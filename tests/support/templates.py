@@ -58,6 +58,13 @@ OWN = {
 {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
 {%- else %}{{ raise_exception('only user, assistant, tool and a first system message') }}{% endif %}
 {%- endfor %}""",
+    "mixtral": """{%- set ns = namespace(lead='') %}
+{%- if messages[0].role == 'system' %}{% set ns.lead = messages[0].content + '\\n\\n' %}
+{%- set messages = messages[1:] %}{% endif %}{{ bos_token }}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- if m.role == 'user' %}{{ ' [INST] ' + (ns.lead if loop.first else '') + m.content + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}""",
     "qwen3_coder": """{%- if tools %}{{ '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
 {%- for tool in tools %}{{ '\\n<function>\\n<name>' + tool.function.name + '</name>\\n</function>' }}{% endfor %}
 {{- '\\n</tools>\\n\\nTo call one:\\n<tool_call>\\n<function=name>\\n<parameter=one>\\nvalue\\n</parameter>\\n' }}
@@ -129,6 +136,7 @@ ENDS = {  # by how the family's name begins; the longest that fits is taken
     "llama3": Ends("<|begin_of_text|>", "<|eot_id|>", ("<|eom_id|>", "<|end_of_text|>")),
     "llava": Ends("<s>", "</s>"),
     "mistral": Ends("<s>", "</s>"),
+    "mixtral": Ends("<s>", "</s>"),
     "muse": Ends("<|begin_of_text|>", "<|eot|>", ("<|eom|>",)),
     "olmo2": Ends("<|endoftext|>", "<|endoftext|>"),
     "phi3": Ends("<s>", "<|end|>", ("<|endoftext|>",)),

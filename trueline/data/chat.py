@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
-from trueline.data.replies import reader_of
 from trueline.data.template import (
     END_OF_THOUGHT,
     MARK,
@@ -16,6 +15,7 @@ from trueline.data.template import (
     REMEDY,
     THOUGHT,
     Template,
+    reader_of,
     split_thought,
     unseen_fields,
 )

@@ -1,8 +1,8 @@
-"""A chat template: the form in which it takes messages, and the text that it makes of them."""
+"""A chat template: the form in which it takes messages, the text that it makes of them, and how replies are read."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,12 @@ THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # that templates read, by how many do
 RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "documents")
 REMEDY = "set data.chat_template=FILE to a Jinja file that shows it"
+HARMONY_START, HARMONY_MESSAGE, HARMONY_END = "<|start|>assistant", "<|message|>", "<|end|>"
+PAIRS = {  # special tokens that stand around reasoning, by the first
+    "<|channel>thought\n": "<channel|>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+}
 PROBE_TOOL: Tool = {
     "type": "function",
     "function": {
@@ -126,7 +132,8 @@ class Template:
     @cached_property
     def reasoning_key(self) -> str:
         """The field in which the template reads the reasoning of a reply, or nothing."""
-        return next((key for key in REASONING_KEYS if re.search(rf"(?<![\w']){key}\b|'{key}'", self.source)), "")
+        read = r"""(?:\.|\[['"]|\(['"]){0}\b|['"]{0}['"]\s+in\b"""  # message.KEY, ['KEY'], get('KEY'), 'KEY' in
+        return next((key for key in REASONING_KEYS if re.search(read.format(key), self.source)), "")
 
     @cached_property
     def _splits_content(self) -> bool:
@@ -287,3 +294,40 @@ def unseen_fields(message: Message, text: str) -> set[str]:
     if role != "assistant" and said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
         others[f"the text of role {role}"] = [said]
     return {name for name, values in others.items() if any(value not in text for value in values)}
+
+
+# Replies
+
+
+def tagged(thought: str, said: str) -> str:
+    return f"{THOUGHT}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n{said}" if thought.strip() else said
+
+
+def read_harmony(raw: str) -> str:
+    """Read the channels of gpt-oss: analysis is reasoning, calls stay as they are, all else is said."""
+    thoughts: list[str] = []
+    said: list[str] = []
+    for piece in raw.split(HARMONY_START):
+        header, marked, body = piece.partition(HARMONY_MESSAGE)
+        body = body.removesuffix(HARMONY_END)
+        if not marked or "to=" in header:
+            said.append(piece)
+        else:
+            (thoughts if "analysis" in header else said).append(body)
+    return tagged("\n".join(thoughts), "".join(said))
+
+
+def read_pairs(raw: str) -> str:
+    for begin, end in PAIRS.items():
+        before, begun, rest = raw.partition(begin)
+        if begun:
+            thought, _, said = rest.partition(end)
+            return tagged(thought, before + said)
+    return raw
+
+
+def reader_of(template: str) -> Callable[[str], str] | None:
+    """Return how replies of a template's model are read, or None where they hold no such tokens."""
+    if "<|channel|>" in template and HARMONY_MESSAGE in template:
+        return read_harmony
+    return read_pairs if any(begin.strip() in template for begin in PAIRS) else None
