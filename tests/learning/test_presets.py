@@ -173,17 +173,19 @@ def test_prompts_with_tools_and_a_template_file(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", tied=True)
     row = {"messages": TOOL_TALK[:3], "tools": json.dumps(TOOLS), "answer": "two"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "chat.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "chat.jinja").write_text("{{ greeting }}" + TOOL_TEMPLATE)
     expected = ("2", TOOL_TALK[:3], TOOLS)
     reward = f"def seen(prompt, messages, tools):\n    return float((prompt, messages, tools) == {expected!r})\n"
     (tmp_path / "reward.py").write_text(reward)
     named = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/prompts.jsonl", "--name", "run"]
     words = ["runtime=local", f"folder={tmp_path}", "steps=1", "prompts_per_step=1", "rollout.max_new_tokens=4"]
     words += [f"data.chat_template={tmp_path}/chat.jinja", "monitoring.tensorboard=false", "monitoring.doctor=false"]
+    words += ["data.chat_template_kwargs={greeting: hi}"]
     assert main(["grpo", *named, "--reward", f"{tmp_path}/reward.py:seen", *words]) == 0
     metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["reward/mean"] == 1.0
     transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
     assert {one["prompt"] for one in transcripts} == {"2"}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoints" / "step_000001" / "model")
-    assert tokenizer.chat_template == TOOL_TEMPLATE
+    assert tokenizer.chat_template.endswith(TOOL_TEMPLATE)
+    assert tokenizer.apply_chat_template(TOOL_TALK[:1], tokenize=False).startswith("hi<user>")  # which goes with it

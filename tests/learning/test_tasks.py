@@ -200,9 +200,10 @@ def test_a_template_file_goes_with_the_model_and_is_found_again(
     """From any folder; and the exported tokenizer renders what was learnt."""
     make_tiny_model(tmp_path / "model", tied=True)
     (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TOOL_TALK, "tools": TOOLS}) + "\n")
-    (tmp_path / "chat.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "chat.jinja").write_text("{{ greeting }}" + TOOL_TEMPLATE)
     monkeypatch.chdir(tmp_path)
     named = ["--model", "model", "--data", f"{tmp_path}/talk.jsonl", "--name", "run", "data.chat_template=chat.jinja"]
+    named += ["data.chat_template_kwargs={greeting: hi}"]
     local = [
         "runtime=local",
         f"folder={tmp_path}",
@@ -215,7 +216,7 @@ def test_a_template_file_goes_with_the_model_and_is_found_again(
     assert main(["sft", "--resume", "--name", "run", f"folder={tmp_path}", "steps=2"]) == 0
     for step in (1, 2):
         tokenizer = AutoTokenizer.from_pretrained(newest(tmp_path, step) / "model")
-        assert tokenizer.chat_template == TOOL_TEMPLATE
+        assert tokenizer.chat_template.endswith(TOOL_TEMPLATE)
     assert tokenizer.apply_chat_template(TOOL_TALK[:2], tools=TOOLS, tokenize=False) == (
-        '<tools>add;</s>\n<user>1+1=</s>\n<assistant><call>add{"a": 1, "b": 1}</s>\n'
+        'hi<tools>add;</s>\n<user>1+1=</s>\n<assistant><call>add{"a": 1, "b": 1}</s>\n'
     )

@@ -46,6 +46,7 @@ class Scripted:
         self.tools: list[Sequence[Tool]] = []
         self.stops: list[Sequence[str]] = []
         self.structures: list[Structure | None] = []
+        self.arguments: list[dict[str, Any] | None] = []
         self.said: list[str] = []
         self.cancelled = 0  # requests that were ended before it said anything
         self.free = asyncio.Event()
@@ -62,8 +63,12 @@ class Scripted:
         worded: Callable[[str], Message] = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
+        template_arguments: dict[str, Any] | None = None,
     ) -> list[Reply]:
         self.asked.append(messages)
+        self.arguments.append(template_arguments)
+        if template_arguments == {"unknown": 1}:
+            raise ConfigError("data.chat_template_kwargs.unknown: the template reads no such name")
         self.stops.append(stop)
         self.tools.append(tools)
         self.structures.append(structure)
@@ -166,6 +171,17 @@ def test_a_plain_reply(host: Host) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (10, 3, 13)
     assert policy.asked == [HELLO] and policy.tools == [[]]
     assert (seat.waiting, seat.failure, seat.overridden) == (0, None, Counter())
+
+
+def test_arguments_of_the_chat_template_are_handed_on(host: Host) -> None:
+    policy, seat, client = at_table(host)
+    ask(client)
+    ask(client, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert policy.arguments == [{}, {"enable_thinking": False}] and seat.overridden == Counter()
+    for wrong, reason in (({"unknown": 1}, "reads no such name"), ([1], "must be of type dict")):
+        with pytest.raises(openai.BadRequestError, match=reason) as caught:
+            ask(client, extra_body={"chat_template_kwargs": wrong})
+        assert caught.value.param == "chat_template_kwargs"
 
 
 def test_a_reply_that_was_cut_off(host: Host) -> None:

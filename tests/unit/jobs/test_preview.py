@@ -44,6 +44,13 @@ def test_prompts_are_shown_as_engines_get_them(home: Path, capsys: Screen, verb:
     assert preview(home, capsys, "--rows", "2", "--task", verb) == shown == preview(home, capsys, f"--task={verb}")[:-6]
 
 
+def test_arguments_of_the_template_are_seen(home: Path, capsys: Screen) -> None:
+    (home / "talk.jinja").write_text("{{ greeting }}" + TEMPLATE)
+    shown = preview(home, capsys, "grpo", "data.chat_template_kwargs={greeting: hi}")
+    (home / "talk.jinja").write_text(TEMPLATE)
+    assert "hi<system>Add<user>0+1=<assistant>" in shown
+
+
 def test_tools_limits_and_rewards_are_seen(home: Path, capsys: Screen) -> None:
     shown = preview(home, capsys, "grpo", "--tools", "calculator", "rollout.max_prompt_tokens=3")
     assert "<tool>calculator<system>Add<user>0+1=<assistant>" in shown

@@ -26,7 +26,8 @@ TREE: dict[str, Any] = {
     "runtime": "local",
     "timeout_seconds": 77.0,
     "model": {"path": "start"},
-    "data": {"path": "prompts.jsonl", "chat_template": "never", "system_prompt": "Be brief.", "label_column": "gold"},
+    "data": {"path": "prompts.jsonl", "chat_template": "never", "system_prompt": "Be brief.", "label_column": "gold"}
+    | {"chat_template_kwargs": {"calm": True}},
     "reward": {"function": "exact"},
     "evaluation": {"data": "held_out.jsonl", "samples": 4, "temperature": 0.5},
     "rollout": {"max_new_tokens": 9, "top_p": 0.9, "stop": ["."]},
@@ -86,6 +87,7 @@ def test_keys_reach_the_stages_that_they_are_for(raft: Recipe, tmp_path: Path) -
     assert (training.training.learning_rate, training.training.warmup_steps) == (0.5, 2)
     assert training.data.path == f"{tmp_path}/round_2/generate/kept.jsonl"
     assert (training.data.chat_template, training.data.system_prompt) == ("never", None)  # it is in the prompts already
+    assert training.data.chat_template_kwargs == {"calm": True}
     assert evaluation.evaluation == raft.config.evaluation
     assert (generation.rollout.top_p, generation.rollout.stop) == (0.9, ["."])
     assert (evaluation.rollout.top_p, evaluation.rollout.stop) == (1.0, [])  # it would read neither

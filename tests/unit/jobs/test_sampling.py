@@ -461,6 +461,11 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict
     assert "template" not in describe(plan, "").replace(str(tmp_path), "")
     (prompts,) = plan.sets.values()
     assert prompts.longest == len("<user>0\n<assistant>") + 1  # the end is one token
+    file.write_text("{{ greeting }}" + TOOL_TEMPLATE)
+    tree["data"]["chat_template_kwargs"] = {"greeting": "hi"}
+    (prompts,) = plan_generate(GenerateConfig.parse(tree)).sets.values()
+    assert prompts.longest == len("hi<user>0\n<assistant>") + 1
+    tree["data"]["chat_template_kwargs"] = {}
     tree["data"]["chat_template"] = "never"
     assert "template   none" in describe(plan_generate(GenerateConfig.parse(tree)), "")
 

@@ -304,6 +304,13 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(load: Any,
     assert "template " not in describe_plan(plan)
     assert plan.chat.tokenizer.decode(plan.material.train.samples[0].tokens) == "<user>0+1=</s>\n<assistant>1</s>"
     assert [spec.chat_template for spec in worker_specs(plan)] == [TOOL_TEMPLATE]
+    file.write_text("{{ greeting }}" + TOOL_TEMPLATE)
+    plan = plan_supervised(load("dpo", f"data.chat_template={file}", "data.chat_template_kwargs={greeting: hi}"))
+    assert plan.chat.tokenizer.decode(plan.material.train.samples[0].tokens) == "hi<user>0+1=</s>\n<assistant>1</s>"
+    with pytest.raises(
+        ConfigError, match=r"data\.chat_template_kwargs={'greeting': 'hi'}: no chat template reads them"
+    ):
+        plan_supervised(load("dpo", "data.chat_template=never", "data.chat_template_kwargs={greeting: hi}"))
 
 
 def test_a_preview_shows_calls_and_tools(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
