@@ -94,6 +94,8 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
             config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
         )
         stack.enter_context(started(environment, loop))
+        if environment.remark:
+            progress.note(environment.remark)
         yield sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
 
 

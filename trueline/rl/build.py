@@ -74,6 +74,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
         )
         stack.enter_context(started(environment, loop))
+        if environment.remark:
+            progress.note(environment.remark)
         sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
