@@ -56,6 +56,9 @@ def test_a_tokenizer_without_the_markers_is_read_by_our_reader(tokenizer: PreTra
         vllm_parser("deepseek_v3", tokenizer)
     parser = open_parser(chosen_format("deepseek_v3", "", vllm=True), tokenizer)
     assert parser.find is None
+    assert parser.remark.startswith(
+        "tool calls deepseek_v3 (our reader): vLLM's parser 'deepseek_v3' of tool calls ref"
+    )
     assert parser(written("deepseekv3"), LOOK).calls == CALLS
 
 

@@ -164,6 +164,7 @@ class OpenEnvironment:
         self.structures = structures  # whether engines can hold replies to some
         self.chosen = format_of(config, chat, engine)
         self.parse: Parse
+        self.remark = ""  # why calls are read otherwise than the plan says
         program = program_of(config)
         self.hosts = Hosts(program, logs / "environment.log") if program else None
         self.endpoint: Endpoint | None = None
@@ -175,7 +176,8 @@ class OpenEnvironment:
         first = self.hosts.hosts[0]
         await first.start()
         if self.config.tools or first.about["plays"] == "itself":
-            self.parse = await asyncio.to_thread(open_parser, self.chosen, self.chat.tokenizer)
+            parser = await asyncio.to_thread(open_parser, self.chosen, self.chat.tokenizer)
+            self.parse, self.remark = parser, parser.remark
         if first.about["plays"] == "itself":
             structures = await asyncio.to_thread(structures_of, self.config, self.chat) if self.structures else None
             self.endpoint = Endpoint(model="policy", decode=self.chat.reply_text, structures=structures)

@@ -14,7 +14,6 @@ from rich.table import Table
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
-from trueline.environments.opening import OpenEnvironment
 from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
     Row,
@@ -31,7 +30,6 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.user_files import found_again
 from trueline.rollout.engine import RolloutEngine
-from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator, environment_names, prefix_of
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import Group, Numbered
@@ -42,6 +40,7 @@ from trueline.runs.processes import (
     Needed,
     Sampling,
     budget_of,
+    open_environment,
     opened,
     opened_loop,
     role_group,
@@ -88,12 +87,8 @@ def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progres
         # Without any reward the sum is 0, which is not written down.
         rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        engine = plan.rollout.engine
-        structures = ROLLOUT_ENGINES[engine].structures
-        environment = OpenEnvironment(
-            config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
-        )
-        stack.enter_context(started(environment, loop))
+        environment = open_environment(config.environment, rewards, plan.chat, folder.logs, plan.rollout.engine)
+        stack.enter_context(started(environment, loop, progress.note))
         yield sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
 
 

@@ -10,7 +10,6 @@ from trueline.algorithms.needs import needs, policy_waits
 from trueline.config.model import told_experts
 from trueline.data.loader import make_order
 from trueline.data.pieces import Pieces
-from trueline.environments.opening import OpenEnvironment
 from trueline.monitoring.beats import WORK
 from trueline.monitoring.events import Events
 from trueline.monitoring.progress import Progress
@@ -22,7 +21,6 @@ from trueline.rl.models import Models
 from trueline.rl.plan import RLPlan
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
-from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
@@ -34,6 +32,7 @@ from trueline.runs.processes import (
     Sampling,
     budget_of,
     model_group,
+    open_environment,
     opened,
     opened_loop,
     role_group,
@@ -69,12 +68,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *beside)
         rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        engine = plan.rollout.engine
-        structures = ROLLOUT_ENGINES[engine].structures
-        environment = OpenEnvironment(
-            config.environment, rewards, plan.chat, folder.logs, engine=engine, structures=structures
-        )
-        stack.enter_context(started(environment, loop))
+        environment = open_environment(config.environment, rewards, plan.chat, folder.logs, plan.rollout.engine)
+        stack.enter_context(started(environment, loop, progress.note))
         sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
         sync = make_sync(plan, models.policy, pool, sampling)
         progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines

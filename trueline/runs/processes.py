@@ -11,6 +11,7 @@ from trueline.config.rl import ResolvedRollout, SamplingControls
 from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.environments.opening import OpenEnvironment
+from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
@@ -60,11 +61,21 @@ def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
         loop.stop()
 
 
+def open_environment(
+    config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path, engine: str
+) -> OpenEnvironment:
+    """Open an environment for what samples with a rollout engine."""
+    structures = ROLLOUT_ENGINES[engine].structures
+    return OpenEnvironment(config, rewards, chat, logs, engine=engine, structures=structures)
+
+
 @contextmanager
-def started(environment: OpenEnvironment, loop: EventLoop) -> Iterator[None]:
+def started(environment: OpenEnvironment, loop: EventLoop, note: Callable[[str], None]) -> Iterator[None]:
     """Start the processes of an environment, and end them."""
     try:
         loop.run(environment.start(), "starting the environment")
+        if environment.remark:
+            note(environment.remark)
         yield
     finally:
         loop.run(environment.stop(), "stopping the environment")

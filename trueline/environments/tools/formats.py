@@ -130,6 +130,7 @@ class Parser:
     form: Format
     find: Parse | None = None  # vLLM's parser
     special: re.Pattern[str] = field(default_factory=lambda: re.compile(r"(?!)"))  # tokens that are no text
+    remark: str = ""  # why vLLM's parser, which was chosen, is not used
 
     def __call__(self, text: str, tools: Sequence[Tool]) -> Parsed:
         thought, answer = self._parted(text)
@@ -190,7 +191,7 @@ def open_parser(chosen: Chosen, tokenizer: Any) -> Parser:
     except ConfigError as error:
         if chosen.form.own is None:
             raise ConfigError(f"environment.tool_format: {error}; or give one of {', '.join(names())}") from None
-        return parser
+        return replace(parser, remark=f"tool calls {chosen.form.name} (our reader): {error}")
 
 
 def check_format(name: str) -> None:
