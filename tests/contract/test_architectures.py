@@ -1,0 +1,135 @@
+"""Every architecture goes through the real loop with vLLM, or is refused by name; docs/models.md tells which.
+
+vLLM lives in the process of the test, so that its start takes seconds.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.architectures import ARCHITECTURES, make_model
+from tests.support.model_table import check_cell
+from trueline.cli import main
+from trueline.rollout.engine import EngineSpec
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runtime.event_loop import EventLoop
+
+TOKENS = list(range(5, 37))
+EXACT = 1e-4  # nats, the largest difference of float32 log-probs that is rounding
+REWARD = 'def letters(reply: str) -> float:\n    return sum("a" <= one <= "z" for one in reply) / 8\n'
+QUIET = ("runtime=local", "steps=1", "monitoring.tensorboard=false", "monitoring.doctor=false")
+CHEAP = ("mixtral", "qwen3_moe")
+KINDS = [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in ARCHITECTURES]
+Screen = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def vllm_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from tests.support.vllm_here import release
+
+    row = replace(ROLLOUT_ENGINES["vllm"], path="tests.support.vllm_here:EngineHere", local=True)
+    monkeypatch.setitem(ROLLOUT_ENGINES, "vllm", row)
+    yield
+    release()
+
+
+class Family:
+    """Runs of one architecture in a folder, and what becomes of them as cells of the table."""
+
+    def __init__(self, kind: str, folder: Path, screen: Screen) -> None:
+        self.kind, self.folder, self.screen = kind, folder, screen
+        self.model = make_model(folder / "model", kind)
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{at}:"}) + "\n" for at in range(8)))
+        rows = [{"prompt": f"{at}:", "completion": " abc" * (1 + at % 3)} for at in range(8)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(self, verb: str, name: str, *words: str) -> str:
+        """Train one step; return why it is refused, or nothing."""
+        data = "prompts.jsonl" if verb == "grpo" else "rows.jsonl"
+        sampled = ["--reward", f"{self.folder}/reward.py:letters", "rollout.max_new_tokens=8", "prompts_per_step=2"]
+        named = ["--model", str(self.model), "--data", f"{self.folder}/{data}", *(sampled if verb == "grpo" else ())]
+        known = [f"folder={self.folder}", f"name={name}", *QUIET, *ARCHITECTURES[self.kind].words]
+        status = main([verb, *named, *known, "training.learning_rate=1e-2", *words])
+        said = "".join(self.screen.readouterr())
+        assert status in (0, 2), said
+        return refusal(said, self.folder) if status else ""
+
+    def step(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / name / "metrics.jsonl").read_text().splitlines()[-1])
+
+    def saved(self, name: str) -> Path:
+        return self.folder / name / "checkpoints" / "step_000001" / "model"
+
+    def tell(self, column: str, value: str) -> None:
+        for family in ARCHITECTURES[self.kind].families:
+            check_cell(family, column, value)
+
+
+def refusal(said: str, folder: Path) -> str:
+    """Return what the command line says in place of a traceback, without this test's folder."""
+    assert "Traceback" not in said, said
+    found = re.search(r"error: (?:model\.path=\S+: )?(.*)", said)
+    assert found, said
+    return f"refused: {found[1].replace(str(folder / 'model'), 'MODEL')}"
+
+
+def verdict(gap: float) -> str:
+    assert gap < EXACT, f"log-probs differ by {gap}"
+    return "exact"
+
+
+@torch.no_grad()
+def by_transformers(folder: Path) -> torch.Tensor:
+    model, ids = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), torch.tensor(TOKENS)
+    scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return scores.gather(-1, ids[1:, None])[:, 0]
+
+
+def by_vllm(folder: Path) -> torch.Tensor:
+    from tests.support.vllm_here import EngineHere
+
+    spec = EngineSpec(
+        model=str(folder),
+        dtype="float32",
+        context=64,
+        tensor_parallel=1,
+        max_sequences=4,
+        seed=0,
+        gpu_memory_utilization=0.3,
+        cuda_graphs=False,
+        sleeps=False,
+        trust_remote_code=False,
+    )
+    loop = EventLoop(60.0)
+    try:
+        return torch.tensor(loop.run(EngineHere(spec).score(TOKENS), "scoring"))
+    finally:
+        loop.stop()
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_architecture_trains_or_is_refused(kind: str, tmp_path: Path, capsys: Screen) -> None:
+    family = Family(kind, tmp_path, capsys)
+    refused = family.run("grpo", "rl")
+    if refused:
+        for column in ("loads", "sync attested", "GRPO step", "saved opens in both"):
+            family.tell(column, refused)
+    else:
+        step = family.step("rl")
+        family.tell("loads", verdict(step["sync/canary_floor"]))
+        family.tell("sync attested", verdict(step["sync/canary_gap"]))
+        family.tell("GRPO step", verdict(step["policy/logprob_gap"] if "policy/logprob_gap" in step else 0.0))
+        before, after = by_transformers(family.model), by_transformers(family.saved("rl"))
+        assert (before - after).abs().max() > EXACT, "one step changed nothing"
+        family.tell("saved opens in both", verdict((after - by_vllm(family.saved("rl"))).abs().max().item()))
+    family.tell("SFT step", family.run("sft", "sft") or "exact")
+    family.tell("LoRA", family.run("grpo", "lora", "model.lora.rank=4", "checkpoint.every=0") or "exact")

@@ -1,0 +1,64 @@
+"""vLLM in the process of a test, so that a run of the real loop starts it in seconds; only the wire is left out."""
+
+import os
+
+# Read when vLLM is imported, or its engine made.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+
+import gc
+from typing import ClassVar
+from unittest.mock import patch
+
+from torch import Tensor
+
+from trueline.rollout import vllm_engine
+from trueline.rollout.engine import EngineSpec
+from trueline.rollout.vllm_engine import VllmEngine
+from trueline.runtime.transport import Bucket, TensorSpec, bucket_buffer, bucket_views, plan_buckets
+
+BUCKET_BYTES = 2**16  # several to a model
+BLOCKS = 64
+
+
+class EngineHere(VllmEngine):
+    """It takes weights by reference; the receiver inside vLLM's worker loads them as it does those from the wire."""
+
+    made: ClassVar[list["EngineHere"]] = []
+
+    def __init__(self, spec: EngineSpec) -> None:
+        options = vllm_engine.on_cpu_options(spec) | {"num_gpu_blocks_override": BLOCKS}
+        with patch.object(vllm_engine, "on_cpu_options", lambda spec: options):
+            super().__init__(spec)
+        self.made.append(self)
+
+    async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
+        types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights}
+        specs = [TensorSpec(name, tuple(tensor.shape), types[name]) for name, tensor in weights]
+        named = dict(weights)
+
+        def take(bucket: Bucket) -> Tensor:
+            buffer = bucket_buffer(bucket)
+            for name, view in bucket_views(bucket, buffer):
+                view.copy_(named[name])
+            return buffer
+
+        receiver = self.llm.model_executor.driver_worker.worker
+        await self._ask(receiver._reload, plan_buckets(specs, BUCKET_BYTES), take)
+        assert await self._ask(self.llm.reset_prefix_cache)
+        self.version = version
+
+
+def release() -> None:
+    """Give back what engines of runs that have ended hold."""
+    for engine in EngineHere.made:
+        engine.llm.engine_core.shutdown()
+        engine.thread.shutdown()
+        del engine.llm
+    EngineHere.made.clear()
+    gc.collect()
