@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from trueline.data.types import INTERRUPTED, Completion
+from trueline.data.types import INTERRUPTED, Completion, experts_of
 from trueline.environments.base import Structure
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
@@ -24,6 +24,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
+    experts: bool = True  # are told by an engine that tells them; False: nobody trains on them
     structure: Structure | None = None  # that the completion is held to
 
     def after(self, tokens: int, parts: int) -> "SamplingParams":
@@ -129,3 +130,22 @@ async def in_parts(
         parts.append(await sample(tokens + before, rest, f"{request}.{asked}" if asked else request))
         asked += 1
     return Completion.joined(parts)
+
+
+def checked_experts(told: np.ndarray | None, tokens: int) -> np.ndarray:
+    """Return the experts of so many tokens, told of all but the last, which was not computed; or refuse what is told.
+
+    There is a column for every layer of the decoder; those of layers without experts may hold anything.
+    """
+    if told is None or len(told) != tokens - 1:
+        found = 0 if told is None else len(told)
+        raise RuntimeError(
+            f"the engine was to tell the experts of {tokens - 1} tokens and tells those of {found}: "
+            "set training.replay_routing=false"
+        )
+    if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():
+        raise RuntimeError(
+            "the engine tells one expert in place of several for every token: its kernel for this model chooses them "
+            "where they are not recorded; set training.replay_routing=false"
+        )
+    return experts_of(told, tokens)

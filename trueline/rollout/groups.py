@@ -53,7 +53,7 @@ class GroupSampler:
         runs = [self.episodes.run(self.environment(), prompt, ticket, self.params) for ticket in tickets]
         if not self.greedy:
             return list(await asyncio.gather(*runs))
-        likeliest = replace(self.params, temperature=0.0)
+        likeliest = replace(self.params, temperature=0.0, experts=False)
         extra = self.episodes.run(self.environment(), prompt, Ticket(place, 0, None, "greedy"), likeliest)
         *group, greedy = await asyncio.gather(*runs, extra)
         for trajectory in group:

@@ -170,9 +170,12 @@ def sent_to(told: list[Tensor], requests: list[Request], tokens: list[list[int]]
     """Return the experts of each request's prompt and tokens; what was told goes on where other rows were longer."""
     if not told:
         return [NO_EXPERTS] * len(requests)
-    lengths = [len(request.tokens) + len(mine) for request, mine in zip(requests, tokens, strict=True)]
+    lengths = [
+        len(request.tokens) + len(mine) if request.params.experts else 0
+        for request, mine in zip(requests, tokens, strict=True)
+    ]
     rows = zip(torch.cat(told, dim=1).numpy(), lengths, strict=True)
-    return [experts_of(row[: length - 1], length) for row, length in rows]
+    return [experts_of(row[: length - 1], length) if length else NO_EXPERTS for row, length in rows]
 
 
 def seeded(seed: int | None, device: torch.device) -> torch.Generator:

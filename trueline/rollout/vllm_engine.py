@@ -9,7 +9,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm import EngineArgs
@@ -21,10 +20,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
+from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
 from trueline.environments.tools.vllm_structures import BACKEND, vllm_structure
 from trueline.monitoring.beats import WORK
-from trueline.rollout.engine import EngineSpec, SamplingParams, in_parts
+from trueline.rollout.engine import EngineSpec, SamplingParams, checked_experts, in_parts
 from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
@@ -87,7 +86,7 @@ class VllmEngine:
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
-        asked = self.tells_experts and chosen
+        asked = self.tells_experts and params.experts and chosen
         experts = checked_experts(completion.routed_experts, len(tokens) + len(chosen)) if asked else NO_EXPERTS
         cached = output.num_cached_tokens or 0
         return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
@@ -241,25 +240,6 @@ class VllmEngine:
         prompt = (tokens * length)[:length]  # whole blocks alone are cached, and the last token never
         settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
         return int((await self._run(prompt, settings, f"cached-{self.version}", paused=True)).num_cached_tokens or 0)
-
-
-def checked_experts(told: np.ndarray | None, tokens: int) -> np.ndarray:
-    """Return the experts of so many tokens, but for the last, which vLLM has not computed; or refuse what it tells.
-
-    It has a column for every layer of the decoder, with zeros where there are no experts.
-    """
-    if told is None or len(told) != tokens - 1:
-        found = 0 if told is None else len(told)
-        raise RuntimeError(
-            f"vLLM was to tell the experts of {tokens - 1} tokens and tells those of {found}: "
-            "set training.replay_routing=false"
-        )
-    if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():
-        raise RuntimeError(
-            "vLLM tells one expert in place of several for every token: its kernel for this model chooses them where "
-            "they are not recorded; set training.replay_routing=false"
-        )
-    return experts_of(told, tokens)
 
 
 def worker_gone(executor: Any) -> bool:

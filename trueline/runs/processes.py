@@ -113,6 +113,7 @@ class Sampling:
             top_k=controls.top_k,
             min_p=controls.min_p,
             repetition_penalty=controls.repetition_penalty,
+            experts=purpose == "train",
         )
         return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 

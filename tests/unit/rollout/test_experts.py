@@ -20,7 +20,7 @@ from trueline.data.messages import Message
 from trueline.data.types import UNTOLD, Completion, Prompt, Trajectory, to_samples
 from trueline.environments.base import Ending, Environment, Policy
 from trueline.models.routing import Replay
-from trueline.rollout.engine import EngineSpec, SamplingParams
+from trueline.rollout.engine import EngineSpec, SamplingParams, checked_experts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
@@ -87,8 +87,10 @@ def test_the_engine_tells_the_experts_of_all_tokens_but_the_last(mixture: Path) 
 
 
 def test_an_engine_that_is_not_asked_tells_none(mixture: Path) -> None:
-    found = used(mixture, lambda engine: engine.generate(PROMPT, SamplingParams(1.0, 3, ()), "one"), experts=False)
-    assert len(found.experts) == 0 and len(found.cut(1).experts) == 0
+    untold = SamplingParams(1.0, 3, (), experts=False)
+    for params, told in ((SamplingParams(1.0, 3, ()), False), (untold, True)):
+        found = used(mixture, lambda engine, params=params: engine.generate(PROMPT, params, "one"), experts=told)
+        assert len(found.tokens) == 3 and len(found.experts) == 0 and len(found.cut(1).experts) == 0
 
 
 def test_parts_under_other_weights_keep_the_experts_that_each_was_drawn_by(mixture: Path, moved: Path) -> None:
@@ -161,6 +163,20 @@ def test_two_turns_with_a_tool_between_them(mixture: Path, moved: Path, tokenize
     np.testing.assert_array_equal(updated.experts[first:-1], choice(moved, tokens)[first:-1])
 
 
+def test_what_an_engine_tells_is_checked() -> None:
+    """It has those of all tokens but the last, and a kernel that does not record any leaves zeros."""
+    told = np.stack([np.full((4, 3), 2), np.full((4, 3), 129)], axis=-1).astype(np.uint8)  # [4, layers, top_k]
+    found = checked_experts(told, 5)
+    assert found.dtype == np.int16 and found.shape == (5, 3, 2)
+    assert found[:4].tolist() == told.tolist() and (found[4] == UNTOLD).all()
+    with pytest.raises(RuntimeError, match=r"experts of 5 tokens and tells those of 4: set training\.replay_routing"):
+        checked_experts(told, 6)
+    with pytest.raises(RuntimeError, match="experts of 4 tokens and tells those of 0"):
+        checked_experts(None, 5)
+    with pytest.raises(RuntimeError, match="its kernel for this model chooses them where they are not recorded"):
+        checked_experts(np.zeros_like(told), 5)
+
+
 def test_experts_of_other_tokens_than_those_recorded_are_refused() -> None:
     trajectory = Trajectory(Prompt(0, []), 0)
     trajectory.add_observation(PROMPT)
@@ -197,12 +213,22 @@ def test_an_asynchronous_run_follows_the_engine(preset: str, tmp_path: Path, mon
     assert rows[0]["mismatch/logprob_gap_max"] < 1e-4
 
 
-def test_a_run_that_only_measures_goes_on_as_it_would(tmp_path: Path) -> None:
+def test_a_run_that_only_measures_follows_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And evaluation, which nobody trains on, is told nothing."""
     make_tiny_mixture(tmp_path / "model", "mixtral")
-    words = ["steps=2", "minibatches=2", "rollout.max_staleness=0"]
-    found = {}
-    for value in ("false", "measure"):
-        assert run_letters(tmp_path, "grpo", *words, f"training.replay_routing={value}", f"name={value}") == 0
-        text = (tmp_path / value / "metrics.jsonl").read_text()
-        found[value] = "mismatch/routing_agreement" in text
-    assert found == {"false": False, "measure": True}
+    asked: list[tuple[bool, int]] = []
+    sample = HFEngine._sample
+
+    def watched(self: HFEngine, requests: Any) -> Any:
+        found = sample(self, requests)
+        asked.extend(
+            (bool(one.params.temperature), len(done.experts)) for one, done in zip(requests, found, strict=True)
+        )
+        return found
+
+    monkeypatch.setattr(HFEngine, "_sample", watched)
+    held_out = [f"evaluation.data={tmp_path}/prompts.jsonl", "evaluation.limit=4", "evaluation.every=1"]
+    words = ["steps=2", "minibatches=2", *held_out, "training.replay_routing=measure"]
+    assert run_letters(tmp_path, "grpo", *words) == 0
+    assert {(sampled, length > 0) for sampled, length in asked} == {(True, True), (False, False)}
+    assert 0.9 < rows_of(tmp_path)[1]["mismatch/routing_agreement"] <= 1
