@@ -28,10 +28,11 @@ def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Pa
     """Return vLLM's parser of that name as a function; some formats need the tools to tell numbers from text."""
     if name not in parsers():
         raise ConfigError(f"this vLLM has no parser {name!r} of tool calls: it has {', '.join(parsers())}")
-    kind, cached = ToolParserManager.get_tool_parser(name), get_cached_tokenizer(tokenizer)
+    cached: Any = get_cached_tokenizer(tokenizer)
     try:
+        kind = ToolParserManager.get_tool_parser(name)
         kind(cached, None)
-    except FAULTS as error:
+    except (ImportError, *FAULTS) as error:
         raise ConfigError(f"vLLM's parser {name!r} of tool calls refuses the model's tokenizer: {error}") from None
 
     def parse(text: str, tools: Sequence[Tool] = ()) -> Parsed:
