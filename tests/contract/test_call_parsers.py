@@ -76,3 +76,21 @@ def test_arguments_that_vllm_hands_on_unread(arguments: str) -> None:
     parsed = read([SimpleNamespace(name="add", arguments=arguments)], "so")
     assert (parsed.content, parsed.calls) == ("so", [])
     assert parsed.error
+
+
+def test_the_vocabulary_is_not_read_for_each_reply() -> None:
+    """It takes a quarter of a second to read one of 150,000 tokens, and a step has thousands of replies."""
+    times_read = 0
+
+    class Counting(PreTrainedTokenizerFast):
+        def get_vocab(self) -> dict[str, int]:
+            nonlocal times_read
+            times_read += 1
+            return super().get_vocab()
+
+    chosen, tokenizer = chosen_of("qwen3_6", vllm=True)
+    tokenizer.__class__ = Counting
+    parser, text = open_parser(chosen, tokenizer), written("qwen3_6")
+    before = times_read
+    assert all(parser(text, LOOK).calls == CALLS for _ in range(3))
+    assert before > 0 and times_read == before

@@ -99,8 +99,12 @@ def test_calls_beside_text(name: str, text: str, content: str) -> None:
     ("name", "text", "reason"),
     [
         ("qwen3_coder", "<tool_call><function=add></tool_call>", "between <function=NAME> and </function>"),
-        ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", "beside the arguments of"),
-        ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "beside the arguments of 'add'"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=a></function></tool_call>",
+            "an argument of 'add' is not between",
+        ),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "an argument of 'add' is not between"),
         ("glm45", "<tool_call>{}</tool_call>", "name of a function"),
         ("deepseek_v3", "<\uff5ctool▁calls▁begin\uff5c>", "no <\uff5ctool▁call▁begin\uff5c> follows"),
         ("lfm2", "<|tool_call_start|>[add(1, 2)]<|tool_call_end|>", "arguments have names: 'add(1, 2)'"),

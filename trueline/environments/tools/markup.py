@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 
 from trueline.environments.tools.calls import (
     CLOSE,
@@ -17,8 +18,8 @@ from trueline.environments.tools.calls import (
 )
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+PARAMETER = ("<parameter=", ">", "</parameter>")
+ARGUMENT = ("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
 CALLS, CALL, CALL_END, SEPARATOR = (
     f"<\uff5ctool▁{part}\uff5c>" for part in ("calls▁begin", "call▁begin", "call▁end", "sep")
 )
@@ -30,17 +31,11 @@ GEMMA_KEY = re.compile(r"(?<=[{,])\s*([^\s:,{}\[\]\"]+)\s*:")
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
 FUNCTOOLS = "functools"
 CHANNEL, BODY = "<|channel|>", "<|message|>"
-HARMONY = re.compile(  # a header and a body, of each message in a reply
-    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
+MESSAGE = "<|start|>assistant"
+ENDS = re.compile(r"<\|(?:end|call|return|eom|eot)\|>")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.:-]+)")
-ATEM = re.compile(
-    r"(?:<\|start\|>assistant)?((?:(?!<\|message\|>).)*)<\|message\|>(.*?)(?:<\|eo[mt]\|>|(?=<\|start\|>)|\Z)",
-    re.DOTALL,
-)
 INVOKED = re.compile(r'\s*name="([^"\n]+)">(.*)', re.DOTALL)
-ATEM_PARAMETER = re.compile(r'<atem:parameter name="([^"\n]+)">(.*?)</atem:parameter>', re.DOTALL)
+ATEM_PARAMETER = ('<atem:parameter name="', '">', "</atem:parameter>")
 ATEM_CALLS = re.compile(r"</?atem:function_calls>")
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -59,10 +54,20 @@ def read_tagged(body: str) -> list[ToolCall]:
     return [keyed(function[1].strip(), function[2], PARAMETER)]
 
 
-def keyed(name: str, body: str, pairs: re.Pattern[str]) -> ToolCall:
-    if rest := pairs.sub("", body).strip():
-        raise ValueError(f"there is something beside the arguments of {name!r}, or one is not closed: {quoted(rest)}")
-    return ToolCall(name, {key.strip(): value for key, value in pairs.findall(body)})
+def keyed(name: str, body: str, marks: tuple[str, str, str]) -> ToolCall:
+    """Return a call whose arguments stand between marks, as texts; in one pass, however long and broken they are."""
+    begin, middle, end = marks
+    arguments: dict[str, str] = {}
+    rest = body.strip()
+    while rest:
+        before, begun, tail = rest.partition(begin)
+        key, parted, tail = tail.partition(middle)
+        value, closed, after = tail.partition(end)
+        if before.strip() or not (begun and parted and closed):
+            raise ValueError(f"an argument of {name!r} is not between {begin} and {end}: {quoted(rest)}")
+        arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n") if marks is PARAMETER else value
+        rest = after.strip()
+    return call_of({"name": name, "arguments": arguments})
 
 
 def with_keys(text: str) -> Parsed:
@@ -75,7 +80,7 @@ def read_with_keys(body: str) -> list[ToolCall]:
     name, tag, rest = body.partition("<arg_key>")
     if not re.fullmatch(r"[\w.:-]+", name.strip()):
         raise ValueError(f"it does not begin with the name of a function: {quoted(body)}")
-    return [keyed(name.strip(), tag + rest, ARGUMENT)]
+    return [keyed(name.strip(), re.sub(r"</arg_key>\s+<arg_value>", ARGUMENT[1], tag + rest), ARGUMENT)]
 
 
 def deepseek(text: str) -> Parsed:
@@ -168,27 +173,41 @@ def harmony(text: str) -> Parsed:
     thought: list[str] = []
     said: list[str] = []
     bodies: list[str] = []
-    for header, body in HARMONY.findall(text):
+    error = ""
+    for header, body in messages_of(text):
         recipient = RECIPIENT.search(header)
-        if recipient:
-            bodies.append(f'{{"name": {json.dumps(recipient[1])}, "arguments": {body.strip() or "{}"}}}')
+        if recipient and body is None:
+            error = f"a call breaks off before {BODY}"
+        elif recipient:
+            bodies.append(f'{{"name": {json.dumps(recipient[1])}, "arguments": {body or "{}"}}}')
         else:
-            (thought if f"{CHANNEL}analysis" in header else said).append(body.strip())
-    left = HARMONY.sub("", text)  # all of it, where a reply has no channels, or a header that breaks off
-    error = f"a call breaks off before {BODY}" if RECIPIENT.search(left) and CHANNEL in left else ""
-    content = "\n".join(filter(None, [*said, "" if error else left.strip()]))
-    parsed = gathered(content, bodies, error, remedy=f"write to=functions.NAME {BODY}ARGUMENTS, as JSON")
-    return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+            (thought if f"{CHANNEL}analysis" in header else said).append(body or "")
+    parsed = gathered("\n".join(filter(None, said)), bodies, error, remedy=f"write {BODY} and the arguments, as JSON")
+    return replace(parsed, reasoning="\n".join(thought))
+
+
+def messages_of(text: str) -> list[tuple[str, str | None]]:
+    """Return header and body of each message; a text without messages is a body, a header that breaks off has None."""
+    found: list[tuple[str, str | None]] = []
+    for message in text.split(MESSAGE):
+        header, begun, body = message.partition(BODY)
+        if begun:
+            found.append((header, ENDS.split(body)[0].strip()))
+        elif CHANNEL in header:
+            found.append((header, None))
+        elif header.strip():
+            found.append(("", header.strip()))
+    return found
 
 
 def muse(text: str) -> Parsed:
     """Messages to oneself, which are thought, to the user, and to tools, with calls in tags."""
-    found = ATEM.findall(text)
-    thought = [body.strip() for header, body in found if "to=self" in header]
-    said = "".join(body for header, body in found if "to=self" not in header) + ATEM.sub("", text)
+    found = [(header, body or "") for header, body in messages_of(text)]
+    thought = [body for header, body in found if "to=self" in header]
+    said = "".join(body for header, body in found if "to=self" not in header)
     content, bodies, error = between(ATEM_CALLS.sub("", said), "<atem:invoke", "</atem:invoke>")
     parsed = gathered(content, bodies, error, read=read_invoked, remedy="write one <atem:invoke> for each call")
-    return Parsed(parsed.content, parsed.calls, parsed.error, "\n".join(thought))
+    return replace(parsed, reasoning="\n".join(thought))
 
 
 def read_invoked(body: str) -> list[ToolCall]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from trueline.config.base import ConfigError
@@ -27,16 +28,18 @@ def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Pa
     """Return vLLM's parser of that name as a function; some formats need the tools to tell numbers from text."""
     if name not in parsers():
         raise ConfigError(f"this vLLM has no parser {name!r} of tool calls: it has {', '.join(parsers())}")
-    kind = ToolParserManager.get_tool_parser(name)
+    cached: Any = get_cached_tokenizer(tokenizer)
     try:
-        kind(tokenizer, None)
-    except FAULTS as error:
+        kind = ToolParserManager.get_tool_parser(name)
+        kind(cached, None)
+    except (ImportError, *FAULTS) as error:
         raise ConfigError(f"vLLM's parser {name!r} of tool calls refuses the model's tokenizer: {error}") from None
 
     def parse(text: str, tools: Sequence[Tool] = ()) -> Parsed:
         try:
             request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
-            parser = kind(tokenizer, cast(Any, request.tools))  # a new one, for it keeps state
+            # A new one for each reply, for it keeps state; without a cache each would read the whole vocabulary.
+            parser = kind(cached, cast(Any, request.tools))
             found = parser.extract_tool_calls(text, request)
         except FAULTS as error:
             return Parsed(text.strip(), [], f"the tool call could not be read: {error}")
