@@ -94,7 +94,7 @@ ARCHITECTURES = {
 
 
 def make_model(folder: Path, kind: str) -> Path:
-    """A random model with the demo's byte tokenizer; what training leaves alone, such as a router's bias, is random too."""
+    """A random model with the demo's byte tokenizer; biases too, also those of routers, which stay as they are."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
