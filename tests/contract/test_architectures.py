@@ -25,6 +25,7 @@ TOKENS = list(range(5, 37))
 EXACT = 1e-4  # nats, the largest difference of float32 log-probs that is rounding
 REWARD = 'def letters(reply: str) -> float:\n    return sum("a" <= one <= "z" for one in reply) / 8\n'
 QUIET = ("runtime=local", "steps=1", "monitoring.tensorboard=false", "monitoring.doctor=false")
+SMALL = ("rollout.max_new_tokens=8", "prompts_per_step=2")
 CHEAP = ("mixtral", "qwen3_moe")
 KINDS = [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in ARCHITECTURES]
 Screen = pytest.CaptureFixture[str]
@@ -54,9 +55,11 @@ class Family:
     def run(self, verb: str, name: str, *words: str) -> str:
         """Train one step; return why it is refused, or nothing."""
         data = "prompts.jsonl" if verb == "grpo" else "rows.jsonl"
-        sampled = ["--reward", f"{self.folder}/reward.py:letters", "rollout.max_new_tokens=8", "prompts_per_step=2"]
+        own = ARCHITECTURES[self.kind].words
+        sampled = ["--reward", f"{self.folder}/reward.py:letters", "rollout.engine=vllm", *SMALL]
+        sampled += [word.replace("training.", "reference.") for word in own if "model.lora.rank=4" not in words]
         named = ["--model", str(self.model), "--data", f"{self.folder}/{data}", *(sampled if verb == "grpo" else ())]
-        known = [f"folder={self.folder}", f"name={name}", *QUIET, *ARCHITECTURES[self.kind].words]
+        known = [f"folder={self.folder}", f"name={name}", *QUIET, *own]
         status = main([verb, *named, *known, "training.learning_rate=1e-2", *words])
         said = "".join(self.screen.readouterr())
         assert status in (0, 2), said
@@ -127,9 +130,11 @@ def test_an_architecture_trains_or_is_refused(kind: str, tmp_path: Path, capsys:
         step = family.step("rl")
         family.tell("loads", verdict(step["sync/canary_floor"]))
         family.tell("sync attested", verdict(step["sync/canary_gap"]))
-        family.tell("GRPO step", verdict(step["policy/logprob_gap"] if "policy/logprob_gap" in step else 0.0))
+        family.tell("GRPO step", verdict(step.get("policy/logprob_gap", 0.0)))
         before, after = by_transformers(family.model), by_transformers(family.saved("rl"))
         assert (before - after).abs().max() > EXACT, "one step changed nothing"
         family.tell("saved opens in both", verdict((after - by_vllm(family.saved("rl"))).abs().max().item()))
     family.tell("SFT step", family.run("sft", "sft") or "exact")
-    family.tell("LoRA", family.run("grpo", "lora", "model.lora.rank=4", "checkpoint.every=0") or "exact")
+    family.tell(
+        "LoRA", family.run("sft" if refused else "grpo", "lora", "model.lora.rank=4", "checkpoint.every=0") or "exact"
+    )

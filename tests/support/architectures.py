@@ -22,7 +22,15 @@ SIZES: dict[str, Any] = {
 }
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1, **MIXTURE}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+PADDED = ("training.packing=false",)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ ARCHITECTURES = {
             "linear_num_value_heads": 2,
             "layer_types": ["linear_attention", "full_attention"],
         },
-        ("training.packing=false",),
+        PADDED,
     ),
     "mistral": Architecture(("Mistral v0.3", "Mistral Small"), {"sliding_window": None}),
     "gemma2": Architecture(("Gemma 2",), {"query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
@@ -76,17 +84,19 @@ ARCHITECTURES = {
             "num_key_value_heads": 2,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "glm4_moe": Architecture(("GLM-4.5",), {**SHARED, "n_group": 1, "topk_group": 1}),
     "gpt_oss": Architecture(
-        ("gpt-oss",), {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": YARN}
+        ("gpt-oss",),
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rope_parameters": YARN},
+        PADDED,
     ),
     "smollm3": Architecture(("SmolLM3",)),
     "olmo2": Architecture(("OLMo 2",)),
     "lfm2": Architecture(
-        ("LFM2",), {"full_attn_idxs": [1], "block_ff_dim": 96, "conv_L_cache": 3}, ("training.packing=false",)
+        ("LFM2",), {"full_attn_idxs": [1], "block_ff_dim": 96, "conv_L_cache": 3, "conv_dim": 64}, PADDED
     ),
     "mixtral": Architecture(("Mixtral",), {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": Architecture(("Qwen3-MoE", "Qwen3-Coder"), {"num_experts": 4, "norm_topk_prob": True, **MIXTURE}),
@@ -94,7 +104,7 @@ ARCHITECTURES = {
 
 
 def make_model(folder: Path, kind: str) -> Path:
-    """A random model with the demo's byte tokenizer; what training leaves alone, such as a router's bias, is random too."""
+    """A random model with the demo's byte tokenizer; biases too, also those of routers, which stay as they are."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)

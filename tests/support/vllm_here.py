@@ -16,12 +16,15 @@ from typing import ClassVar
 from unittest.mock import patch
 
 from torch import Tensor
+from vllm.model_executor.models.transformers.base import Base
 
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec
 from trueline.rollout.vllm_engine import VllmEngine
 from trueline.runtime.transport import Bucket, TensorSpec, bucket_buffer, bucket_views, plan_buckets
 
+# vLLM changes the class of a model that it takes from Transformers, which the trainer has in this process too.
+LEFT_ALONE = ("_decorate_cls_for_torch_compile", lambda self, **settings: None)
 BUCKET_BYTES = 2**16  # several to a model
 BLOCKS = 64
 
@@ -33,7 +36,7 @@ class EngineHere(VllmEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         options = vllm_engine.on_cpu_options(spec) | {"num_gpu_blocks_override": BLOCKS}
-        with patch.object(vllm_engine, "on_cpu_options", lambda spec: options):
+        with patch.object(vllm_engine, "on_cpu_options", lambda spec: options), patch.object(Base, *LEFT_ALONE):
             super().__init__(spec)
         self.made.append(self)
 

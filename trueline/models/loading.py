@@ -16,7 +16,14 @@ from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
 from trueline.models.shapes import PAPER, SHAPES, shape_settings
-from trueline.models.suitability import check_file, check_folder, check_kind, check_quantized, read_header
+from trueline.models.suitability import (
+    check_file,
+    check_folder,
+    check_kind,
+    check_quantized,
+    read_header,
+    unpackable,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -59,6 +66,7 @@ class ModelFacts:
     experts: int = 0  # in a layer; 0: a dense model
     balanced: bool = False  # transformers has the auxiliary loss of its routers
     kind: str = ""  # model_type of its configuration
+    unpackable: str = ""  # what it has that sequences laid end to end would see each other through
 
 
 def check_model(config: ModelConfig, head: str = "language", *, quantized: bool = False) -> ModelFacts:
@@ -123,6 +131,7 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         experts=experts,
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
+        unpackable=unpackable(settings),
     )
 
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig
-from trueline.models.loading import CLASSES, HEADS, scoring_head
+from trueline.models.loading import CLASSES, HEADS, scoring_head, shape_of
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
 SETTINGS = "settings"  # folder with the adapted model's config.json, which peft would take for a whole model's
+EXPERT_LAYERS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")  # as experts were called before fusing
 FRACTION_BITS = {"float32": 23, "bfloat16": 7}
 DEVIATION = 0.02  # of weights that are not at hand
 TASKS = {"language": "CAUSAL_LM", "reward": "SEQ_CLS", "steps": "TOKEN_CLS"}
@@ -32,7 +33,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
-        target_modules=config.peft_targets(),
+        target_modules=adapted_layers(config.peft_targets(), model),
         task_type=TASKS[head],
         base_model_name_or_path=path,
         exclude_modules=None if head == "language" else ["score", "classifier"],
@@ -48,6 +49,19 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
     return described
 
 
+def adapted_layers(targets: str | list[str], model: Any) -> str | list[str]:
+    """Return what peft is told to adapt: of a mixture with fused experts, linear layers by name, and none that peft
+    0.21 would take for parts of the experts.
+    """
+    if targets != "all-linear" or not has_fused_experts(model):
+        return targets
+    return [name for name in linear_layers(model) if name.rpartition(".")[2] not in EXPERT_LAYERS]
+
+
+def has_fused_experts(model: Any) -> bool:
+    return any(".experts." in name and len(shape_of(tensor)) == 3 for name, tensor in model.named_parameters())
+
+
 def check_targets(config: ModelConfig, head: str) -> None:
     """Refuse a target that is no linear layer of the model, though others may be."""
     targets = config.lora.peft_targets()
@@ -58,11 +72,17 @@ def check_targets(config: ModelConfig, head: str) -> None:
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     for target in [targets] if isinstance(targets, str) else targets:
         found = matching(target, targets, layers)
+        expert = [name for name in found if has_fused_experts(model) and name.rpartition(".")[2] in EXPERT_LAYERS]
         wrong = [name for name in found if name not in linear]
         if not found:
             near = difflib.get_close_matches(target, [*known.split(", "), "all-linear"], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             problem = f"no layer of the model has the name {target!r}; {hint}"
+        elif expert:
+            problem = (
+                f"{target!r} takes {expert[0]}, a name that peft takes for the experts, which are fused and have no "
+                "adapters here; "
+            )
         elif wrong:
             kind = type(layers[wrong[0]]).__name__
             problem = (

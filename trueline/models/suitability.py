@@ -13,6 +13,8 @@ SCORERS = {  # ending of an architecture -> what such a model is, the heads that
     "ForTokenClassification": ("a process reward model or token classifier", ("steps",), 2),
 }
 LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel", "WithLMHead")
+SINKS = ("gpt_oss",)  # model types whose attention has sinks
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 POINTER = b"version https://git-lfs"
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
 GGUF = "GGUF weights are made for llama.cpp: name the model that they were converted from"
@@ -153,3 +155,12 @@ def check_quantized(named: str, settings: dict[str, Any]) -> None:
             f"{named}: its weights are quantised ({method}), which can be sampled with rollout.engine=vllm "
             "but not trained: name the model that it was made from; model.lora.quantize=true holds that in 4 bits"
         )
+
+
+def unpackable(settings: dict[str, Any]) -> str:
+    """Say what a model has that packed attention cannot keep apart; empty: nothing that config.json tells of."""
+    if settings.get("model_type") in SINKS:
+        return "attention sinks"
+    kinds = dict.fromkeys(settings.get("layer_types") or ())
+    other = [kind for kind in kinds if kind not in ATTENTION_LAYERS]
+    return f"layers that are no attention ({other[0]})" if other else ""

@@ -20,6 +20,7 @@ from trueline.runs.learning_rate import rate_keys, rate_line, rate_warnings
 from trueline.runs.memory import HOST_SHARE, Forecast, Room, Tenant, place_tokens, settled
 from trueline.runs.preflight import (
     Reading,
+    check_packing,
     check_parallel,
     check_routers,
     node_rooms,
@@ -94,6 +95,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
     )
     check_engines(resolved, "training")  # with what the machine has filled in
     check_parallel(resolved.model, facts)
+    check_packing("training", resolved.training, resolved.model, facts)
     check_routers("training", resolved.training, resolved.model, facts)
     if isinstance(resolved, DistillRunConfig):
         resolved = resolved.replaced({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})

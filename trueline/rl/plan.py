@@ -35,6 +35,7 @@ from trueline.runs.preflight import (
     Measured,
     PromptSet,
     Reading,
+    check_packing,
     check_parallel,
     check_rollout,
     check_routers,
@@ -139,6 +140,7 @@ def decide_within(asked: RLConfig, around: Surroundings, context: int, *, propos
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
     check_parallel(config.model, facts)
     check_transport(config, layout, machine)
+    check_packing("training", config.training, config.model, facts)
     check_routers("training", config.training, config.model, facts)
     check_replay(config, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
@@ -302,6 +304,7 @@ def check_lengths(config: RLConfig, roles: list[RoleModel], longest: int) -> Non
     readers: dict[str, tuple[RanksConfig, int]] = {"training": (config.training, config.model.context_parallel)}
     for role in roles:
         check_parallel(role.model, role.facts, role.section)
+        check_packing(role.section, role.ranks, role.model, role.facts)
         check_routers(role.section, role.ranks, role.model, role.facts)
     reading = [role for role in roles if role.section != "reward_model"]  # refuses long completions one by one
     readers |= {role.section: (role.ranks, role.model.context_parallel) for role in reading}

@@ -1,7 +1,7 @@
 """The engines that sample, a row for each: what is known of one before its processes import it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from trueline.config.rl import OWN_GPU, RolloutConfig
@@ -37,6 +37,7 @@ class RolloutRow:
     slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
     cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
+    kinds: Mapping[str, str] = field(default_factory=dict)  # packages that it needs for some model types
     memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
@@ -72,6 +73,7 @@ ROLLOUT_ENGINES = {
         structures=True,
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        kinds={f"qwen3_5{kind}": "torchvision" for kind in ("", "_text", "_moe", "_moe_text")},
         environment=vllm_environment,
     ),
     "hf": RolloutRow(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 from vllm import EngineArgs
 from vllm import SamplingParams as VllmParams
 from vllm.config import StructuredOutputsConfig
@@ -301,6 +302,12 @@ def structure_options() -> dict[str, Any]:
     return {"structured_outputs_config": StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)}
 
 
+def has_states(spec: EngineSpec) -> bool:
+    """Tell whether some layers keep a state in place of keys and values."""
+    settings = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code).get_text_config()
+    return any(kind in ("conv", "linear_attention", "mamba") for kind in settings.to_dict().get("layer_types") or ())
+
+
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
     """Return options by which prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in
     two, because it sets back the random generator's offset, which CPU generators do not have.
@@ -309,4 +316,5 @@ def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(spec.context, CPU_TOKENS_PER_STEP),
+        **({"enable_prefix_caching": False} if has_states(spec) else {}),  # of states it would cut prompts too
     }

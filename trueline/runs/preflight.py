@@ -1,5 +1,6 @@
 """Fill in keys left to machine and model, and refuse what cannot work, before any kind of run starts."""
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,14 @@ def check_routers(section: str, ranks: RanksConfig, model: ModelConfig, facts: M
         )
 
 
+def check_packing(section: str, ranks: RanksConfig, model: ModelConfig, facts: ModelFacts) -> None:
+    if ranks.packing and facts.unpackable:
+        raise ConfigError(
+            f"{section}.packing=true lays sequences end to end, and they would see each other in a model that has "
+            f"{facts.unpackable}, such as {facts.kind} ({model.path}): set {section}.packing=false"
+        )
+
+
 def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
     """Return the longest sequence that sampling can make, or refuse what the model or the engine cannot do."""
     longest = rollout.longest()
@@ -204,6 +213,12 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
             f"model.path={model.path}: its attention heads have size {facts.head_size}; {rollout.engine} on a CPU runs "
             f"{', '.join(map(str, sizes))}: set {others('rollout', lambda row: not row.cpu_head_sizes)} or choose "
             "another model"
+        )
+    package = row.kinds.get(facts.kind, "")
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"model.path={model.path}: {rollout.engine} needs {package} to load {facts.kind}, and it is not installed "
+            f"here; install it or set {others('rollout', lambda row: not row.kinds)}"
         )
     if rollout.tensor_parallel > 1 and not row.tensor_parallel:
         raise ConfigError(
