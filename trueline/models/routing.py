@@ -154,7 +154,8 @@ class Replay:
             return
         logits, weights, own = found
         gap = (router.weigh(router.module, logits, own).float() - weights.float()).abs().max()
-        if gap > NEAR * max(float(weights.float().abs().max()), 1.0):
+        near = max(NEAR, torch.finfo(weights.dtype).eps)  # of bfloat16 weights, half of it is rounding
+        if gap > near * max(float(weights.float().abs().max()), 1.0):
             raise ConfigError(
                 f"{KEY}: this version of transformers weighs the experts of {type(router.module).__name__} otherwise "
                 f"(by up to {float(gap):.2g}); set it to false"
