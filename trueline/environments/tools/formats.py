@@ -17,8 +17,8 @@ Read = Callable[[str], Parsed]
 THINK = ("<think>", END_OF_THOUGHT)  # which stay in the content: templates that know of them look there
 CHANNELS = ("", "")  # where the reader itself tells what is thought
 AUTO = "auto"
-# Some of vLLM's parsers take time that grows with the square of a broken call's length: 8 s for 20,000 characters of
-# opened parameters (qwen3_coder, 0.32), in which no other episode goes on. The readers here go over a reply once.
+# Some of vLLM's parsers take time that grows with the square of a broken call's length: over 8 s for 20,000 characters
+# of opened parameters (qwen3_coder, 0.32), in which no other episode goes on. The readers here go over a reply once.
 LONGEST_FOR_VLLM = 4000  # characters
 
 
