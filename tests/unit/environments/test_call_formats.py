@@ -1,12 +1,18 @@
 """Tool calls as the chat template of each family writes them, read back by the format that the template chooses."""
 
+import time
+from collections.abc import Sequence
+
 import pytest
 
 from tests.support.templates import families, template_of
 from tests.support.written_calls import CALLS, FORMAT_OF, LOOK, WITHOUT, calls_of, chosen_of, written
-from trueline.environments.tools.calls import ToolCall
+from trueline.data.messages import Tool
+from trueline.environments.tools.calls import Parsed, ToolCall
 from trueline.environments.tools.formats import (
+    CHANNELS,
     FORMATS,
+    LONGEST_FOR_VLLM,
     UNKNOWN,
     Format,
     Parser,
@@ -16,6 +22,7 @@ from trueline.environments.tools.formats import (
     recognised,
 )
 
+LOOPED = 100_000  # characters
 LOST = 50  # characters: of the second call, where there are two
 ADD = ToolCall("add", {"a": 1, "b": 2})
 ARGUMENTS = '{"a": 1, "b": 2}'
@@ -164,3 +171,40 @@ def test_arguments_are_as_the_tool_wants_them_in_every_format() -> None:
     assert read("hermes")(text, LOOK).calls == [ToolCall("look_up", {"count": 12, "digits": "12", "share": "x"})]
     assert read("hermes")(text, []).calls == [ToolCall("look_up", {"count": "12", "digits": "12", "share": "x"})]
     assert CALLS[0].arguments["digits"] == "007"  # which is no number by what it is, and is none by the schema
+
+
+def test_a_long_reply_is_read_here_and_a_short_one_by_vllm() -> None:
+    asked: list[str] = []
+
+    def find(text: str, tools: Sequence[Tool]) -> Parsed:
+        asked.append(text)
+        return Parsed("", [ADD])
+
+    parser = Parser(chosen_format("hermes", None, vllm=True).form, find)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    assert parser(call, []).calls == [ADD] and asked == [call]
+    assert parser(call + " " * LONGEST_FOR_VLLM, []).calls == [ADD] and asked == [call]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_a_looping_model_writes_is_read_in_no_time(form: Format) -> None:
+    """Time that grows with the square of the length would be minutes here."""
+    begin = form.begin or "<|channel|>commentary to=functions.f<|message|>"
+    parts = [
+        begin,
+        form.end,
+        "<parameter=a>",
+        "<arg_key>a</arg_key>",
+        "<|message|>",
+        "<|start|>",
+        "f(a=",
+        "[",
+        ",a:",
+        "-",
+    ]
+    start = time.process_time()
+    for part in filter(None, parts):
+        text = part * (LOOPED // len(part))
+        for reply in (text, f"{begin}{text}{form.end}", f"{begin}<function=f>{text}</function>{form.end}"):
+            assert Parser(form)(reply, []).text == reply or form.thought == CHANNELS
+    assert time.process_time() - start < 60
