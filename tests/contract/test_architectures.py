@@ -26,6 +26,7 @@ EXACT = 1e-4  # nats, the largest difference of float32 log-probs that is roundi
 REWARD = 'def letters(reply: str) -> float:\n    return sum("a" <= one <= "z" for one in reply) / 8\n'
 QUIET = ("runtime=local", "steps=1", "monitoring.tensorboard=false", "monitoring.doctor=false")
 SMALL = ("rollout.max_new_tokens=8", "prompts_per_step=2")
+LORA = ("model.lora.rank=4", "model.lora.sync=merged", "checkpoint.every=0")
 CHEAP = ("mixtral", "qwen3_moe")
 KINDS = [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in ARCHITECTURES]
 Screen = pytest.CaptureFixture[str]
@@ -57,7 +58,7 @@ class Family:
         data = "prompts.jsonl" if verb == "grpo" else "rows.jsonl"
         own = ARCHITECTURES[self.kind].words
         sampled = ["--reward", f"{self.folder}/reward.py:letters", "rollout.engine=vllm", *SMALL]
-        sampled += [word.replace("training.", "reference.") for word in own if "model.lora.rank=4" not in words]
+        sampled += [word.replace("training.", "reference.") for word in own if LORA[0] not in words]
         named = ["--model", str(self.model), "--data", f"{self.folder}/{data}", *(sampled if verb == "grpo" else ())]
         known = [f"folder={self.folder}", f"name={name}", *QUIET, *own]
         status = main([verb, *named, *known, "training.learning_rate=1e-2", *words])
@@ -135,6 +136,4 @@ def test_an_architecture_trains_or_is_refused(kind: str, tmp_path: Path, capsys:
         assert (before - after).abs().max() > EXACT, "one step changed nothing"
         family.tell("saved opens in both", verdict((after - by_vllm(family.saved("rl"))).abs().max().item()))
     family.tell("SFT step", family.run("sft", "sft") or "exact")
-    family.tell(
-        "LoRA", family.run("sft" if refused else "grpo", "lora", "model.lora.rank=4", "checkpoint.every=0") or "exact"
-    )
+    family.tell("LoRA", family.run("sft" if refused else "grpo", "lora", *LORA) or "exact")
