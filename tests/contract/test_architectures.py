@@ -131,7 +131,7 @@ def test_an_architecture_trains_or_is_refused(kind: str, tmp_path: Path, capsys:
         step = family.step("rl")
         family.tell("loads", verdict(step["sync/canary_floor"]))
         family.tell("sync attested", verdict(step["sync/canary_gap"]))
-        family.tell("GRPO step", verdict(step.get("policy/logprob_gap", 0.0)))
+        family.tell("GRPO step", verdict(step["mismatch/logprob_gap_max"]))
         before, after = by_transformers(family.model), by_transformers(family.saved("rl"))
         assert (before - after).abs().max() > EXACT, "one step changed nothing"
         family.tell("saved opens in both", verdict((after - by_vllm(family.saved("rl"))).abs().max().item()))
