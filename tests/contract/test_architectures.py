@@ -151,3 +151,21 @@ def changed(family: Family, name: str) -> torch.Tensor:
     assert after.isfinite().all()
     assert (before - after).abs().max() > EXACT, "one step changed nothing"
     return after
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_the_hf_engine_puts_experts_back_together(kind: str, tmp_path: Path, capsys: Screen) -> None:
+    family = Family(kind, tmp_path, capsys)
+    assert not family.run("grpo", "rl", "rollout.engine=hf", "checkpoint.every=0")
+    step = family.step("rl")
+    assert max(step["sync/canary_gap"], step["mismatch/logprob_gap_max"]) < EXACT
+
+
+@pytest.mark.parametrize(("kind", "said"), [("gpt_oss", "attention sinks"), ("lfm2", r"no attention \(conv\)")])
+def test_packing_is_refused_before_the_start(kind: str, said: str, tmp_path: Path, capsys: Screen) -> None:
+    family = Family(kind, tmp_path, capsys)
+    why = family.run("sft", "sft", "training.packing=true")
+    assert re.search(rf"training\.packing=true lays .* has .*{said}.* set training\.packing=false", why)
+    assert not (tmp_path / "sft").exists()
+    if kind == "gpt_oss":
+        assert "reference.packing=true lays" in family.run("grpo", "rl", "reference.packing=true")
