@@ -26,6 +26,7 @@ EXACT = 1e-4  # nats, the largest difference of float32 log-probs that is roundi
 REWARD = 'def letters(reply: str) -> float:\n    return sum("a" <= one <= "z" for one in reply) / 8\n'
 QUIET = ("runtime=local", "steps=1", "monitoring.tensorboard=false", "monitoring.doctor=false")
 SMALL = ("rollout.max_new_tokens=8", "prompts_per_step=2")
+LORA = ("model.lora.rank=4", "model.lora.sync=merged", "checkpoint.every=0")
 CHEAP = ("mixtral", "qwen3_moe")
 KINDS = [pytest.param(kind, marks=() if kind in CHEAP else pytest.mark.slow) for kind in ARCHITECTURES]
 Screen = pytest.CaptureFixture[str]
@@ -57,7 +58,7 @@ class Family:
         data = "prompts.jsonl" if verb == "grpo" else "rows.jsonl"
         own = ARCHITECTURES[self.kind].words
         sampled = ["--reward", f"{self.folder}/reward.py:letters", "rollout.engine=vllm", *SMALL]
-        sampled += [word.replace("training.", "reference.") for word in own if "model.lora.rank=4" not in words]
+        sampled += [word.replace("training.", "reference.") for word in own if LORA[0] not in words]
         named = ["--model", str(self.model), "--data", f"{self.folder}/{data}", *(sampled if verb == "grpo" else ())]
         known = [f"folder={self.folder}", f"name={name}", *QUIET, *own]
         status = main([verb, *named, *known, "training.learning_rate=1e-2", *words])
@@ -130,11 +131,41 @@ def test_an_architecture_trains_or_is_refused(kind: str, tmp_path: Path, capsys:
         step = family.step("rl")
         family.tell("loads", verdict(step["sync/canary_floor"]))
         family.tell("sync attested", verdict(step["sync/canary_gap"]))
-        family.tell("GRPO step", verdict(step.get("policy/logprob_gap", 0.0)))
-        before, after = by_transformers(family.model), by_transformers(family.saved("rl"))
-        assert (before - after).abs().max() > EXACT, "one step changed nothing"
+        family.tell("GRPO step", verdict(step["mismatch/logprob_gap_max"]))
+        after = changed(family, "rl")
         family.tell("saved opens in both", verdict((after - by_vllm(family.saved("rl"))).abs().max().item()))
-    family.tell("SFT step", family.run("sft", "sft") or "exact")
-    family.tell(
-        "LoRA", family.run("sft" if refused else "grpo", "lora", "model.lora.rank=4", "checkpoint.every=0") or "exact"
-    )
+    why = family.run("sft", "sft")
+    family.tell("SFT step", why or "exact")
+    if not why:
+        changed(family, "sft")
+    why = family.run("sft" if refused else "grpo", "lora", *LORA)
+    step = {} if why else family.step("lora")
+    gaps = [step[name] for name in ("sync/canary_gap", "mismatch/logprob_gap_max") if name in step]
+    assert why or refused or len(gaps) == 2
+    family.tell("LoRA", why or verdict(max(gaps, default=0.0)))
+
+
+def changed(family: Family, name: str) -> torch.Tensor:
+    """What plain Transformers says of the saved model: something else than before the step."""
+    before, after = by_transformers(family.model), by_transformers(family.saved(name))
+    assert after.isfinite().all()
+    assert (before - after).abs().max() > EXACT, "one step changed nothing"
+    return after
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_the_hf_engine_puts_experts_back_together(kind: str, tmp_path: Path, capsys: Screen) -> None:
+    family = Family(kind, tmp_path, capsys)
+    assert not family.run("grpo", "rl", "rollout.engine=hf", "checkpoint.every=0")
+    step = family.step("rl")
+    assert max(step["sync/canary_gap"], step["mismatch/logprob_gap_max"]) < EXACT
+
+
+@pytest.mark.parametrize(("kind", "said"), [("gpt_oss", "attention sinks"), ("lfm2", r"no attention \(conv\)")])
+def test_packing_is_refused_before_the_start(kind: str, said: str, tmp_path: Path, capsys: Screen) -> None:
+    family = Family(kind, tmp_path, capsys)
+    why = family.run("sft", "sft", "training.packing=true")
+    assert re.search(rf"training\.packing=true lays .* has .*{said}.* set training\.packing=false", why)
+    assert not (tmp_path / "sft").exists()
+    if kind == "gpt_oss":
+        assert "reference.packing=true lays" in family.run("grpo", "rl", "reference.packing=true")

@@ -96,7 +96,16 @@ ARCHITECTURES = {
     "smollm3": Architecture(("SmolLM3",)),
     "olmo2": Architecture(("OLMo 2",)),
     "lfm2": Architecture(
-        ("LFM2",), {"full_attn_idxs": [1], "block_ff_dim": 96, "conv_L_cache": 3, "conv_dim": 64}, PADDED
+        ("LFM2",),
+        {
+            "full_attn_idxs": [1],
+            "conv_L_cache": 3,
+            "conv_dim": 64,
+            "block_dim": 64,
+            "block_ff_dim": 96,
+            "tie_word_embeddings": True,  # vLLM knows no other
+        },
+        PADDED,
     ),
     "mixtral": Architecture(("Mixtral",), {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": Architecture(("Qwen3-MoE", "Qwen3-Coder"), {"num_experts": 4, "norm_topk_prob": True, **MIXTURE}),

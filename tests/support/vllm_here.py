@@ -16,6 +16,7 @@ from typing import ClassVar
 from unittest.mock import patch
 
 from torch import Tensor
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.models.transformers.base import Base
 
 from trueline.rollout import vllm_engine
@@ -63,5 +64,8 @@ def release() -> None:
         engine.llm.engine_core.shutdown()
         engine.thread.shutdown()
         del engine.llm
+    if EngineHere.made:  # the next model may be a mixture, which has groups of its own
+        destroy_model_parallel()
+        destroy_distributed_environment()
     EngineHere.made.clear()
     gc.collect()

@@ -37,6 +37,7 @@ class RolloutRow:
     slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
     sleeps: bool = True  # gives its GPU memory back while models train
     cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
+    cpu_differs: tuple[str, ...] = ()  # model types of which it says something else without a GPU
     kinds: Mapping[str, str] = field(default_factory=dict)  # packages that it needs for some model types
     memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
@@ -73,6 +74,7 @@ ROLLOUT_ENGINES = {
         structures=True,
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        cpu_differs=("lfm2",),  # vLLM 0.32, tiny models: 0.07 nats a token
         kinds={f"qwen3_5{kind}": "torchvision" for kind in ("", "_text", "_moe", "_moe_text")},
         environment=vllm_environment,
     ),

@@ -214,6 +214,11 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
             f"{', '.join(map(str, sizes))}: set {others('rollout', lambda row: not row.cpu_head_sizes)} or choose "
             "another model"
         )
+    if facts.kind in row.cpu_differs and not machine.gpus:
+        raise ConfigError(
+            f"model.path={model.path}: {rollout.engine} on a CPU gives {facts.kind} other log-probs than Transformers: "
+            f"set {others('rollout', lambda row: not row.cpu_differs)} or choose another model"
+        )
     package = row.kinds.get(facts.kind, "")
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(

@@ -90,7 +90,7 @@ class WeightReceiver:
         return as_numbers(prints)
 
     def _load_bucket(self, model: Any, bucket: Bucket, buffer: Tensor, direct: "DirectLayers") -> Tensor:
-        for layer, tensors in groupby(bucket_views(bucket, buffer), lambda named: direct.layer_of(named[0])):
+        for layer, tensors in groupby(bucket_views(bucket, buffer), lambda named: direct.place_of(named[0])):
             direct.enter(layer)
             self.load_tensors(model, list(tensors))
         return bucket_print(bucket, buffer)
@@ -156,12 +156,12 @@ class DirectLayers:
         self.modules: dict[str, list[Any]] = {}  # by the number of their layer
         for name, module in named:
             if "sinks" in module._parameters or isinstance(module, RoutedExperts):
-                self.modules.setdefault(self.layer_of(name), []).append(module)
+                self.modules.setdefault(layer_of(name), []).append(module)
         self.inside = ""
 
-    def layer_of(self, name: str) -> str:
-        found = LAYER.search(name)
-        return found[1] if found else ""
+    def place_of(self, name: str) -> str:
+        """Return the layer of a tensor, or nothing in a model that is loaded by its loaders alone."""
+        return layer_of(name) if self.modules else ""
 
     def enter(self, layer: str) -> None:
         """Take tensors of a layer from now on; those of the layer before have all come."""
@@ -175,6 +175,11 @@ class DirectLayers:
         for module in self.modules.get(self.inside, ()):
             _layerwise_process(module, get_layerwise_info(module))
         self.inside = ""
+
+
+def layer_of(name: str) -> str:
+    found = LAYER.search(name)
+    return found[1] if found else ""
 
 
 def forget_packed_experts(model: Any) -> None:

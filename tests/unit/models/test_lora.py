@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.support.architectures import make_model
 from tests.support.tiny import make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig
@@ -19,6 +20,7 @@ from trueline.models.lora import (
     adapters_off,
     add_lora,
     arriving_share,
+    check_targets,
     dequantized,
     first_change,
     load_adapter,
@@ -282,3 +284,14 @@ def test_four_bits_as_plain_numbers_say_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
     rounded = numbers["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]
     assert 0 < rounded.abs().max() < 0.1
+
+
+def test_experts_have_no_adapters(tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path, "glm4_moe"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    add_lora(model, LoraConfig(rank=2), "language", folder)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    named = ModelConfig(path=folder, lora=LoraConfig(rank=2, targets="q_proj,down_proj"))
+    with pytest.raises(ConfigError, match=r"'down_proj' takes .*, a name that peft takes for the experts"):
+        check_targets(named, "language")

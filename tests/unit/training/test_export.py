@@ -7,9 +7,11 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.architectures import make_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
@@ -213,3 +215,22 @@ def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, tmp_path: Path
     file = checkpoint / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
     assert "model/model.safetensors is missing or not what was saved" in refused(checkpoint, tmp_path / "out", Export())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
+def test_a_mixture_is_exported_under_its_names_on_disk(kind: str, tmp_path: Path) -> None:
+    """From the training state alone, or as its average; what no training changes is there too."""
+    folder = make_model(tmp_path / "model", kind)
+    checkpoint = make_run(folder, tmp_path / "bare", whole=False)
+    whole = make_run(folder, tmp_path / "whole", decay=0.5)
+    bare = export(checkpoint, tmp_path / "exported", Export())
+    saved, start = load_file(whole / "model" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert same(load_file(bare / "model.safetensors"), saved)
+    assert saved.keys() == start.keys()
+    average = load_file(export(whole, tmp_path / "average", Export(average=True)) / "model.safetensors")
+    assert average.keys() == start.keys()
+    expert = next(name for name in start if (".experts.0." in name and "w2" in name) or ".experts.0.down" in name)
+    assert not torch.equal(average[expert], saved[expert])
+    fixed = [name for name in start if name.endswith("e_score_correction_bias")]
+    assert all(torch.equal(saved[name], start[name]) for name in fixed)
+    assert bool(fixed) == (kind == "glm4_moe")
