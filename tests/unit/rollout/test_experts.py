@@ -95,10 +95,11 @@ def test_an_engine_that_is_not_asked_tells_none(mixture: Path) -> None:
 
 def test_parts_under_other_weights_keep_the_experts_that_each_was_drawn_by(mixture: Path, moved: Path) -> None:
     async def use(engine: HFEngine) -> Completion:
+        steps: list[None] = []
+        engine.model.register_forward_hook(lambda *_: steps.append(None))
         asked = asyncio.ensure_future(engine.generate(PROMPT, SamplingParams(1.0, 200, (), 3), "one"))
-        while not engine.busy.locked():
+        while len(steps) < 10:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
         await engine.pause("keep")
         await engine.load(weights(moved), 1)
         await engine.resume()
