@@ -72,6 +72,17 @@ def episodes(found: Found) -> str:
     return table(("continuous admission", "lockstep", "ratio"), speeds)
 
 
+def routing(found: Found) -> str:
+    rows = [
+        ("experts of the trainer", "gap, same weights: mean, largest", "gap, older weights: mean, largest", "agreement")
+    ]
+    for key, name in {"own": "its own", "replayed": "the engine's"}.items():
+        of = found[key]
+        gaps = (f"{of[f'{which}gap_mean']:.4f}, {of[f'{which}gap_max']:.2f}" for which in ("first_", ""))
+        rows.append((name, *gaps, f"{of['first_agreement']:.3f}, {of['agreement']:.3f}"))
+    return table(*rows)
+
+
 TABLES: dict[str, Callable[[Found], str]] = {
     "rl_step_cpu": steps,
     "rl_step_h200": steps,
@@ -80,6 +91,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "train_throughput_h200": training,
     "asynchrony_cpu": modes,
     "agents_cpu": episodes,
+    "routing_replay_h200": routing,
 }
 
 
