@@ -447,7 +447,7 @@ async def main():
         await engine.receive([], 1)
     assert engine.version == 0
 
-vllm_engine.LLMEngine, vllm_engine.EngineArgs = StandIn, dict
+vllm_engine.LLMEngine, vllm_engine.EngineArgs, vllm_engine.has_states = StandIn, dict, lambda spec: False
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

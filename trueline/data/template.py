@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
@@ -119,6 +118,8 @@ class Template:
         """Return the text, and the spans that the template's own `{% generation %}` marks say are to be learnt."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return "", []
+        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415  (seconds)
+
         shaped = [self._shaped(one) for one in self._with_system(messages)]
         found: Any = render_jinja_template(
             conversations=[shaped],
