@@ -338,3 +338,12 @@ def test_the_table_of_models_says_what_templates_do(family: str) -> None:
     check_cell(family, "two rounds of tools", tools_cell(chat))
     thought = chat.template.reasoning() or "part of the text"
     check_cell(family, "thinking", f"exact, {thought}")
+
+
+@pytest.mark.parametrize(("family", "shown"), [("deepseek_r1_distill", ()), ("gptoss", ("Let me see.", "I look."))])
+def test_a_call_is_shown_where_text_beside_it_is_not(family: str, shown: tuple[str, ...]) -> None:
+    """One template leaves out calls beside text; the other takes text or reasoning beside a call, not both."""
+    chat = chat_of(family)
+    reply = {"role": "assistant", "content": "I look.", "reasoning_content": "Let me see.", "tool_calls": [called(0)]}
+    text = chat.prompt_text([TALK[0], reply, two_rounds()[3]], [PROBE_TOOL])
+    assert [part for part in ("look_up", "Zürich 0", "result 0", *shown) if part not in text] == []

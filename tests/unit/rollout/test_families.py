@@ -123,3 +123,25 @@ def test_an_unreadable_call_is_answered_in_every_family(family: str) -> None:
     asked = [kitchen.chat.tokenizer.decode(tokens) for tokens, _, _ in kitchen.engine.asked]
     assert "sunny 0" in asked[1] and "sunny 1" in asked[2]
     assert kitchen.parsed[1].calls
+
+
+def test_other_arguments_of_the_template_begin_another_sequence() -> None:
+    kitchen = Kitchen("qwen3_instruct_2507")
+    template = "{{ greeting if greeting is defined else '' }}" + str(kitchen.chat.tokenizer.chat_template)
+    kitchen.chat.tokenizer.chat_template = template
+    kitchen.engine.texts = ["one", "two", "three"]
+
+    async def play(policy: Policy, prompt: Prompt) -> Ending:
+        first = await policy.reply(prompt.messages)
+        messages = [*prompt.messages, first.message, {"role": "user", "content": "More?"}]
+        (second,) = await policy.replies(1, messages, template_arguments={"greeting": "hi"})
+        further = [*messages, second.message, {"role": "user", "content": "And more?"}]
+        await policy.replies(1, further, template_arguments={"greeting": "hi"})
+        return Ending(1.0)
+
+    kitchen.chat = ChatFormat(kitchen.chat.tokenizer, use_template=True)
+    kitchen.episodes.chat = kitchen.chat
+    trajectory = kitchen.run(play)
+    asked = [kitchen.chat.tokenizer.decode(tokens) for tokens, _, _ in kitchen.engine.asked]
+    assert [text.startswith("hi") for text in asked] == [False, True, True]
+    assert len(trajectory.sequences()) == 2 and asked[2].startswith(asked[1])
