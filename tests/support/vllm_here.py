@@ -15,6 +15,7 @@ import gc
 from typing import ClassVar
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.model_executor.models.transformers.base import Base
@@ -37,7 +38,8 @@ class EngineHere(VllmEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         options = vllm_engine.on_cpu_options(spec) | {"num_gpu_blocks_override": BLOCKS}
-        with patch.object(vllm_engine, "on_cpu_options", lambda spec: options), patch.object(Base, *LEFT_ALONE):
+        kept = patch.object(torch, "set_num_threads", torch.set_num_threads)  # which vLLM's worker makes do nothing
+        with kept, patch.object(vllm_engine, "on_cpu_options", lambda spec: options), patch.object(Base, *LEFT_ALONE):
             super().__init__(spec)
         self.made.append(self)
 
