@@ -107,14 +107,11 @@ class ChatFormat:
         end = len(closed) if stop is None else stop[1]
         if not whole.startswith(closed[:end]):
             return None
-        if stop is not None and last in self.stop_ids:
-            return self.text_tokens(whole[end:])
-        if (
-            stop is None
-        ):  # the template writes the token at which a reply stops in front of the next message, or nowhere
-            tokens = self.text_tokens(whole[self._unclosed(closed, messages, tools) :])
-            return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
-        return self.text_tokens(whole[stop[0] :])
+        if stop is not None:
+            return self.text_tokens(whole[end if last in self.stop_ids else stop[0] :])
+        # The token at which a reply stops stands in front of the next message, or nowhere.
+        tokens = self.text_tokens(whole[self._unclosed(closed, messages, tools) :])
+        return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
 
     def _unclosed(self, closed: str, messages: list[Message], tools: Sequence[Tool]) -> int:
         """Return where the last message ends, and what the template writes behind it begins."""
