@@ -10,13 +10,11 @@ from itertools import groupby
 import pytest
 from jinja2 import Environment
 
-from tests.support.model_table import FAMILIES, check_cell
 from tests.support.templates import TRAINING, ends_of, families, template_of, tokenizer_of
 from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.messages import Message
 from trueline.data.template import PROBE_TOOL, as_jinja
-from trueline.environments.tools.formats import chosen_format
 
 SYSTEM = {"role": "system", "content": "Be brief and kind."}
 TALK: list[Message] = [
@@ -268,76 +266,6 @@ def test_what_a_template_leaves_out_of_several_turns_is_refused() -> None:
     assert deaf.lost_parts(()) == []
     with pytest.raises(ConfigError, match="leaves out the result of a tool of a conversation with tools: set data"):
         deaf.check_rounds([PROBE_TOOL])
-
-
-# The table of docs/models.md
-
-TEMPLATE_OF = {
-    "Llama 3.1": "llama3_1",
-    "Llama 3.2": "llama3_2",
-    "Qwen2.5": "qwen2_5",
-    "Qwen3": "qwen3",
-    "Qwen3-Instruct-2507": "qwen3_instruct_2507",
-    "Qwen3.5": "qwen3_5_think",
-    "Qwen3.6": "qwen3_6",
-    "Qwen3-Coder": "qwen3_coder",
-    "Mistral v0.3": "mistral_v0_3",
-    "Mistral Small": "mistral_small",
-    "Gemma 2": "gemma",
-    "Gemma 3": "gemma3",
-    "Gemma 4": "gemma4_v5",
-    "Phi-3": "phi3",
-    "Phi-3.5": "phi3_5",
-    "DeepSeek-R1 distill": "deepseek_r1_distill",
-    "DeepSeek-V3": "deepseekv3",
-    "GLM-4.5": "glm4moe",
-    "gpt-oss": "gptoss",
-    "SmolLM2": "smollm2",
-    "SmolLM3": "smollm3",
-    "OLMo 2": "olmo2",
-    "LFM2": "lfm2_v2",
-    "Mixtral": "mixtral",
-    "Qwen3-MoE": "qwen3",
-}
-
-
-def mask_cell(chat: ChatFormat, talk: list[Message]) -> str:
-    """Say whether exactly the assistant's turns are learnt, each behind all that was said before."""
-    sequences = chat.encode(talk, "all")
-    stretches = [stretch for sequence in sequences for stretch in learnt(chat, sequence)]
-    answers = [str(message["content"]) for message in talk if message["role"] == "assistant"]
-    others = [str(message["content"]) for message in talk if message["role"] != "assistant"]
-    right = len(stretches) == len(answers) and all(
-        answer in stretch and not any(other in stretch for other in others)
-        for stretch, answer in zip(stretches, answers, strict=True)
-    )
-    whole = chat.tokenizer.decode(sequences[-1].tokens)
-    if not right or any(other not in whole for other in others):
-        return f"wrong: {stretches}"
-    return "exact" if len(sequences) == 1 else "exact, a sequence for each turn"
-
-
-def tools_cell(chat: ChatFormat) -> str:
-    try:
-        chat.check_tools(TALK[:1], [PROBE_TOOL])
-    except ConfigError:
-        return "refused: its template shows no tools"
-    chat.check_rounds([PROBE_TOOL])
-    return f"exact, read as {chosen_format('auto', chat.tokenizer.chat_template, vllm=False).form.name}"
-
-
-@pytest.mark.models
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_of_models_says_what_templates_do(family: str) -> None:
-    """Calls that are read back, and their results, have tests of their own, with the same templates."""
-    chat = chat_of(TEMPLATE_OF[family])
-    check_cell(family, "mask, one turn", mask_cell(chat, TALK[:2]))
-    check_cell(family, "mask, several turns", mask_cell(chat, TALK))
-    folded = ", in the first question" * chat.template.folds_system()
-    check_cell(family, "system prompt", mask_cell(chat, [SYSTEM, *TALK[:2]]) + folded)
-    check_cell(family, "two rounds of tools", tools_cell(chat))
-    thought = chat.template.reasoning() or "part of the text"
-    check_cell(family, "thinking", f"exact, {thought}")
 
 
 @pytest.mark.parametrize(("family", "shown"), [("deepseek_r1_distill", ()), ("gptoss", ("Let me see.", "I look."))])

@@ -569,6 +569,9 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(local_run:
     plan = plan_rl(local_run(tools, *words))
     assert "template " not in describe_plan(plan)
     assert plan.longest_prompt == len("<tools>add;\n<user>10+1=\n<assistant>") + 2  # each end is one token
+    file.write_text(TOOL_TEMPLATE.replace("messages %}", "messages if message.role != 'tool' %}", 1))
+    with pytest.raises(ConfigError, match=r"row 1 of .*: the chat template of .* leaves out the result of a tool"):
+        plan_rl(local_run(tools, *words))
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"row 1 of .*: the model is never shown the tools add, .*rename the column"):
         plan_rl(local_run(tools, *words))

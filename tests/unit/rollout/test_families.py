@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.model_table import FAMILIES, check_cell
 from tests.support.templates import families
-from tests.unit.data.test_templates import chat_of, has_tools
+from tests.unit.data.test_templates import SYSTEM, TALK, chat_of, has_tools, learnt
 from tests.unit.rollout.test_session import Play, Playing, Scripted, check_recorded
+from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Tool
 from trueline.data.template import PROBE_TOOL
@@ -145,3 +147,82 @@ def test_other_arguments_of_the_template_begin_another_sequence() -> None:
     asked = [kitchen.chat.tokenizer.decode(tokens) for tokens, _, _ in kitchen.engine.asked]
     assert [text.startswith("hi") for text in asked] == [False, True, True]
     assert len(trajectory.sequences()) == 2 and asked[2].startswith(asked[1])
+
+
+# The table of docs/models.md
+
+TEMPLATE_OF = {
+    "Llama 3.1": "llama3_1",
+    "Llama 3.2": "llama3_2",
+    "Qwen2.5": "qwen2_5",
+    "Qwen3": "qwen3",
+    "Qwen3-Instruct-2507": "qwen3_instruct_2507",
+    "Qwen3.5": "qwen3_5_think",
+    "Qwen3.6": "qwen3_6",
+    "Qwen3-Coder": "qwen3_coder",
+    "Mistral v0.3": "mistral_v0_3",
+    "Mistral Small": "mistral_small",
+    "Gemma 2": "gemma",
+    "Gemma 3": "gemma3",
+    "Gemma 4": "gemma4_v5",
+    "Phi-3": "phi3",
+    "Phi-3.5": "phi3_5",
+    "DeepSeek-R1 distill": "deepseek_r1_distill",
+    "DeepSeek-V3": "deepseekv3",
+    "GLM-4.5": "glm4moe",
+    "gpt-oss": "gptoss",
+    "SmolLM2": "smollm2",
+    "SmolLM3": "smollm3",
+    "OLMo 2": "olmo2",
+    "LFM2": "lfm2_v2",
+    "Mixtral": "mixtral",
+    "Qwen3-MoE": "qwen3",
+}
+
+
+def mask_cell(chat: ChatFormat, talk: list[Message]) -> str:
+    """Say whether exactly the assistant's turns are learnt, each behind all that was said before."""
+    sequences = chat.encode(talk, "all")
+    stretches = [stretch for sequence in sequences for stretch in learnt(chat, sequence)]
+    answers = [str(message["content"]) for message in talk if message["role"] == "assistant"]
+    others = [str(message["content"]) for message in talk if message["role"] != "assistant"]
+    right = len(stretches) == len(answers) and all(
+        answer in stretch and not any(other in stretch for other in others)
+        for stretch, answer in zip(stretches, answers, strict=True)
+    )
+    whole = chat.tokenizer.decode(sequences[-1].tokens)
+    if not right or any(other not in whole for other in others):
+        return f"wrong: {stretches}"
+    return "exact" if len(sequences) == 1 else "exact, a sequence for each turn"
+
+
+def tools_cell(family: str, chat: ChatFormat) -> str:
+    """Run an episode of two rounds, where the template shows tools."""
+    try:
+        chat.check_tools(TALK[:1], [PROBE_TOOL])
+    except ConfigError:
+        return "refused: its template shows no tools"
+    test_two_rounds_of_tools(family)
+    return f"exact, read as {chosen_format('auto', chat.tokenizer.chat_template, vllm=False).form.name}"
+
+
+def thinking_cell(chat: ChatFormat) -> str:
+    """Say what becomes of reasoning, once it is seen to be learnt with its reply."""
+    reply = {"role": "assistant", "content": "<think>\nLet me see.\n</think>\n\nAnswer 0 is here."}
+    (encoded,) = chat.encode([TALK[0], reply], "all")
+    (stretch,) = learnt(chat, encoded)
+    if stretch.count("Let me see.") != 1 or stretch.count("Answer 0 is here.") != 1 or "Question" in stretch:
+        return f"wrong: {stretch}"
+    return f"exact, {chat.template.reasoning() or 'part of the text'}"
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_models_says_what_templates_do(family: str) -> None:
+    chat = chat_of(TEMPLATE_OF[family])
+    check_cell(family, "mask, one turn", mask_cell(chat, TALK[:2]))
+    check_cell(family, "mask, several turns", mask_cell(chat, TALK))
+    folded = ", in the first question" * chat.template.folds_system()
+    check_cell(family, "system prompt", mask_cell(chat, [SYSTEM, *TALK[:2]]) + folded)
+    check_cell(family, "two rounds of tools", tools_cell(TEMPLATE_OF[family], chat))
+    check_cell(family, "thinking", thinking_cell(chat))
