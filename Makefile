@@ -1,11 +1,11 @@
-# Every target first makes .venv with the locked CPU stack, unless that is already done.
+# Every target first creates .venv with the locked CPU stack, if it is missing.
 PYTHON_RUN := .venv/bin/python
 READY := .venv/ready
-# Two at a time, the files with many processes first; one file stays in one process, so that its engines are shared.
+# Two at a time, files with many processes first; a file stays in one process, so that its tests share engines.
 PYTEST := $(PYTHON_RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 CELLS := .pytest_cache/model_table
 
-.PHONY: demo test test-slow soak models check format setup
+.PHONY: demo test test-slow soak models docs check format setup
 
 setup: $(READY)
 
@@ -24,11 +24,15 @@ test-slow: $(READY)
 soak: $(READY)
 	$(PYTEST) -m "soak and not gpu"
 
-# Runs every test that tells a cell of docs/models.md, and writes what they find into it.
+# Runs every test behind a cell of docs/models.md, and writes the results into it.
 models: $(READY)
 	rm -rf $(CELLS)
 	TRUELINE_WRITE_TABLE=$(CELLS) $(PYTEST) -m models
 	$(PYTHON_RUN) -m tests.support.model_table $(CELLS)
+
+# Writes the tables of findings and metrics and the tree of modules into their pages.
+docs: $(READY)
+	$(PYTHON_RUN) -m tests.support.generated_docs
 
 check: $(READY)
 	.venv/bin/ruff format --check .

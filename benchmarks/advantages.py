@@ -1,8 +1,8 @@
-"""Milliseconds of GAE on 64 answers of 8,192 tokens each, on one thread: the median of 50 runs.
+"""Milliseconds of GAE on 64 completions of 8,192 tokens each, on one thread: the median of 50 runs.
 
-    python benchmarks/advantages.py [--answers 64] [--tokens 8192] [--runs 50]
+    python benchmarks/advantages.py [--completions 64] [--tokens 8192] [--runs 50]
 
-Processor time is that of this process alone; look at it where other programs run beside.
+Processor time is that of this process alone; use it if other programs run too.
 """
 
 import argparse
@@ -18,9 +18,11 @@ from trueline.data.types import Sample
 PROMPT = 128
 
 
-def make_samples(answers: int, tokens: int) -> list[Sample]:
+def make_samples(completions: int, tokens: int) -> list[Sample]:
     length = PROMPT + tokens
-    samples = [Sample(torch.zeros(length, dtype=torch.long), torch.arange(length) >= PROMPT) for _ in range(answers)]
+    samples = [
+        Sample(torch.zeros(length, dtype=torch.long), torch.arange(length) >= PROMPT) for _ in range(completions)
+    ]
     for sample in samples:
         sample.token_rewards, sample.values = torch.randn(2, length)
     return samples
@@ -35,12 +37,12 @@ def milliseconds(samples: list[Sample], config: AlgorithmConfig) -> tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument("--completions", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=50)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    samples = make_samples(given.answers, given.tokens)
+    samples = make_samples(given.completions, given.tokens)
     for whiten in (False, True):
         config = AlgorithmConfig(preset="ppo", whiten=whiten, gae_lambda=0.95)
         assign_advantages(samples, config)

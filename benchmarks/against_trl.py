@@ -3,10 +3,10 @@
     python benchmarks/against_trl.py --model FOLDER --data FOLDER --trl-python PATH --out DIR [--tasks sft,dpo,kto,rm]
         [--steps 20] [--batch 8] [--rounds 3] [--random-shape 384x6x32000]
 
---data is a folder with GSM8K's train.jsonl and example_model_solutions.jsonl; --trl-python a Python that has TRL, with
-which trl_side.py is run. Both sides compute on the CPU with one thread, in turns. --random-shape trains a Llama of this
-many hidden units, layers and words, drawn at random, with the tokenizer of --model. DIR gets results.json and
-results.md.
+--data is a folder with GSM8K's train.jsonl and example_model_solutions.jsonl. --trl-python is a Python that has TRL and
+runs trl_side.py. Both sides compute on the CPU with one thread, in turns. --random-shape trains a Llama with random
+weights, of so many hidden units, layers and words, with the tokenizer of --model. Writes results.json
+and results.md into DIR.
 Exits 1 if a loss differs by more than 1e-4 at any step.
 """
 
@@ -39,14 +39,19 @@ from trueline.models.loading import load_tokenizer, padding_token
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline import build
-from trueline.offline.plan import SupervisedPlan, plan_supervised
 from trueline.offline.reference import fill_reference
+from trueline.plan.offline import SupervisedPlan, plan_supervised
 from trueline.verbs import TASK_VERBS
 
 LARGEST_GAP = 1e-4
 MAX_TOKENS = 512
 RATES = {"sft": 1e-4, "dpo": 1e-5, "kto": 1e-5, "rm": 1e-4}
-ANSWERS = {"sft": ["completion"], "kto": ["completion"], "dpo": ["chosen", "rejected"], "rm": ["chosen", "rejected"]}
+COMPLETIONS = {
+    "sft": ["completion"],
+    "kto": ["completion"],
+    "dpo": ["chosen", "rejected"],
+    "rm": ["chosen", "rejected"],
+}
 GRADED = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 Row = dict[str, Any]
 
@@ -83,7 +88,7 @@ def write_jsonl(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def answer_rows(folder: Path) -> list[Row]:
+def completion_rows(folder: Path) -> list[Row]:
     rows = read_jsonl(folder / "train.jsonl")
     return [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
 
@@ -108,7 +113,7 @@ def rated_rows(folder: Path) -> list[Row]:
 
 
 TEXT: dict[str, Callable[[Path], list[Row]]] = {
-    "sft": answer_rows,
+    "sft": completion_rows,
     "dpo": pair_rows,
     "kto": rated_rows,
     "rm": pair_rows,
@@ -174,7 +179,9 @@ def token_rows(job: Job, plan: SupervisedPlan) -> list[Row]:
     for number in range(needed):
         samples = train.take([number])
         row: Row = {"prompt_ids": split_ids(samples[0])[0]}
-        row |= {f"{name}_ids": split_ids(sample)[1] for name, sample in zip(ANSWERS[job.task], samples, strict=True)}
+        row |= {
+            f"{name}_ids": split_ids(sample)[1] for name, sample in zip(COMPLETIONS[job.task], samples, strict=True)
+        }
         rows.append(row | ({"label": samples[0].label > 0.5} if job.task == "kto" else {}))
     if job.task == "kto":
         check_mismatched(rows, [sample.companion for sample in train.samples], job.batch)
@@ -182,19 +189,19 @@ def token_rows(job: Job, plan: SupervisedPlan) -> list[Row]:
 
 
 def split_ids(sample: Sample) -> tuple[list[int], list[int]]:
-    """Prompt and answer."""
+    """Return prompt and completion."""
     start = sample.mask.tolist().index(True)
     return sample.tokens[:start].tolist(), sample.tokens[start:].tolist()
 
 
 def check_mismatched(rows: list[Row], mismatched: list[Sample | None], batch: int) -> None:
-    """TRL pairs each prompt with the answer of the row before it, in a circle within the batch."""
+    """TRL pairs each prompt with the completion of the row before it, in a circle within the batch."""
     for number, row in enumerate(rows):
         before = number - 1 if number % batch else number + batch - 1
         expected = (row["prompt_ids"] + rows[before]["completion_ids"])[:MAX_TOKENS]
         other = mismatched[number]
         if other is None or other.tokens.tolist() != expected:
-            raise SystemExit(f"kto: row {number} is paired with another answer than TRL pairs it with")
+            raise SystemExit(f"kto: row {number} is paired with another completion than in TRL")
 
 
 @contextmanager

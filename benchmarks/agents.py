@@ -1,11 +1,11 @@
-"""Episodes per second with slow tools: each goes on when its own tool has answered, or all wait for all in every turn.
+"""Episodes per second with slow tools: each continues when its own tool returns, or all wait for all in every turn.
 
     python benchmarks/agents.py FOLDER [--episodes 256] [--turns 8] [--engine vllm] [--out FILE]
 
 One engine behind Ray, a small random model, replies of four tokens. The environment is a user's class in processes of
-its own: a step takes 0.2 s, one in twenty 5 s. In the first run `--episodes` are under way at any time and a new one
-begins when one ends (continuous admission), counted from the moment that as many have ended to the moment that twice as
-many more have; in the second they take their turns in lockstep, batch after batch.
+its own: a step takes 0.2 s, one in twenty 5 s. In the first run `--episodes` are in flight at any time, and a new one
+begins when one ends (continuous admission); counting starts when that many have ended and stops after twice as many
+more. In the second run episodes take their turns in lockstep, batch after batch.
 """
 
 import argparse
@@ -15,26 +15,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from random_model import make_model, write_result
+from random_model import make_model, make_parser, write_result
 
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.rl import RolloutConfig
 from trueline.data.types import Prompt
-from trueline.environments.base import Ending, Environment, Policy
-from trueline.environments.hosts import Hosts
-from trueline.environments.opening import program_of
-from trueline.environments.played import Game
+from trueline.environments.base import Environment, EpisodeResult, Policy
+from trueline.environments.multi_turn import StepEnvironment
+from trueline.environments.opening import user_code_of
 from trueline.models.loading import load_chat
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
-from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget, Ticket
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
+from trueline.usercode.host import EpisodeHosts
 
 GAME = """
 import random, time
@@ -56,10 +56,10 @@ TURN_TOKENS = 4
 class Lockstep(Environment):
     """A game in which nobody has a second turn before all have had their first."""
 
-    def __init__(self, game: Game, barrier: asyncio.Barrier) -> None:
+    def __init__(self, game: StepEnvironment, barrier: asyncio.Barrier) -> None:
         self.game, self.barrier = game, barrier
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         outer = self
 
         class Waiting(Policy):
@@ -79,28 +79,29 @@ class Bench:
     def __init__(self, folder: Path, given: argparse.Namespace, pool: EnginePool) -> None:
         (folder / "game.py").write_text(GAME)
         config = EnvironmentConfig(function=f"{folder}/game.py:Slow", options={"turns": given.turns})
-        program = program_of(config)
-        assert program is not None
-        self.hosts, self.rewards = Hosts(program, folder / "environment.log"), CombinedReward({}, 0.0)
+        code = user_code_of(config)
+        assert code is not None
+        self.hosts = EpisodeHosts(code, config.processes, folder / "environment.log")
+        self.rewards = CombinedReward({}, 0.0)
         chat = load_chat(ModelConfig(path=str(folder / "model")), "never")
-        self.episodes = Episodes(pool, chat, Budget(200, given.turns, TURN_TOKENS))
+        self.episodes = Episodes(pool, chat, EpisodeLimits(200, given.turns, TURN_TOKENS))
         self.params = SamplingParams(1.0, 150, ())
         self.prompt = Prompt(0, [{"role": "user", "content": "begin"}])
-        self.under_way, self.number = given.episodes, 0
+        self.in_flight, self.number = given.episodes, 0
 
     async def play(self, environment: Environment) -> None:
         self.number += 1
-        ended = await self.episodes.run(environment, self.prompt, Ticket(self.number, 0, None), self.params)
-        if ended.outcome.failed:
+        ended = await self.episodes.run(environment, self.prompt, RolloutKey(self.number, 0, None), self.params)
+        if ended.outcome.is_failure:
             raise RuntimeError(ended.error)
 
-    def game(self) -> Game:
-        return Game(self.hosts, self.rewards)
+    def game(self) -> StepEnvironment:
+        return StepEnvironment(self.hosts, self.rewards)
 
     async def continuous(self) -> float:
-        running = {asyncio.create_task(self.play(self.game())) for _ in range(self.under_way)}
+        running = {asyncio.create_task(self.play(self.game())) for _ in range(self.in_flight)}
         ends: list[float] = []
-        while len(ends) < 3 * self.under_way:
+        while len(ends) < 3 * self.in_flight:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             ends += [time.perf_counter()] * len(done)
             for task in done:
@@ -109,17 +110,17 @@ class Bench:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        first, last = ends[self.under_way - 1], ends[3 * self.under_way - 1]
-        return 2 * self.under_way / (last - first)
+        first, last = ends[self.in_flight - 1], ends[3 * self.in_flight - 1]
+        return 2 * self.in_flight / (last - first)
 
     async def lockstep(self) -> float:
-        begun, barrier = time.perf_counter(), asyncio.Barrier(self.under_way)
-        await asyncio.gather(*(self.play(Lockstep(self.game(), barrier)) for _ in range(self.under_way)))
-        return self.under_way / (time.perf_counter() - begun)
+        begun, barrier = time.perf_counter(), asyncio.Barrier(self.in_flight)
+        await asyncio.gather(*(self.play(Lockstep(self.game(), barrier)) for _ in range(self.in_flight)))
+        return self.in_flight / (time.perf_counter() - begun)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--turns", type=int, default=8)

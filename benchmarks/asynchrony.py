@@ -1,17 +1,15 @@
-"""Samples per second and rewards of synchronous and asynchronous GRPO where a few answers take long.
+"""Samples per second and rewards of synchronous and asynchronous GRPO where a few completions take long.
 
     python benchmarks/asynchrony.py FOLDER [--seeds 3] [--steps 14] [--delay 0.005] [--tokens 600] [--modes NAME ...]
         [--out FILE]
 
 A small random model through Ray, vLLM and DeepSpeed on CPUs. The engine (tests/support/slow_engine.py) sleeps before
-each token, as a large model would take its time there, and leaves the cores to the trainer; the lengths of answers are
-heavy-tailed: half of them have less than 40 tokens, one in thirty as many as it may.
-The runs of one seed follow each other; what is printed are medians over seeds of the steps from the third on, and for
-each mode the range over seeds of the mean reward of the last ten steps.
+each token, like a large model, and leaves the cores to the trainer. Lengths are heavy-tailed: half of the completions
+have fewer than 40 tokens, one in thirty has the maximum. The runs of one seed follow each other. Prints medians over
+seeds of the steps from the third on, and for each mode the range over seeds of the mean reward of the last ten steps.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from random_model import make_model, make_prompts, write_result
+from random_model import make_model, make_parser, make_prompts, read_steps, run_words, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {
@@ -31,30 +29,21 @@ MODES = {
     "3 keep": ["rollout.max_staleness=3", "rollout.on_update=keep"],
 }
 WARM, LAST = 2, 10
-WORDS = 260  # of the model, one of which ends an answer
+WORDS = 260  # of the model, one of which ends a completion
 
 
 def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[str, float]:
     name = f"{mode.replace(' ', '-')}-{seed}"
-    words = [
-        "--model",
-        f"{folder}/model",
-        "--data",
-        f"{folder}/prompts.jsonl",
-        "--reward",
-        f"{folder}/reward.py:reward",
-    ]
-    words += ["--name", name, f"folder={folder}", f"steps={given.steps}", f"seed={seed}", "prompts_per_step=4"]
+    words = [*run_words(folder, given.steps, name=name), f"seed={seed}", "prompts_per_step=4"]
     words += ["algorithm.group_size=4", f"rollout.max_new_tokens={given.tokens}", "training.learning_rate=3e-3"]
-    words += ["algorithm.kl.coefficient=0", "checkpoint.save=false", "monitoring.tensorboard=false", *MODES[mode]]
+    words += ["algorithm.kl.coefficient=0", "checkpoint.save=false", *MODES[mode]]
     command = [sys.executable, "-m", "tests.support.slow_run", "grpo", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "SECONDS_PER_TOKEN": str(given.delay)}
     environment["HEAVY_TAIL"] = "1"
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = read_steps(folder / name)
     seconds = sum(row["time/step"] for row in steps[WARM:])
     return {
         "samples_per_second": 16 * len(steps[WARM:]) / seconds,
@@ -67,7 +56,7 @@ def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)

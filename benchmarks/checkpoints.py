@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoints.py [--mebibytes 1024] [--folder FOLDER] [--rounds 3]
 
-Ranks are processes that write, hash and flush their shares as those of a run do. The ratio is that of the medians; look
-at the load average beside it, for other programs take from both.
+Ranks are processes that write, hash and flush their shares as those of a run do. The ratio is that of the medians; a
+high load average means that other programs slowed both.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def contents(elements: int) -> Iterator[Content]:
         yield from ((TRAINING, f"layer.{layer}/{part}", state) for part in ("weight", "exp_avg", "exp_avg_sq"))
 
 
-def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, told: Any) -> None:
-    """Saves as often as it is told to; the first save allocates buffers and does not count."""
+def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, times: Any) -> None:
+    """Save once per round; the first save allocates buffers and does not count."""
     torch.set_num_threads(1)
     elements = settings.mebibytes * 2**20 // 14 // LAYERS
     saver = Saver(rank, world, lambda: contents(elements))
@@ -44,16 +44,16 @@ def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, told:
         begin = time.monotonic()
         saver.save(settings.folder / f"{world}-{number}", 1, lambda: None)
         held = time.monotonic() - begin
-        saved = saver.saved(wait=True)
+        saved = saver.result(wait=True)
         assert saved is not None and saved.problem is None, saved
-        told.put((number, held, time.monotonic()))
+        times.put((number, held, time.monotonic()))
 
 
 def seconds(world: int, settings: argparse.Namespace) -> tuple[float, float]:
     """The median time until the last rank is done, and until the last one could train on."""
     context = get_context("spawn")
-    starts, told = context.Barrier(world + 1), context.Queue()
-    ranks = [context.Process(target=save, args=(rank, world, settings, starts, told)) for rank in range(world)]
+    starts, times = context.Barrier(world + 1), context.Queue()
+    ranks = [context.Process(target=save, args=(rank, world, settings, starts, times)) for rank in range(world)]
     for process in ranks:
         process.start()
     taken, waited = [], []
@@ -62,7 +62,7 @@ def seconds(world: int, settings: argparse.Namespace) -> tuple[float, float]:
         folder.mkdir()
         starts.wait()
         begin = time.monotonic()
-        ends = [told.get() for _ in ranks]
+        ends = [times.get() for _ in ranks]
         shutil.rmtree(folder)
         if number:
             taken.append(max(end for _, _, end in ends) - begin)

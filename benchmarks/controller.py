@@ -1,10 +1,10 @@
-"""Seconds that the controller itself spends on a step of 1,024 answers of 8,192 tokens each, without any model.
+"""Seconds that the controller itself spends on a step of 1,024 completions of 8,192 tokens each, without any model.
 
-    python benchmarks/controller.py [--answers 1024] [--tokens 8192] [--runs 5]
+    python benchmarks/controller.py [--completions 1024] [--tokens 8192] [--runs 5]
 
 From completions as they come from the engines to what the trainer's ranks are sent, and the metrics. Prints medians of
-the whole and of its parts on one thread. Processor time is that of this process alone; look at it where other programs
-run beside.
+the whole and of its parts on one thread. Processor time is that of this process alone; use it if other programs
+run too.
 """
 
 import argparse
@@ -39,14 +39,14 @@ def part_of(random: np.random.Generator, size: int, version: int) -> Completion:
 class Step:
     """The controller's part of one step, in the order of `RLTrainer.step`."""
 
-    def __init__(self, answers: int, tokens: int) -> None:
+    def __init__(self, completions: int, tokens: int) -> None:
         random = np.random.default_rng(0)
         self.config = RLConfig.parse({"algorithm": {"preset": "grpo"}})
         self.tokens = tokens
         half = tokens // 2  # each completion has crossed one update
         self.arrived = [
             [pickle.dumps(part_of(random, size, version)) for size, version in ((half, 2), (tokens - half, 3))]
-            for _ in range(answers)
+            for _ in range(completions)
         ]
         self.parts: dict[str, Callable[[], None]] = {
             "receive": self.receive,
@@ -63,7 +63,7 @@ class Step:
         for number, data in enumerate(self.arrived):
             trajectory = Trajectory(Prompt(number // GROUP, [{"role": "user", "content": "?"}]), number // GROUP)
             trajectory.add_observation(prompt)
-            trajectory.add_action(Completion.joined([pickle.loads(part) for part in data]))
+            trajectory.add_action(Completion.join([pickle.loads(part) for part in data]))
             trajectory.add_reward(float(number % 3))
             self.trajectories.append(trajectory)
 
@@ -110,12 +110,12 @@ class Step:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=int, default=1024)
+    parser.add_argument("--completions", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    step = Step(given.answers, given.tokens)
+    step = Step(given.completions, given.tokens)
     runs = [step.seconds() for _ in range(given.runs)]
     parts = {name: [run[name] for run in runs] for name in step.parts}
     for name, times in {**parts, "all": [tuple(map(sum, zip(*run.values(), strict=True))) for run in runs]}.items():

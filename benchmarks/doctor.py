@@ -2,7 +2,7 @@
 
     python benchmarks/doctor.py [--rows 10000] [--rounds 3]
 
-Processor time counts this process and its children; look at it where other programs run beside.
+Processor time counts this process and its children; use it if other programs run too.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def in_process(words: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

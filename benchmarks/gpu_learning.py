@@ -56,7 +56,7 @@ def kill_engine_twice(metrics: Path, step: int) -> None:
     """Wait for a step; kill the engine, and the process that is started for it as soon as Ray has made one."""
     while not metrics.exists() or sum('"loss"' in line for line in metrics.read_text().splitlines()) < step:
         time.sleep(0.1)
-    (engine,), known = ray_processes("ray::AsyncHost"), ray_processes("ray")
+    (engine,), known = ray_processes("ray::AsyncActorHost"), ray_processes("ray")
     engine.kill()
     began = time.monotonic()
     while not (again := [one for one in ray_processes("default_worker.py") if one not in known]):

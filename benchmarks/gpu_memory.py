@@ -6,14 +6,13 @@ Without --model, one of that shape with random weights is made in FOLDER; a seco
 are short and completions have 512 tokens. Exits 1 if forecast and peak differ by more than 15 % of the peak.
 """
 
-import argparse
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
 
-from random_model import SHAPES, make_model, make_prompts
+from random_model import SHAPES, make_model, make_parser, make_prompts, run_words
 
 from trueline.cli import main as trueline
 
@@ -44,7 +43,7 @@ def report(run: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="1.5B", choices=SHAPES)
     parser.add_argument("--model", type=Path)
@@ -57,10 +56,8 @@ def main() -> int:
         make_model(model, options.shape)
     make_prompts(folder)
     shutil.rmtree(folder / "run", ignore_errors=True)
-    command = ["grpo", "--model", str(model), "--data", f"{folder}/prompts.jsonl"]
-    command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]
-    command += ["rollout.max_new_tokens=512", "monitoring.tensorboard=false", *overrides]
-    return trueline(command) or report(folder / "run")
+    words = [*run_words(folder, options.steps), f"model.path={model}", "rollout.max_new_tokens=512", *overrides]
+    return trueline(["grpo", *words]) or report(folder / "run")
 
 
 if __name__ == "__main__":

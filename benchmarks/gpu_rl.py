@@ -3,16 +3,14 @@
     python benchmarks/gpu_rl.py FOLDER [--verb ppo] [--reward-model] [--steps 5] [--tiny] [key=value ...]
 
 The model has the shape of a 0.5B-parameter Qwen2 and random weights; --tiny shrinks it for a try on a CPU. With
---reward-model another one of that shape judges the answers.
+--reward-model a reward model of that shape scores the completions.
 Exits 1 if the mean log-prob gap between engine and trainer reaches 0.05 after any update.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
-from random_model import make_model, make_prompts
+from random_model import make_model, make_parser, make_prompts, read_steps, run_words
 from transformers import Qwen2ForSequenceClassification
 
 from trueline.cli import main as trueline
@@ -21,8 +19,7 @@ LARGEST_GAP = 0.05
 
 
 def report(folder: Path) -> int:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = read_steps(folder / "run")
     for row in steps:
         phases = "  ".join(f"{key[5:]} {value:.2f}" for key, value in row.items() if key.startswith("time/"))
         gap, canary = row["mismatch/logprob_gap_mean"], row["sync/canary_gap"]
@@ -35,7 +32,7 @@ def report(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--verb", default="grpo")
     parser.add_argument("--reward-model", action="store_true")
@@ -49,16 +46,9 @@ def main() -> int:
     if options.reward_model:
         make_model(folder / "reward_model", shape, Qwen2ForSequenceClassification)
     make_prompts(folder)
-    reward = f"{folder}/reward_model" if options.reward_model else f"{folder}/reward.py:reward"
-    command = [options.verb, "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
-    command += ["--reward", reward, "--name", "run", f"folder={folder}", f"steps={options.steps}"]
-    command += [
-        "rollout.max_prompt_tokens=128",
-        "training.learning_rate=1e-5",
-        "monitoring.tensorboard=false",
-        *overrides,
-    ]
-    return trueline(command) or report(folder)
+    words = run_words(folder, options.steps, "reward_model" if options.reward_model else "reward.py:reward")
+    keys = ["rollout.max_prompt_tokens=128", "training.learning_rate=1e-5"]
+    return trueline([options.verb, *words, *keys, *overrides]) or report(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The model has the shape of a 1.5B-parameter Qwen2 and random weights, the rows 6
 for a try on a CPU. Every line is the median of the steps after the third.
 """
 
-import argparse
 import json
 import math
 import random
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from random_model import make_model
+from random_model import make_model, make_parser
 
 from trueline.cli import main as trueline
 
@@ -51,7 +50,7 @@ def measure(folder: Path, name: str, options: list[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tiny", action="store_true")

@@ -1,5 +1,6 @@
-"""Shapes of models with random weights, for benchmarks that need a model's size and not its knowledge."""
+"""What benchmarks share: models with random weights, prompts, a run of GRPO, its metrics, and results."""
 
+import argparse
 import json
 import random
 import sys
@@ -10,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from trueline.demo.material import make_tokenizer
+from trueline.files import read_rows
 
 REWARD = """
 def reward(reply: str) -> float:
@@ -39,6 +41,16 @@ SHAPES = {
 }
 
 
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def read_size(text: str) -> tuple[int, int]:
+    """Read PROMPTSxCOMPLETIONS."""
+    prompts, group = map(int, text.split("x"))
+    return prompts, group
+
+
 def make_model(
     folder: Path, shape: str, kind: type[PreTrainedModel] = Qwen2ForCausalLM, vocabulary: int | None = None
 ) -> None:
@@ -59,7 +71,7 @@ def make_model(
     model.save_pretrained(folder)
     del model
     if gpu:
-        torch.cuda.empty_cache()  # this process may go on to measure what others take
+        torch.cuda.empty_cache()  # this process may measure later what others take
     tokenizer.save_pretrained(folder)
 
 
@@ -71,8 +83,19 @@ def make_prompts(folder: Path) -> None:
     (folder / "reward.py").write_text(REWARD)
 
 
+def run_words(folder: Path, steps: int, reward: str = "reward.py:reward", name: str = "run") -> list[str]:
+    """Return the words of a run on the model and prompts of a folder."""
+    files = ["--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl", "--reward", f"{folder}/{reward}"]
+    return [*files, "--name", name, f"folder={folder}", f"steps={steps}", "monitoring.tensorboard=false"]
+
+
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """Read the metrics of the steps that trained."""
+    return [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
+
+
 def write_result(file: Path | None, found: dict[str, Any]) -> None:
-    """Write what a benchmark has found, with its arguments, where a file was asked for."""
+    """Write the result and the arguments of a benchmark, if a file is given."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"command": sys.argv[1:], **found}, indent=1) + "\n")

@@ -2,14 +2,12 @@
 
     python benchmarks/recording.py FOLDER [--requests 1000] [--steps 10] [--prompts 4] [--tokens 64]
 
-First, without a model: the work of a step with so many requests under way at once, each an episode, a call and a
-reward, told of with and without a recorder, the row that is written, and four transcripts of 512 tokens. Then one run
+First, without a model: the work of a step with so many requests in flight at once, each an episode, a call and a
+reward, with and without a recorder, the row that is written, and four transcripts of 512 tokens. Then one run
 of GRPO in this process with a small random model: the seconds spent on recording as a share of its steps, and bytes per
 1,000 steps. Files of the run stay in FOLDER.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +15,19 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from random_model import make_model, make_prompts
+from random_model import make_model, make_parser, make_prompts, read_steps, run_words
 
 from trueline.cli import main as trueline
 from trueline.data.pieces import Pieces
 from trueline.data.types import Completion, Prompt, Sample, Trajectory, to_samples
 from trueline.demo.material import make_tokenizer
 from trueline.monitoring import trackers
-from trueline.monitoring.beats import Work
 from trueline.monitoring.events import Events
+from trueline.monitoring.heartbeat import ActivityLog
 from trueline.rl import trainer
-from trueline.rl.tokens import MOST_TOKENS, token_rows
+from trueline.rl.transcripts import MOST_TOKENS, token_rows
 
-UNDER_WAY, ROUNDS = 256, 7
+IN_FLIGHT, ROUNDS = 256, 7
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -38,7 +36,7 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def request(work: Work, engine: int) -> list[Any]:
+def request(work: ActivityLog, engine: int) -> list[Any]:
     return [
         work.begin("environment", "SingleTurn", "play"),
         work.begin("call", f"engine-{engine}", "generate"),
@@ -46,12 +44,12 @@ def request(work: Work, engine: int) -> list[Any]:
     ]
 
 
-def step_of(work: Work, requests: int) -> None:
+def step_of(work: ActivityLog, requests: int) -> None:
     """Begin and end the work of a step, as many requests at once as engines take."""
     waiting: list[list[Any]] = []
     for number in range(requests):
         waiting.append(request(work, number % 8))
-        if len(waiting) == UNDER_WAY or number == requests - 1:
+        if len(waiting) == IN_FLIGHT or number == requests - 1:
             for doing in (one for three in waiting for one in three):
                 work.end(doing)
             waiting = []
@@ -71,7 +69,7 @@ def episode(pieces: Pieces) -> list[Sample]:
 
 
 def without_a_model(requests: int, folder: Path) -> None:
-    plain, recorded = Work(), Work()
+    plain, recorded = ActivityLog(), ActivityLog()
     recorder, pieces = Events(folder, recorded), Pieces(make_tokenizer())
     samples = episode(pieces)
     found: dict[str, list[float]] = {"without": [], "with": [], "row": [], "tokens": []}
@@ -85,18 +83,18 @@ def without_a_model(requests: int, folder: Path) -> None:
         )
     took = {name: 1000 * median(values) for name, values in found.items()}
     more = took["with"] - took["without"] + took["row"] + took["tokens"]
-    print(f"{requests} requests: work told of {took['without']:.1f} ms, and recorded {took['with']:.1f} ms")
+    print(f"{requests} requests: reporting {took['without']:.1f} ms, with recording {took['with']:.1f} ms")
     print(f"row {took['row']:.2f} ms, four transcripts of {MOST_TOKENS} tokens {took['tokens']:.1f} ms")
     print(f"all of it {more:.1f} ms: {more / 10_000:.3%} of a step of 10 s")
 
 
 class Spent:
-    """Counts the seconds inside of functions."""
+    """Counts the seconds inside functions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -109,19 +107,16 @@ class Spent:
 
 def in_a_run(folder: Path, steps: int, prompts: int, tokens: int) -> None:
     spent = Spent()
-    Events.add, Events.row = spent.counted(Events.add), spent.counted(Events.row)  # type: ignore[method-assign]
-    trainer.token_rows = spent.counted(trainer.token_rows)  # type: ignore[assignment]
-    trackers.compact = spent.counted(trackers.compact)  # transcripts without tokens are written by it as well
+    Events.add, Events.row = spent.wrap(Events.add), spent.wrap(Events.row)  # type: ignore[method-assign]
+    trainer.token_rows = spent.wrap(trainer.token_rows)  # type: ignore[assignment]
+    trackers.compact = spent.wrap(trackers.compact)  # it also writes transcripts without tokens
     make_model(folder / "model", "tiny", vocabulary=len(make_tokenizer()))
     make_prompts(folder)
-    sizes = [f"steps={steps}", f"prompts_per_step={prompts}", f"rollout.max_new_tokens={tokens}"]
-    words = ["--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
-    words += ["--reward", f"{folder}/reward.py:reward", "--name", "run"]
-    quiet = ["runtime=local", f"folder={folder}", "monitoring.tensorboard=false", "checkpoint.save=false"]
-    if trueline(["grpo", *words, *sizes, *quiet, "training.learning_rate=1e-4"]):
+    sizes = [f"prompts_per_step={prompts}", f"rollout.max_new_tokens={tokens}"]
+    keys = [*sizes, "runtime=local", "checkpoint.save=false", "training.learning_rate=1e-4"]
+    if trueline(["grpo", *run_words(folder, steps), *keys]):
         raise SystemExit("the run failed")
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    seconds = [row["time/step"] for row in map(json.loads, lines) if "time/step" in row]
+    seconds = [row["time/step"] for row in read_steps(folder / "run")]
     print(f"{steps} steps of {median(seconds):.2f} s: {1000 * spent.seconds / steps:.1f} ms of each for recording,")
     print(f"{spent.seconds / (sum(seconds) - spent.seconds):.2%} more than without")
     for name in ("events", "transcripts"):
@@ -130,7 +125,7 @@ def in_a_run(folder: Path, steps: int, prompts: int, tokens: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=10)

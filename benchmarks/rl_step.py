@@ -1,12 +1,12 @@
 """GRPO steps of Trueline and of TRL on the same random model and prompts, one after the other: seconds, tokens, memory.
 
     python benchmarks/rl_step.py FOLDER [--trl-python PATH] [--shape 1.5B] [--vocabulary N] [--tokens 512] [--steps 8]
-        [--answers 16x8] [--cpu] [--out FILE] [key=value ...]
+        [--completions 16x8] [--cpu] [--out FILE] [key=value ...]
 
-Random weights seldom end an answer, so that all have --tokens tokens; with --vocabulary 1024 they end at random.
-Without --trl-python only Trueline runs. --cpu takes a model of 256 hidden units and 4 layers, and leaves generation to
-Transformers on TRL's side. What is printed are medians of the steps from the third on; the row counts if the mean
-lengths of both sides are within 10 % of each other. Further arguments are keys of Trueline's run.
+Random weights seldom end a completion, so all have --tokens tokens; with --vocabulary 1024 they end at random.
+Without --trl-python only Trueline runs. --cpu takes a model of 256 hidden units and 4 layers, and TRL generates with
+Transformers. Prints medians of the steps from the third on; they count if the mean lengths of both sides are within
+10 % of each other. Further arguments are keys of Trueline's run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from random_model import SHAPES, make_model, make_prompts, write_result
+from random_model import SHAPES, make_model, make_parser, make_prompts, read_size, read_steps, run_words, write_result
 
 from trueline.cli import main as trueline
 
@@ -34,26 +34,24 @@ class Side:
 
     seconds: float
     tokens: float  # sampled in a step
-    length: float  # mean of all answers
+    length: float  # mean of all completions
     gib: float  # largest, of all processes on the GPU; on a CPU of the process that trains
     phases: dict[str, float] = field(default_factory=dict)
 
     def line(self, name: str) -> str:
         phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in self.phases.items())
-        said = f"{self.seconds:.2f} s a step, {self.tokens / self.seconds:.0f} tokens/s, length {self.length:.0f}"
-        return f"{name}: {said}, {self.gib:.1f} GiB  {phases}"
+        speed = f"{self.seconds:.2f} s a step, {self.tokens / self.seconds:.0f} tokens/s, length {self.length:.0f}"
+        return f"{name}: {speed}, {self.gib:.1f} GiB  {phases}"
 
 
 def run_trueline(folder: Path, options: argparse.Namespace, overrides: list[str]) -> Side:
-    prompts, group = options.answers
-    command = ["grpo", "--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
-    command += ["--reward", f"{folder}/reward.py:reward", "--name", "run", f"folder={folder}", f"steps={options.steps}"]
+    prompts, group = options.completions
+    command = ["grpo", *run_words(folder, options.steps), "checkpoint.save=false"]
     command += [f"prompts_per_step={prompts}", f"algorithm.group_size={group}", "algorithm.kl.coefficient=0"]
     command += [f"rollout.max_new_tokens={options.tokens}", "rollout.temperature=1.0", "training.learning_rate=1e-6"]
-    if trueline([*command, "checkpoint.save=false", "monitoring.tensorboard=false", *overrides]):
+    if trueline([*command, *overrides]):
         raise SystemExit("Trueline's side failed")
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row][WARM:]
+    steps = read_steps(folder / "run")[WARM:]
     names = [key for key in steps[-1] if key.startswith("time/") and key != "time/step"]
     lengths = [row["response_length/mean"] for row in steps]
     return Side(
@@ -66,7 +64,7 @@ def run_trueline(folder: Path, options: argparse.Namespace, overrides: list[str]
 
 
 def run_trl(folder: Path, options: argparse.Namespace) -> Side:
-    prompts, group = options.answers
+    prompts, group = options.completions
     given = {"steps": options.steps, "prompts": prompts, "group": group, "tokens": options.tokens, "cpu": options.cpu}
     script = Path(__file__).with_name("trl_grpo.py")
     command = [options.trl_python, str(script), str(folder), json.dumps(given)]
@@ -79,7 +77,7 @@ def run_trl(folder: Path, options: argparse.Namespace) -> Side:
     return Side(median(seconds), median(lengths) * prompts * group, fmean(lengths), found["gib"])
 
 
-def compared(ours: Side, theirs: Side) -> dict[str, Any]:
+def compare(ours: Side, theirs: Side) -> dict[str, Any]:
     return {
         "step_ratio": ours.seconds / theirs.seconds,
         "token_ratio": (ours.seconds / ours.tokens) / (theirs.seconds / theirs.tokens),
@@ -88,14 +86,14 @@ def compared(ours: Side, theirs: Side) -> dict[str, Any]:
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trl-python")
     parser.add_argument("--shape", default="1.5B", choices=SHAPES)
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--answers", type=lambda text: tuple(map(int, text.split("x"))), default=(16, 8))
+    parser.add_argument("--completions", type=read_size, default=(16, 8))
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     options, overrides = parser.parse_known_args()
@@ -116,7 +114,7 @@ def main() -> int:
     if options.trl_python:
         sides["trl"] = run_trl(folder, options)
         print(sides["trl"].line("trl"))
-        found |= compared(sides["trueline"], sides["trl"])
+        found |= compare(sides["trueline"], sides["trl"])
     print(json.dumps(found))
     write_result(options.out, found | {name: asdict(side) for name, side in sides.items()})
     return 0

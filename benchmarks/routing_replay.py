@@ -1,18 +1,17 @@
-"""GRPO of a mixture of experts whose trainer chooses experts by itself, and again with those that the engine chose.
+"""GRPO of a mixture of experts: the trainer routes tokens itself, and again replays the engine's routing.
 
-    python benchmarks/routing_replay.py FOLDER [--model PATH] [--steps 6] [--tokens 256] [--answers 16x8] [--tiny]
+    python benchmarks/routing_replay.py FOLDER [--model PATH] [--steps 6] [--tokens 256] [--completions 16x8] [--tiny]
         [--out FILE] [key=value ...]
 
 The model has the shape of a Qwen3-MoE of 0.7B parameters (32 experts in each of 12 layers, 4 of which see a token) and
-random weights, those of routers and head scaled up, so that they have opinions; --tiny shrinks it for a try on a CPU,
-and --model takes a folder. Answers are one version of the weights old, a step makes two updates at a high rate, and
-rewards are drawn at random: weights shall move, not learn. At first one request tells whether the engine gives experts.
-What is printed are log-prob gaps between engine and trainer in the first step, whose weights are those that sampled,
-and over all others, and how many of their choices agree. Further arguments are keys of both runs.
+random weights, those of routers and head scaled up, so that they are decisive; --tiny shrinks it for a try on a CPU,
+and --model takes a folder. Completions are one policy version old, a step makes two updates at a high rate, and rewards
+are random: weights should move, not learn. First, one request shows whether the engine returns experts. Prints log-prob
+gaps between engine and trainer in the first step, whose weights are those that sampled, and over all others, and the
+share of choices that agree. Further arguments are keys of both runs.
 """
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from random_model import make_prompts, write_result
+from random_model import make_parser, make_prompts, read_size, read_steps, write_result
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trueline.cli import main as trueline
@@ -28,7 +27,7 @@ from trueline.config.rl import RolloutConfig
 from trueline.demo.material import make_tokenizer
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
@@ -59,7 +58,7 @@ SHAPES = {
         "vocab_size": 1024,
     },
 }
-SHARPER = 4.0  # that routers and head are than freshly initialised ones
+SHARPER = 4.0  # factor on the weights of routers and head
 RANDOM_REWARD = """
 import random
 
@@ -67,7 +66,7 @@ import random
 def reward(reply: str) -> float:
     return random.random()
 """
-MODES = {"own": "measure", "replayed": "true"}  # what training.replay_routing is
+MODES = {"own": "measure", "replayed": "true"}  # of training.replay_routing
 SECONDS = 300.0
 GAPS = ("mismatch/logprob_gap_mean", "mismatch/logprob_gap_max", "mismatch/kl", "mismatch/effective_share")
 AGREEMENT = "mismatch/routing_agreement"
@@ -93,8 +92,8 @@ def make_mixture(folder: Path, shape: str) -> None:
         torch.cuda.empty_cache()
 
 
-def told(folder: Path, model: str, engine: str, *, local: bool) -> dict[str, Any]:
-    """Ask one engine for one completion, and return what it tells of experts."""
+def probe_engine(folder: Path, model: str, engine: str, *, local: bool) -> dict[str, Any]:
+    """Sample one completion, and return what the engine reports of experts."""
     machine, loop = machine_at_hand(), EventLoop(SECONDS)
     dtype = "bfloat16" if machine.gpus else "float32"
     spec = EngineSpec(model, dtype, 256, 1, 8, 0, 0.3, False, False, False, experts=True)
@@ -102,8 +101,8 @@ def told(folder: Path, model: str, engine: str, *, local: bool) -> dict[str, Any
         processes = Processes(machine, Layout(0, 1), folder / "logs", local=local)
         pool = EnginePool(processes.engines(ROLLOUT_ENGINES[engine].target(RolloutConfig()), [spec]))
         loop.run(pool.call(RolloutEngine.processes), "start of the engine")
-        asked = pool.generate(list(range(3, 43)), SamplingParams(1.0, 16, ()), 0, "one")
-        completion = loop.run(asked, "one completion")
+        request = pool.generate(list(range(3, 43)), SamplingParams(1.0, 16, ()), RolloutKey(0, 0))
+        completion = loop.run(request, "one completion")
         pool.stop()
     loop.stop()
     experts = completion.experts
@@ -112,13 +111,13 @@ def told(folder: Path, model: str, engine: str, *, local: bool) -> dict[str, Any
         "tokens": 40 + len(completion.tokens),
         "shape": list(experts.shape),
         "dtype": str(experts.dtype),
-        "told_tokens": known,
+        "routed_tokens": known,
         "different_experts": len(set(experts[experts >= 0].tolist())),
     }
 
 
 def run(folder: Path, mode: str, given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    prompts, group = map(int, given.answers.split("x"))
+    prompts, group = given.completions
     command = ["grpo", "--model", given.model, "--data", f"{folder}/prompts.jsonl", "--name", mode, f"folder={folder}"]
     command += ["--reward", f"{folder}/random_reward.py:reward", f"steps={given.steps}", f"prompts_per_step={prompts}"]
     command += [f"algorithm.group_size={group}", "algorithm.kl.coefficient=0", "minibatches=2"]
@@ -127,8 +126,7 @@ def run(folder: Path, mode: str, given: argparse.Namespace, overrides: list[str]
     command += ["sync.tolerance=5", "checkpoint.save=false", "monitoring.tensorboard=false", "monitoring.doctor=false"]
     if trueline([*command, f"training.replay_routing={MODES[mode]}", *overrides]):
         raise SystemExit(f"the run {folder / mode} failed")
-    rows = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row]
+    steps = read_steps(folder / mode)
     stale = steps[1:] or steps  # the first step has the weights that sampled it
     return {
         "gap_mean": fmean(row["mismatch/logprob_gap_mean"] for row in stale),
@@ -153,12 +151,12 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--answers", default="16x8")
+    parser.add_argument("--completions", type=read_size, default=(16, 8))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--engine", default="vllm" if torch.cuda.is_available() else "hf")
     parser.add_argument("--out", type=Path)
@@ -170,8 +168,8 @@ def main() -> int:
         make_mixture(Path(given.model), "tiny" if given.tiny else "0.7B")
     make_prompts(folder)
     (folder / "random_reward.py").write_text(RANDOM_REWARD)
-    one = told(folder, given.model, given.engine, local="runtime=local" in overrides)
-    print(f"{given.engine} tells experts of one request: {one}", flush=True)
+    one = probe_engine(folder, given.model, given.engine, local="runtime=local" in overrides)
+    print(f"{given.engine} returns for one request: {one}", flush=True)
     found = {mode: run(folder, mode, given, overrides) for mode in MODES}
     print(table(found))
     write_result(given.out, {"one_request": one, **found})

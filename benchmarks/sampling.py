@@ -1,10 +1,10 @@
 """Tokens per second sampled through Trueline's pool of engines, and by vLLM's own `generate`, on the same requests.
 
-    python benchmarks/sampling.py FOLDER [--shape 1.5B] [--vocabulary N] [--tokens 512] [--answers 16x8] [--rounds 4]
-        [--out FILE]
+    python benchmarks/sampling.py FOLDER [--shape 1.5B] [--vocabulary N] [--tokens 512] [--completions 16x8]
+        [--rounds 4] [--out FILE]
 
-One engine with the same options on either side, in a process of its own, one side after the other. The pool is asked
-as a run asks it: one call through Ray for each completion, without seeds, log-probs included. Medians of the rounds
+One engine with the same options on either side, in a process of its own, one side after the other. The pool is used
+as in a run: one call through Ray for each completion, without seeds, log-probs included. Medians of the rounds
 after the first. With --vocabulary 1024 completions end at random, each side's where they happen to.
 """
 
@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-from random_model import SHAPES, make_model, write_result
+from random_model import SHAPES, make_model, make_parser, read_size, write_result
 
 from trueline.config.rl import RolloutConfig
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes, process_environment
@@ -32,13 +32,13 @@ SECONDS = 600.0
 
 def spec_of(folder: Path, given: argparse.Namespace) -> EngineSpec:
     dtype = "bfloat16" if machine_at_hand().gpus else "float32"
-    context, sequences = 128 + given.tokens, given.answers[0] * given.answers[1]
+    context, sequences = 128 + given.tokens, given.completions[0] * given.completions[1]
     return EngineSpec(f"{folder}/model", dtype, context, 1, sequences, 0, 0.5, True, False, False)
 
 
 def prompts_of(given: argparse.Namespace) -> list[list[int]]:
     words = 1000 if given.vocabulary is None else given.vocabulary - 24
-    return [[10 + (number * 37 + place * 11) % words for place in range(100)] for number in range(given.answers[0])]
+    return [[10 + (number * 37 + place * 11) % words for place in range(100)] for number in range(given.completions[0])]
 
 
 def through_pool(folder: Path, given: argparse.Namespace) -> list[float]:
@@ -53,9 +53,9 @@ def through_pool(folder: Path, given: argparse.Namespace) -> list[float]:
 
         async def sample(turn: int) -> int:
             calls = [
-                pool.generate(tokens, params, number, f"{turn}-{number}-{index}")
+                pool.generate(tokens, params, RolloutKey(number, index), turn)
                 for number, tokens in enumerate(prompts_of(given))
-                for index in range(given.answers[1])
+                for index in range(given.completions[1])
             ]
             return sum(len(one.tokens) for one in await asyncio.gather(*calls))
 
@@ -81,7 +81,9 @@ def by_vllm(folder: Path, given: argparse.Namespace) -> list[float]:
     params = VllmParams(
         temperature=1.0, max_tokens=given.tokens, stop_token_ids=[given.end], detokenize=False, logprobs=0
     )
-    prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts_of(given) for _ in range(given.answers[1])]
+    prompts = [
+        TokensPrompt(prompt_token_ids=tokens) for tokens in prompts_of(given) for _ in range(given.completions[1])
+    ]
     speeds = []
     for _ in range(given.rounds):
         start = time.perf_counter()
@@ -103,12 +105,12 @@ def vllm_side(folder: Path) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="1.5B", choices=SHAPES)
     parser.add_argument("--vocabulary", type=int)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--answers", type=lambda text: tuple(map(int, text.split("x"))), default=(16, 8))
+    parser.add_argument("--completions", type=read_size, default=(16, 8))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--end", type=int, default=2, help="token that ends a completion")
     parser.add_argument("--vllm-side", type=Path, help=argparse.SUPPRESS)

@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py [--check]
 
-Each stands between `<!-- NAME -->` and `<!-- / -->`, NAME being that of a file. With --check nothing is written, and
+Each is between `<!-- NAME -->` and `<!-- / -->`; NAME is that of a file. With --check nothing is written, and
 the exit status is 1 if a table is not what its file says.
 """
 
@@ -35,9 +35,9 @@ def steps(found: Found) -> str:
         seconds = f"{side['seconds']:.1f}" + (f" ({phases})" if phases else "")
         used = f"{side['gib']:.1f} GiB" if side["gib"] else "not measured"
         rows.append((name, seconds, f"{side['tokens'] / side['seconds']:.0f}", used))
-    said = "" if found["counts"] else " Mean lengths differ by more than 10 %, so this does not count."
+    caveat = "" if found["counts"] else " Mean lengths differ by more than 10 %, so this does not count."
     per_token = f"; per token: {found['token_ratio']:.2f}" if "token_ratio" in found else ""
-    return f"{table(*rows)}\n\nSeconds per step: {found['step_ratio']:.2f} of TRL's{per_token}.{said}"
+    return f"{table(*rows)}\n\nSeconds per step: {found['step_ratio']:.2f} of TRL's{per_token}.{caveat}"
 
 
 def modes(found: Found) -> str:
@@ -95,7 +95,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
 }
 
 
-def filled(page: str) -> str:
+def fill_tables(page: str) -> str:
     def fill(hit: re.Match[str]) -> str:
         found = json.loads((ROOT / "benchmarks" / "results" / f"{hit[1]}.json").read_text())
         return f"<!-- {hit[1]} -->\n{TABLES[hit[1]](found)}\n<!-- / -->"
@@ -108,8 +108,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     page = PAGE.read_text()
     if parser.parse_args().check:
-        return int(filled(page) != page)
-    PAGE.write_text(filled(page))
+        return int(fill_tables(page) != page)
+    PAGE.write_text(fill_tables(page))
     return 0
 
 

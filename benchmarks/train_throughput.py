@@ -6,11 +6,10 @@
 All sides compute the same log-probs of the same passes and step torch's fused AdamW. Trueline's worker, by DeepSpeed,
 keeps float32 sums of gradients and float32 weights, clips, checks and reports. The bare loop keeps the same sums and
 weights and clips by the same norm; `rough` is a loop that rounds all of them to the type it computes in, which trains
-worse and is shown for what exactness costs. Each side has two turns, one after the other, for a device may be slower at
-first; medians of the steps of both turns from the third on, with and without checkpointing.
+worse and shows what exactness costs. Each side has two turns, one after the other, as a device may be slower at first;
+medians of the steps of both turns from the third on, with and without checkpointing.
 """
 
-import argparse
 import math
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from random_model import SHAPES, make_model, write_result
+from random_model import SHAPES, make_model, make_parser, write_result
 
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -49,25 +48,25 @@ def make_samples(count: int, longest: int, words: int) -> list[Sample]:
     return samples
 
 
-def finished() -> float:
+def synchronized_time() -> float:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def timed(step: Any, steps: int) -> list[float]:
+def time_steps(step: Any, steps: int) -> list[float]:
     seconds = []
     for _ in range(steps):
-        start = finished()
+        start = synchronized_time()
         step()
-        seconds.append(finished() - start)
+        seconds.append(synchronized_time() - start)
     return seconds[WARM:]
 
 
 def ours(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
     worker = Worker(WorkerSpec(config, TrainingConfig(learning_rate=1e-6), 0, 1, 1000, 0))
     worker.start(worker.listen())
-    return timed(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
+    return time_steps(lambda: worker.update(packed, passes, "sft", LossSettings()), steps)
 
 
 def make_scorer(config: ModelConfig) -> Scorer:
@@ -77,7 +76,7 @@ def make_scorer(config: ModelConfig) -> Scorer:
 
 def run_pass(scorer: Scorer, packed: Any, micro_batch: Any) -> None:
     batch = collate(packed, micro_batch, DEVICE)
-    found = scorer(batch.tokens, batch.learnt(), batch.lengths, 1.0, entropy=False)
+    found = scorer(batch.tokens, batch.mask_on_host(), batch.lengths, 1.0, entropy=False)
     (-(batch.token_weights() * found["logprobs"]).sum()).backward()
 
 
@@ -91,7 +90,7 @@ def rough(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[flo
         optimizer.step()
         optimizer.zero_grad()
 
-    return timed(step, steps)
+    return time_steps(step, steps)
 
 
 def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[float]:
@@ -115,11 +114,11 @@ def bare(config: ModelConfig, packed: Any, passes: Any, steps: int) -> list[floa
             torch._foreach_copy_(weights, masters)
         optimizer.zero_grad()
 
-    return timed(step, steps)
+    return time_steps(step, steps)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", default="1.5B", choices=SHAPES)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--longest", type=int, default=2048)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-MICRO_TOKENS = 16 * 1024  # of answers in a pass: more does not fit
+MICRO_TOKENS = 16 * 1024  # of completions in a micro-batch: more do not fit
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -44,7 +44,7 @@ class Clock(TrainerCallback):
 
 def make_config(kind: Any, folder: Path, given: dict[str, Any]) -> Any:
     """Return a configuration of TRL's class."""
-    answers = given["prompts"] * given["group"]
+    completions = given["prompts"] * given["group"]
     micro_batch = min(MICRO_TOKENS // given["tokens"], 16)
     place = {"use_cpu": True, "bf16": False} if given["cpu"] else {"bf16": True, "use_vllm": True}
     if not given["cpu"]:
@@ -54,7 +54,7 @@ def make_config(kind: Any, folder: Path, given: dict[str, Any]) -> Any:
         output_dir=str(folder / "trl"),
         max_steps=given["steps"],
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=answers // micro_batch,
+        gradient_accumulation_steps=completions // micro_batch,
         num_generations=given["group"],
         max_completion_length=given["tokens"],
         learning_rate=1e-6,

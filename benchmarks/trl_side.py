@@ -44,7 +44,12 @@ OPTIONS: dict[str, Any] = {
 }
 TRL_NAMES = {"steps": "max_steps", "batch_size": "per_device_train_batch_size", "schedule": "lr_scheduler_type"}
 TRL_NAMES |= {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
-ANSWERS = {"sft": ["completion"], "kto": ["completion"], "dpo": ["chosen", "rejected"], "rm": ["chosen", "rejected"]}
+COMPLETIONS = {
+    "sft": ["completion"],
+    "kto": ["completion"],
+    "dpo": ["chosen", "rejected"],
+    "rm": ["chosen", "rejected"],
+}
 Row = dict[str, Any]
 
 
@@ -91,7 +96,7 @@ def read_rows(task: str, path: Path, options: Row) -> list[Row]:
     if len(rows) < needed:
         raise SystemExit(f"{path.name} has {len(rows)} rows; the steps need {needed}")
     for number, row in enumerate(rows[:needed], start=1):
-        longest = max(len(row.get("prompt_ids", [])) + len(row.get(f"{a}_ids", [])) for a in ANSWERS[task])
+        longest = max(len(row.get("prompt_ids", [])) + len(row.get(f"{a}_ids", [])) for a in COMPLETIONS[task])
         if longest > options["max_length"]:
             raise SystemExit(f"{path.name}:{number}: {longest} tokens, over max_length {options['max_length']}")
     return rows[:needed]
@@ -107,7 +112,7 @@ def trl_rows(task: str, rows: list[Row], batch_size: int) -> list[Row]:
         starts = range(0, len(rows), batch_size)
         before = [i + batch_size - 1 if i in starts else i - 1 for i in range(len(rows))]
         return [row | {"KL_completion_ids": rows[i]["completion_ids"]} for row, i in zip(rows, before, strict=True)]
-    return [{f"{a}_ids": row["prompt_ids"] + row[f"{a}_ids"] for a in ANSWERS[task]} for row in rows]
+    return [{f"{a}_ids": row["prompt_ids"] + row[f"{a}_ids"] for a in COMPLETIONS[task]} for row in rows]
 
 
 def _sft_row(prompt: list[int], completion: list[int]) -> Row:
@@ -153,7 +158,7 @@ def train(task: str, model: str, rows: list[Row], options: Row) -> Record:
 def read_arguments() -> argparse.Namespace:
     """The command line; the options come back whole, what was given laid over the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=sorted(ANSWERS))
+    parser.add_argument("task", choices=sorted(COMPLETIONS))
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)

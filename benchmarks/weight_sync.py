@@ -1,18 +1,17 @@
-"""Seconds in which new weights reach the engines, are proven and used, in steps of a run that samples next to nothing.
+"""Seconds of weight sync, verification included, in steps of a run that samples next to nothing.
 
     python benchmarks/weight_sync.py FOLDER [--shape 1.5B] [--steps 8] [--out FILE] [key=value ...]
 
-Prints medians of the steps from the third on: the whole sync (engines wake, weights travel, sums of both sides are
-compared, a few tokens are scored by both), and the part in which weights travel and are compared.
+Prints medians of the steps from the third on: the whole sync (engines wake, weights are sent, checksums are compared,
+both sides score a few tokens), and the part that sends and compares weights.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from statistics import median
 
-from random_model import SHAPES, make_model, make_prompts, write_result
+from random_model import SHAPES, make_model, make_parser, make_prompts, read_steps, run_words, write_result
 
 from trueline.cli import main as trueline
 
@@ -20,7 +19,7 @@ WARM = 2
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="1.5B", choices=SHAPES)
     parser.add_argument("--steps", type=int, default=8)
@@ -30,20 +29,10 @@ def main() -> int:
     folder.mkdir(parents=True)
     make_model(folder / "model", given.shape)
     make_prompts(folder)
-    words = [
-        "--model",
-        f"{folder}/model",
-        "--data",
-        f"{folder}/prompts.jsonl",
-        "--reward",
-        f"{folder}/reward.py:reward",
-    ]
-    words += ["--name", "run", f"folder={folder}", f"steps={given.steps}", "rollout.max_new_tokens=8"]
-    words += ["prompts_per_step=2", "checkpoint.save=false", "monitoring.tensorboard=false", *overrides]
-    if trueline(["grpo", *words]):
+    keys = ["rollout.max_new_tokens=8", "prompts_per_step=2", "checkpoint.save=false", *overrides]
+    if trueline(["grpo", *run_words(folder, given.steps), *keys]):
         return 1
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "loss" in row][WARM:]
+    steps = read_steps(folder / "run")[WARM:]
     names = {"seconds": "time/sync", "sent_and_compared": "sync/seconds", "gb_per_second": "sync/gb_per_second"}
     found = {name: median(row[key] for row in steps) for name, key in names.items()}
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""Functions and rows that are given from Python, as files that a configuration can name and a run can take up again."""
+"""Functions and rows from Python as files, which a configuration can name and a resumed run can load."""
 
 import inspect
 import io
@@ -14,8 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.reward import RewardConfig
-from trueline.data.stored import choose_split
-from trueline.monitoring.run_folder import PRIVATE, UNFINISHED
+from trueline.data.sources import choose_split
+from trueline.files import PRIVATE_FILE, write_atomically
+from trueline.monitoring.run_folder import PRIVATE
 from trueline.monitoring.user_files import DATASETS, FUNCTIONS, PICKLED, TOOLS
 
 
@@ -28,21 +29,21 @@ class Table(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """Files to write below `folder`, by name; equal contents have one name, so that nothing is written twice."""
+    """Files to write into `folder`, by name; equal contents have one name."""
 
     folder: Path
     files: dict[Path, bytes] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)  # lines about what was taken of what was given
+    remarks: list[str] = field(default_factory=list)  # lines about which split was taken
 
-    def named(self, tree: Tree, path: str = "") -> Tree:
-        """Return the tree with the name of a file for each function and dataset in it, and text for each path."""
+    def with_file_names(self, tree: Tree, path: str = "") -> Tree:
+        """Return the tree with a file name for each function and dataset, and text for each path."""
         return {name: self._value(value, f"{path}{name}") for name, value in tree.items()}
 
     def _value(self, value: Any, path: str) -> Any:
         if is_splits(value) and DATASETS.fullmatch(path):
             value = self._split(value, path)
         if isinstance(value, dict):
-            return self.named(value, f"{path}.")
+            return self.with_file_names(value, f"{path}.")
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if callable(value) and FUNCTIONS.fullmatch(path):
@@ -55,12 +56,12 @@ class Objects:
         return value
 
     def _function(self, function: Callable[..., Any], path: str) -> str:
-        from trueline.algorithms.user_functions import pickled  # noqa: PLC0415
+        from trueline.usercode.loading import pickle_function  # noqa: PLC0415
 
         named = inspect.isroutine(function) or inspect.isclass(function)
         name = function.__name__ if named else type(function).__name__
         try:
-            return self._add(re.sub(r"\W+", "", name), pickled(function), PICKLED)
+            return self._add(re.sub(r"\W+", "", name), pickle_function(function), PICKLED)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise ConfigError(
                 f"{path}: {name} cannot be sent to the processes that run it: {error}; make what it uses inside of "
@@ -87,18 +88,15 @@ class Objects:
         return str(file)
 
     def write(self) -> None:
-        """Write what is not there yet, for this user alone."""
+        """Write missing files, readable by this user only."""
         for file, content in self.files.items():
             self.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
             if not file.exists():
-                aside = file.with_name(f"{file.name}{UNFINISHED}")
-                aside.touch(0o600)
-                aside.write_bytes(content)
-                aside.rename(file)
+                write_atomically(file, content, mode=PRIVATE_FILE)
 
 
 def is_splits(value: Any) -> bool:
-    """Tell whether a value is a `datasets.DatasetDict`, or a dictionary like it, rather than a section of keys."""
+    """Return whether a value is a `datasets.DatasetDict`, or a dictionary like it, and no section of keys."""
     return isinstance(value, dict) and bool(value) and all(isinstance(part, Table) for part in value.values())
 
 
@@ -110,7 +108,7 @@ def line_of(row: Any, number: int, path: str) -> str:
 
 
 def reward_section(reward: Tree) -> Tree:
-    """Return the section `reward` that a dictionary means: its keys, or several rewards by name."""
+    """Return a dictionary as the section `reward`: its keys, or several rewards by name."""
     named = any(callable(value) for name, value in reward.items() if name != "function")
     if not named and RewardConfig.model_fields.keys() & reward.keys():
         return reward

@@ -1,49 +1,56 @@
-"""Words of the command line: what they may be, and all that are not known reported at once."""
+"""How the command line is read: flags, keys, help texts, and every unknown word reported at once."""
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trueline.config.base import Config, ConfigError, parse_override, suggestion
+from pydantic import ValidationError
+
+from trueline.config.base import Config, ConfigError, Key, Tree, explain, parse_override, suggestion
 
 KEY = re.compile(r"[\w.][\w.+-]*=")  # how an override begins
-NUMBER = re.compile(r"-\d*\.?\d+")  # and no flag
+NUMBER = re.compile(r"-\d*\.?\d+")  # not a flag
 SWITCHES = ("--deep", "--dry-run", "--restart", "--resume")  # which take no value, or need none
 
 Words = list[str]
 
 
-class Once(argparse.Action):
-    """Stores the value of a flag, prints which is replaced by a later one, and refuses two flags of one key."""
+class StoreOnce(argparse.Action):
+    """Stores the value of a flag, reports a value that a later one replaces, and refuses two flags for one key."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        given: dict[str, str] = vars(namespace).setdefault("given", {})  # key -> the flag that has set it
-        before, flag = vars(namespace).get(self.dest), given.get(self.dest)
+        flags: dict[str, str] = vars(namespace).setdefault("flags", {})  # key -> the flag that has set it
+        before, flag = vars(namespace).get(self.dest), flags.get(self.dest)
         if flag and before != values and flag != option_string:
-            parser.error(f"{option_string} {values}: {flag} has set {self.dest}={before} already; give one of the two")
+            parser.error(f"{option_string} {values}: {flag} already sets {self.dest}={before}; give only one of them")
         if flag and before != values:
-            sys.stderr.write(f"{flag} {before} does not count, for {flag} {values} stands behind it\n")
+            sys.stderr.write(f"{flag} {before} is ignored: {flag} {values} follows it\n")
         if option_string:
-            given[self.dest] = option_string
+            flags[self.dest] = option_string
         setattr(namespace, self.dest, values)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports every word of a command that it does not know, with what to write in place of it."""
+    """Reports every unknown word of a command, each with a suggestion."""
 
     respell: Callable[[Words], Words] = staticmethod(lambda words: words)  # before they are parsed
-
-    stray = ""  # what to write in place of a word that is neither a flag nor a key
+    stray = ""  # what to write instead of a word that is neither a flag nor a key
+    kind: type[Config] | None = None  # of the keys that it takes
+    defaults: Tree = {}  # of these keys, where a verb has its own
+    common_keys: Sequence[str] = ()  # listed in the help
+    example = ""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.register("action", None, Once)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.register("action", None, StoreOnce)
 
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -59,24 +66,36 @@ class CommandParser(argparse.ArgumentParser):
         usage = f"usage: {self.prog} ... (-h lists its options)" if self.get_default("run") else self.format_usage()
         self.exit(2, f"{usage.rstrip()}\n{self.prog}: error: {message}\n")
 
+    def format_help(self) -> str:
+        """Add what the keys mean, and an example. Only help needs this, and it takes longer than parsing."""
+        keys = {key.path: key for key in self.kind.parse(self.defaults).leaves()} if self.kind else {}
+        for action in self._actions:
+            if action.help is None and action.dest in keys:
+                action.help = f"{keys[action.dest].meaning.rstrip('.').replace('%', '%%')} (key {action.dest})"
+        common = [f"  {key}={default_text(keys[key])}\n      {keys[key].meaning}\n" for key in self.common_keys]
+        title = f"keys, written as key=value (`trueline config {self.prog.split()[-1]}` lists all):\n"
+        listing = [title, *common, "\n"] if common else []
+        self.epilog = "".join([*listing, f"example:\n  {self.example}"]) if self.example else self.epilog
+        return super().format_help()
+
     def _mistakes(self, rest: Words, options: argparse.Namespace) -> Words:
-        (flags, words), kind = split_words(rest), self.get_default("config_kind")
-        if kind is None:
+        flags, words = split_words(rest)
+        if self.kind is None:
             return [self._without_keys(word) for word in (*flags, *words)]
-        lines = [self._unknown_flag(word, kind) for word in flags]
+        lines = [self._unknown_flag(word, self.kind) for word in flags]
         for word in words:
             try:
                 parse_override(word)
             except ConfigError as error:
                 about = "{0!r} is neither an option nor key=value: " + self.stray
                 lines.append(about.format(word) if self.stray else str(error))
-        return lines and [*lines, *unknown_keys(kind, options.config, [word for word in words if KEY.match(word)])]
+        return lines and [*lines, *unknown_keys(self.kind, options.config, [word for word in words if KEY.match(word)])]
 
     def _unknown_flag(self, word: str, kind: type[Config]) -> str:
-        said = f"unknown option {word}; keys are written as key=value"
+        unknown = f"unknown option {word}; keys are written as key=value"
         if near := difflib.get_close_matches(word.partition("=")[0], self._flags(), n=1, cutoff=0.8):
-            return f"{said}; did you mean {near[0]!r}?"
-        return said + suggestion(kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
+            return f"{unknown}; did you mean {near[0]!r}?"
+        return unknown + suggestion(kind, word.lstrip("-").partition("=")[0].replace("-", "_"))
 
     def _without_keys(self, word: str) -> str:
         name, _, value = word.lstrip("-").partition("=")
@@ -86,7 +105,13 @@ class CommandParser(argparse.ArgumentParser):
         return f"{what}; {self.prog} takes {', '.join(self._flags()) or 'no options'}, and no keys{guess}"
 
     def _flags(self) -> Words:
-        return re.findall(r"(?<![\w-])--[a-z][\w-]*", self.format_usage())
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return [flag for flag in flags if flag != "--help"]
+
+
+def default_text(key: Key) -> str:
+    """Return a default as an override writes it."""
+    return key.default if isinstance(key.default, str) else json.dumps(key.default)
 
 
 def split_words(rest: Sequence[str]) -> tuple[Words, Words]:
@@ -104,16 +129,19 @@ def split_words(rest: Sequence[str]) -> tuple[Words, Words]:
 
 
 def unknown_keys(kind: type[Config], files: list[Path], overrides: Words) -> Words:
-    """List the keys that a configuration does not have, beside flags that were not known."""
+    """List files that cannot be read and keys that do not exist, to report them together with unknown flags."""
     try:
-        kind.parse(kind.asked(files, overrides))
+        kind.model_validate(kind.merge_sources(files, overrides))
+    except ValidationError as error:
+        unknown = [detail for detail in error.errors() if detail["type"] == "extra_forbidden"]
+        return [explain(kind, unknown)] if unknown else []
     except ConfigError as error:
-        return [line for line in str(error).split("\n") if line.startswith(("unknown key", "--config"))]
+        return [str(error)]
     return []
 
 
 def keys_first(words: Words) -> Words:
-    """Move --resume behind the keys that follow it, so that the word behind it is a run or a flag."""
+    """Move --resume behind the keys that follow it, so that the next word is a run or a flag."""
     words = list(words)
     for at in range(len(words) - 1):
         if words[at] == "--resume" and KEY.match(words[at + 1]):
@@ -138,16 +166,16 @@ def verb_first(words: Words, verbs: Collection[str], flag: str = "", default: st
     return [default, *words] if default and not {"-h", "--help"} & set(words) else words
 
 
-def add_config_options(verb: CommandParser, flags: dict[str, str], kind: type[Config]) -> None:
+def add_config_options(parser: CommandParser, flags: dict[str, str], kind: type[Config]) -> None:
     for flag, key in flags.items():
-        about = f"same as {key}=..."
-        verb.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper(), help=about)
-    verb.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML; later files win")
-    verb.epilog = "Any key of `trueline config` can be set as key=value, e.g. training.learning_rate=1e-5"
-    verb.set_defaults(takes_overrides=True, config_kind=kind)
+        parser.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper())
+    files = "YAML file with keys; may be repeated, later files win"
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=files)
+    parser.kind = kind
+    parser.set_defaults(takes_overrides=True)
 
 
-def given_flags(options: argparse.Namespace, flags: dict[str, str]) -> Words:
+def flag_overrides(options: argparse.Namespace, flags: dict[str, str]) -> Words:
     values = vars(options)
     return [f"{key}={values[key]}" for key in dict.fromkeys(flags.values()) if values[key] is not None]
 

@@ -1,4 +1,4 @@
-"""The one table of verbs that make a run: its configuration, help, flags, what starts it, what it sets."""
+"""Every verb of the command line: its help and, if it starts a run, its configuration, flags and launcher."""
 
 from dataclasses import dataclass, field
 
@@ -20,76 +20,145 @@ from trueline.config.supervised import (
 
 COMMON = {"--model": "model.path", "--name": "name"}
 DATA, HELD_OUT, REWARD = {"--data": "data.path"}, {"--eval-data": "evaluation.data"}, {"--reward": "reward.function"}
-PLAYED = {"--environment": "environment.function", "--agent": "environment.agent", "--tools": "environment.tools"}
+EPISODES = {"--environment": "environment.function", "--agent": "environment.agent", "--tools": "environment.tools"}
+RATE, LENGTH = "training.learning_rate", "rollout.max_new_tokens"  # keys that several verbs list
+LORA, SHARE, TEACHER = "model.lora.rank", "evaluation.share", "distill.teacher"
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command: the kind of configuration that it reads, and what it sets before files and overrides."""
+    """A verb that starts a run."""
 
     kind: type[RunConfig]
     meaning: str
-    prepare: str  # `package.module:function` that plans it
-    flags: dict[str, str]  # each one's key
-    defaults: Tree = field(default_factory=dict)
+    prepare: str  # `package.module:function` that plans the run
+    flags: dict[str, str]  # flag -> its key
+    keys: tuple[str, ...]  # that users change most; its help lists them
+    example: str  # flags and keys that complete `trueline VERB --model MODEL`
+    defaults: Tree = field(default_factory=dict)  # which files and overrides replace
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it trains one model and resumes from checkpoints; other jobs resume from what they have written."""
+        return issubclass(self.kind, RLConfig | SupervisedConfig)
 
 
 def rl(preset: str) -> Verb:
-    meaning, defaults = f"reinforcement learning with {preset}", {"algorithm": {"preset": preset}}
-    flags = COMMON | DATA | HELD_OUT | REWARD | PLAYED
-    return Verb(RLConfig, meaning, "trueline.rl.launch:prepare_rl", flags, defaults)
+    has_teacher = PRESETS[preset]["advantage"] == "teacher"
+    return Verb(
+        RLConfig,
+        RL_MEANINGS[preset],
+        "trueline.rl.build:prepare_rl",
+        COMMON | DATA | HELD_OUT | REWARD | EPISODES,
+        ("steps", "prompts_per_step", "teacher.path" if has_teacher else "algorithm.group_size", RATE, LENGTH),
+        "--data data.jsonl " + ("teacher.path=teacher/" if has_teacher else "--reward math"),
+        {"algorithm": {"preset": preset}},
+    )
 
 
-def offline(kind: type[SupervisedConfig], meaning: str, defaults: Tree | None = None) -> Verb:
-    return Verb(kind, meaning, "trueline.offline.launch:prepare_supervised", COMMON | DATA | HELD_OUT, defaults or {})
+def offline(kind: type[SupervisedConfig], meaning: str, key: str, data: str = "data.jsonl", **defaults: Tree) -> Verb:
+    keys, prepare = ("epochs", "samples_per_step", RATE, LORA, key), "trueline.offline.build:prepare_supervised"
+    return Verb(kind, meaning, prepare, COMMON | DATA | HELD_OUT, keys, f"--data {data}", defaults)
 
 
-def preference(meaning: str, keys: Tree) -> Verb:
-    return offline(PreferenceRunConfig, meaning, {"preference": keys})
+def preference(meaning: str, keys: Tree, key: str = "preference.beta") -> Verb:
+    return offline(PreferenceRunConfig, meaning, key, "pairs.jsonl", preference=keys)
 
 
-def job(kind: type[RunConfig], meaning: str, prepare: str, flags: dict[str, str], defaults: Tree | None = None) -> Verb:
-    return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | PLAYED | flags, defaults or {})
+def job(
+    kind: type[RunConfig],
+    meaning: str,
+    prepare: str,
+    flags: dict[str, str],
+    keys: tuple[str, ...],
+    example: str = "--data data.jsonl --reward math",
+) -> Verb:
+    return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | EPISODES | flags, keys, example)
 
 
-TASK_VERBS: dict[str, Verb] = {
-    "sft": offline(SftConfig, "supervised fine-tuning on conversations, answers or plain text"),
-    "rm": offline(RewardModelRunConfig, "train a reward model on pairs of answers"),
-    "prm": offline(ProcessRewardRunConfig, "train a process reward model on rated steps"),
-    "dpo": preference("direct preference optimisation on pairs", {"loss": "sigmoid", "beta": 0.1}),
-    "cdpo": preference("DPO with noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
-    "ipo": preference("identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
-    "simpo": preference("preferences without a reference model", {"loss": "simpo", "beta": 2.0, "gamma": 1.0}),
-    "orpo": preference("supervised loss plus odds ratio, without a reference model", {"loss": "orpo"}),
-    "kto": offline(KTORunConfig, "learn from answers labelled good or bad"),
-    "distill": offline(DistillRunConfig, "learn a teacher's next-token distributions"),
+RL_MEANINGS = {
+    "ppo": "Clipped policy loss with a critic",
+    "reinforce++": "No critic; advantages are normalised over the batch",
+    "reinforce++_baseline": "REINFORCE++ with the group's mean reward as the baseline",
+    "grpo": "No critic; rewards are normalised within each prompt's group",
+    "dr_grpo": "GRPO without dividing by length or by the group's deviation",
+    "rloo": "REINFORCE with the mean of the group's other rewards as the baseline",
+    "remax": "REINFORCE with the greedy completion's reward as the baseline",
+    "dapo": "GRPO with dynamic sampling and a higher upper clip",
+    "gspo": "GRPO with one clipped ratio per completion",
+    "cispo": "GRPO with capped importance weights instead of clipping",
+    "vapo": "PPO with length-adaptive advantages and a critic warm-up",
+    "on_policy_distill": "Imitate a teacher on the policy's own completions",
 }
-
+TASK_VERBS: dict[str, Verb] = {
+    "sft": offline(SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),
+    "rm": offline(RewardModelRunConfig, "Train a reward model on preference pairs", SHARE, "pairs.jsonl"),
+    "prm": offline(ProcessRewardRunConfig, "Train a process reward model on rated steps", SHARE, "steps.jsonl"),
+    "dpo": preference("Direct preference optimisation", {"loss": "sigmoid", "beta": 0.1}),
+    "cdpo": preference("DPO for noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
+    "ipo": preference("Identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
+    "simpo": preference("Preferences without a reference model", {"loss": "simpo", "beta": 2.0, "gamma": 1.0}),
+    "orpo": preference(
+        "SFT plus an odds-ratio loss, without a reference model", {"loss": "orpo"}, "preference.odds_coefficient"
+    ),
+    "kto": offline(KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
+    "distill": offline(
+        DistillRunConfig, "Learn a teacher's next-token distributions", TEACHER, f"data.jsonl {TEACHER}=teacher/"
+    ),
+}
 VERBS: dict[str, Verb] = {
     **{preset: rl(preset) for preset in PRESETS},
     **TASK_VERBS,
     "generate": job(
         GenerateConfig,
-        "sample answers with rewards to a file: best-of-n, rejection sampling, preference pairs",
+        "Sample completions to a file: all, best-of-n, by reward, or as preference pairs",
         "sampling:prepare_generate",
         DATA,
+        ("samples", "keep", "pairs", "rollout.temperature", LENGTH),
     ),
     "eval": job(
         EvalConfig,
-        "sample held-out prompts and report mean@k, pass@k and maj@k",
+        "Evaluate a model on held-out prompts: mean@k, pass@k and maj@k",
         "sampling:prepare_eval",
         HELD_OUT | {"--data": "evaluation.data"},
+        ("evaluation.samples", "evaluation.temperature", "evaluation.limit", "evaluation.pass_reward", LENGTH),
+        "--data held_out.jsonl --reward math",
     ),
     "raft": job(
         RaftConfig,
-        "rounds of best-of-n or rejection sampling, each followed by sft",
+        "In rounds: sample, keep the best completions, fine-tune on them",
         "rounds:prepare_rounds",
         DATA | HELD_OUT,
+        ("rounds", "samples", "prompts_per_round", "keep", RATE),
     ),
     "iterative_dpo": job(
         IterativeDPOConfig,
-        "rounds of best-against-worst pairs, each followed by dpo against the present model",
+        "In rounds: sample, pair the best with the worst completion, train with DPO",
         "rounds:prepare_rounds",
         DATA | HELD_OUT,
+        ("rounds", "samples", "prompts_per_round", "preference.beta", RATE),
     ),
+}
+
+TOOLS: dict[str, tuple[str, str]] = {  # verbs that start no run: what each is for, and an example
+    "serve-reward": ("Serve a reward model over HTTP", "serve-reward --model runs/judge --port 8900"),
+    "reward": ("Score rows of the data with a reward", "reward try --reward math --data data.jsonl --reply 42"),
+    "export": ("Write a run's model as a Hugging Face folder", "export runs/first model/ --dtype bfloat16"),
+    "doctor": ("Check a run before it starts", "doctor grpo --model model/ --data data.jsonl --reward math --deep"),
+    "plan": (
+        "Plan a run on GPUs you name: placement, memory and time",
+        "plan grpo --devices 8x8xH100 --model-shape llama-70b",
+    ),
+    "data": ("Show rows as they will be trained on", "data preview sft --model model/ --data data.jsonl --rows 5"),
+    "config": ("List configuration keys with defaults and meanings", "config grpo learning_rate"),
+    "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
+    "report": ("Write curves, times and transcripts of runs to an HTML file", "report first second --out both.html"),
+    "watch": ("Serve that page, up to date, to this machine", "watch first --port 8000"),
+    "demo": ("Teach a small new model to add, in minutes", "demo --steps 30"),
+}
+GROUPS: dict[str, tuple[str, ...]] = {  # as `trueline --help` shows them
+    "train with RL": (*PRESETS, "raft", "iterative_dpo"),
+    "train on data": tuple(TASK_VERBS),
+    "sample and evaluate": ("generate", "eval", "reward", "serve-reward", "export"),
+    "look and diagnose": ("doctor", "plan", "data", "config", "explain", "report", "watch", "demo"),
 }

@@ -1,8 +1,8 @@
-"""An agent that knows nothing of training: it asks a model through OpenAI's client, runs its tool and counts.
+"""An agent that knows nothing of training: it calls a model through OpenAI's client, and runs its tool.
 
     trueline grpo --model MODEL --data FOLDER/practice.jsonl --agent examples/agent/agent.py:main
 
-MODEL and FOLDER as in examples/tools. `client` is an openai.OpenAI whose address and key are those of this episode.
+MODEL and FOLDER as in examples/tools. `client` is an openai.OpenAI whose address and key belong to this episode.
 """
 
 import random
@@ -19,8 +19,8 @@ def main(prompt: str, client: Any) -> float:
     messages: list[Any] = [{"role": "user", "content": prompt}]
     drawn = ""
     for _ in range(TURNS):
-        answer = client.chat.completions.create(model="policy", messages=messages, tools=[DRAW])
-        message = answer.choices[0].message
+        response = client.chat.completions.create(model="policy", messages=messages, tools=[DRAW])
+        message = response.choices[0].message
         if not message.tool_calls:
             return float(drawn != "" and message.content == drawn)
         messages.append(message)

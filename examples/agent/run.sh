@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same by an agent written elsewhere, on the model that examples/tools has made:
+# The same with an existing agent, on the model from examples/tools:
 # bash examples/agent/run.sh FOLDER [key=value ...]
 set -euo pipefail
 here=$(dirname "$0") folder=$1

@@ -1,10 +1,10 @@
-"""A word game of three turns: the game says a letter, the model answers with the next one of the circle a b c d.
+"""A word game of three turns: the game shows a letter, the model replies with the next one of the circle a b c d.
 
     python examples/environment/prepare.py FOLDER
     trueline sft --model FOLDER/model --data FOLDER/teacher.jsonl --name sft folder=FOLDER
     trueline ppo --model FOLDER/sft/... --data FOLDER/practice.jsonl --environment examples/environment/game.py:Circle
 
-Every turn has a reward of its own.
+Every turn has its own reward.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Make the small model of examples/tools, and conversations in which letters are answered, mostly at random.
+"""Make the small model of examples/tools, and conversations with mostly random replies to letters.
 
 python examples/environment/prepare.py FOLDER
 """
@@ -17,11 +17,11 @@ LETTERS = "abcd"
 def conversation(generator: random.Random) -> list[dict[str, str]]:
     messages = []
     for turn in range(3):
-        shown, answer = generator.choice(LETTERS), generator.choice(LETTERS)
+        shown, reply = generator.choice(LETTERS), generator.choice(LETTERS)
         if generator.random() < 0.25:
-            answer = LETTERS[(LETTERS.index(shown) + 1) % len(LETTERS)]
+            reply = LETTERS[(LETTERS.index(shown) + 1) % len(LETTERS)]
         messages += [{"role": "user", "content": f"go {shown}" if turn == 0 else shown}]
-        messages += [{"role": "assistant", "content": answer}]
+        messages += [{"role": "assistant", "content": reply}]
     return messages
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A run handed to a Ray cluster that is up already (two_machines.sh head and join make one): it goes on when this
-# terminal is closed. Its driver, which reads data and runs rewards, lives on the head.
+# Submits a run to a running Ray cluster (two_machines.sh head and join start one): it continues when this terminal is
+# closed. Its driver, which reads data and runs rewards, is on the head.
 #
 #   examples/launch/ray_job.sh http://ADDRESS_OF_HEAD:8265 FOLDER_WITH_YOUR_REWARD
 #
-# Both ends need pip install 'ray[default]'. The address is that of Ray's dashboard, which listens on the head alone;
+# Both ends need pip install 'ray[default]'. The address is that of Ray's dashboard, which listens only on the head;
 # from elsewhere: ssh -L 8265:localhost:8265 HEAD. The folder is copied to the cluster (keep models and data out of it),
 # so that reward.py is found there. The token is read from ~/.ray/auth_token; put no secret into the command or a
 # runtime environment: Ray shows and logs both.

@@ -12,11 +12,11 @@
 #SBATCH --time=24:00:00
 set -euo pipefail
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
-ray get-auth-token > /dev/null # fails where the token is missing
+ray get-auth-token > /dev/null # fails if the token is missing
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
-port=$((20000 + SLURM_JOB_ID % 10000)) # of this job alone, where jobs share nodes
+port=$((20000 + SLURM_JOB_ID % 10000)) # different for each job on a shared node
 cpus=$SLURM_CPUS_PER_TASK
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" \
@@ -26,7 +26,7 @@ srun --nodes=$((SLURM_NNODES - 1)) --ntasks=$((SLURM_NNODES - 1)) --exclude="$he
   ray start --address="$address:$port" --num-cpus="$cpus" --num-gpus=8 --block &
 sleep 20
 
-# This script runs on the head. When it ends, SLURM ends Ray on all nodes. --resume goes on after a time limit.
+# This script runs on the head. When it ends, SLURM ends Ray on all nodes. After a time limit, use --resume.
 export RAY_ADDRESS="$address:$port"
 trueline grpo --model /shared/model --data /shared/prompts.jsonl --reward math \
   --name slurm folder=/shared/runs training.zero_stage=3

@@ -1,4 +1,4 @@
-"""Makes what the pipeline starts from: a small random model and sums to add; nothing is downloaded.
+"""Make a small random model and sums to add, for the pipeline; nothing is downloaded.
 
 python examples/rlhf/prepare.py rlhf
 """

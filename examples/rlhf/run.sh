@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The classic pipeline, stage by stage: SFT -> comparisons -> reward model -> PPO, and -> DPO.
+# The classic pipeline, stage by stage: SFT -> preference pairs -> reward model -> PPO, and -> DPO.
 #
 #   examples/rlhf/run.sh rlhf        (a new folder; minutes on a laptop)
 set -euo pipefail

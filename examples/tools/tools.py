@@ -1,4 +1,4 @@
-"""A tool whose answer nobody can know before it is asked, and the reward for telling what it said."""
+"""A tool with an unpredictable result, and a reward for repeating it."""
 
 import random
 
@@ -8,7 +8,7 @@ def draw() -> str:
     return random.choice("abcdefgh")
 
 
-def told(reply: str, turns: list) -> float:
-    """Return 1 if the last answer is what the tool said. `turns` is all that was said after the prompt."""
+def repeats_result(reply: str, turns: list) -> float:
+    """Return 1 if the last reply is the tool's last result. `turns` is the conversation after the prompt."""
     results = [turn["content"] for turn in turns if turn["role"] == "tool"]
     return float(bool(results) and reply == results[-1])

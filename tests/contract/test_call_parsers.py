@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.written_calls import CALLS, FORMAT_OF, HAS_VLLM, LOOK, calls_of, chosen_of, written
 from trueline.config.base import ConfigError
 from trueline.environments.tools.calls import Parsed, ToolCall
-from trueline.environments.tools.formats import FORMATS, Format, Parser, check_format, chosen_format, open_parser
+from trueline.environments.tools.formats import FORMATS, CallFormat, Parser, check_format, choose_format, open_parser
 
 pytest.importorskip("vllm")
 
-from trueline.environments.tools.vllm_calls import parsers, read, vllm_parser
+from trueline.environments.tools.vllm_calls import parsers, read_calls, vllm_parser
 
 LOST = 50  # characters: of the second call, where there are two
 
@@ -41,20 +41,20 @@ def test_vllm_knows_the_parsers_of_the_table() -> None:
 
 
 def test_parsers_by_name(tokenizer: PreTrainedTokenizerFast) -> None:
-    pythonic = chosen_format("pythonic", "", vllm=False)
+    pythonic = choose_format("pythonic", "", vllm=False)
     assert pythonic.by_vllm
     parsed = open_parser(pythonic, tokenizer)('[look_up(count="3", digits="3")]', LOOK)
     assert parsed == Parsed("", [ToolCall("look_up", {"count": 3, "digits": "3"})])
     with pytest.raises(ConfigError, match=r"tool_format=none is not known: give one of auto, .* vLLM's: .*pythonic"):
         check_format("none")
     with pytest.raises(ConfigError, match=r"no parser 'none' of tool calls: it has .*hermes.*; or give one of auto, "):
-        open_parser(chosen_format("none", "", vllm=True), tokenizer)
+        open_parser(choose_format("none", "", vllm=True), tokenizer)
 
 
 def test_a_tokenizer_without_the_markers_is_read_by_our_reader(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="vLLM's parser 'deepseek_v3' of tool calls refuses the model's tokenizer: "):
         vllm_parser("deepseek_v3", tokenizer)
-    parser = open_parser(chosen_format("deepseek_v3", "", vllm=True), tokenizer)
+    parser = open_parser(choose_format("deepseek_v3", "", vllm=True), tokenizer)
     assert parser.find is None
     assert parser.remark.startswith(
         "tool calls deepseek_v3 (our reader): vLLM's parser 'deepseek_v3' of tool calls ref"
@@ -66,14 +66,14 @@ def test_a_format_that_only_vllm_reads_says_what_is_begun_and_not_read() -> None
     def blind(text: str, tools: object) -> Parsed:
         return Parsed(text, [])
 
-    parsed = Parser(Format("other", begin="<call>", vllm="other"), blind)("So: <call>add(1", [])
+    parsed = Parser(CallFormat("other", begin="<call>", vllm="other"), blind)("So: <call>add(1", [])
     assert (parsed.calls, parsed.text) == ([], "So: <call>add(1")
     assert "<call> begins none that is closed" in parsed.error
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]"])
 def test_arguments_that_vllm_hands_on_unread(arguments: str) -> None:
-    parsed = read([SimpleNamespace(name="add", arguments=arguments)], "so")
+    parsed = read_calls([SimpleNamespace(name="add", arguments=arguments)], "so")
     assert (parsed.content, parsed.calls) == ("so", [])
     assert parsed.error
 

@@ -93,7 +93,7 @@ def train_and_save(rank: int, world: int, model: str, folder: Path) -> Found:
     peaks.phase = "save"
     folder.mkdir(exist_ok=True)
     worker.save(str(folder))
-    saved = worker.saved(True)
+    saved = worker.save_result(True)
     assert saved is not None and saved.problem is None
     return losses + train(worker, range(STEPS, STEPS + 1)), peaks.found
 

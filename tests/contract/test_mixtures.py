@@ -56,7 +56,7 @@ def train_and_save(rank: int, world: int, model: str, folder: Path) -> dict[str,
         target = folder / str(stage)
         target.mkdir(parents=True, exist_ok=True)
         worker.save(str(target))
-        saved = worker.saved(wait=True)
+        saved = worker.save_result(wait=True)
         assert saved is not None and saved.problem is None
         found[f"zero {stage}"] = sent(worker)
     torch.distributed.barrier()
@@ -69,7 +69,7 @@ def train_and_save(rank: int, world: int, model: str, folder: Path) -> dict[str,
 
 
 def replace_lora(config: ModelConfig) -> ModelConfig:
-    return config.replaced({"lora": LoraConfig(rank=2).model_dump()})
+    return config.with_keys({"lora": LoraConfig(rank=2).model_dump()})
 
 
 def on_disk(folder: Path) -> Weights:

@@ -1,4 +1,7 @@
-"""One gradient, however the work is divided: packed or padded, over data, ring and tensor ranks."""
+"""One gradient, however the work is divided: packed or padded, over data, ring and tensor ranks.
+
+Covers `trueline.training.deepspeed_tensor_parallel`.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,7 @@ from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.config.preference import KTOConfig, PreferenceConfig
+from trueline.config.supervised import KTOConfig, PreferenceConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
 from trueline.training.group import TOTALS
@@ -100,12 +103,12 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
             {"engine": case.engine, "zero_stage": case.stage, "learning_rate": FROZEN_RATE, "packing": case.packing}
         )
         worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0)))
-        for loss, (together, settings) in LOSSES.items():
+        for loss, (samples_per_row, settings) in LOSSES.items():
             samples = minibatch()
             set_weights(samples, "token_mean" if loss in ("sft", "policy") else "sequence_sum", 0)
             mesh = worker.spec.mesh()
             lengths = [sample.length() for sample in samples]
-            plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), together)
+            plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), samples_per_row)
             report = worker.accumulate(pack_samples(samples), plan[mesh.data_place(rank)], loss, settings)
             totals = {name: value for name, value in report.sums.items() if name in TOTALS}
             found[case, loss] = totals, worker.gradients()

@@ -12,7 +12,7 @@ from tests.support.tiny import make_tiny_mixture
 from trueline.config.model import ModelConfig, PolicyTrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
-from trueline.training.report import AGREED, TOLD, LossSettings
+from trueline.training.report import AGREED, REPORTED, LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 Found = tuple[dict[str, float], dict[str, np.ndarray]]
@@ -52,9 +52,9 @@ def test_every_division_follows_the_same_experts(tmp_path: Path) -> None:
     pair = run_ranks(replay, 2, tmp_path / "pair", str(model), samples, PAIR)
     shares = []
     for case in PAIR:
-        sums = {name: sum(found[case][0][name] for found in pair) / case.ring for name in ("loss", AGREED, TOLD)}
+        sums = {name: sum(found[case][0][name] for found in pair) / case.ring for name in ("loss", AGREED, REPORTED)}
         assert sums["loss"] == pytest.approx(loss, rel=1e-5), case
-        shares.append(sums[AGREED] / sums[TOLD])
+        shares.append(sums[AGREED] / sums[REPORTED])
         for name, expected in gradients.items():
             np.testing.assert_allclose(pair[0][case][1][name], expected, atol=5e-6, err_msg=f"{case} {name}")
     assert shares == pytest.approx([shares[0]] * len(shares)) and 0.4 < shares[0] < 0.9

@@ -146,7 +146,7 @@ def train(worker: Worker, rounds: Iterable[int]) -> list[float]:
 def save(worker: Worker, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     worker.save(str(folder))
-    saved = worker.saved(True)
+    saved = worker.save_result(True)
     assert saved is not None and saved.problem is None
 
 
@@ -306,7 +306,8 @@ def take_up(rank: int, world: int, model: str, folder: Path, cases: list[Case]) 
         worker = case.worker(rank, model)
         worker.load(str(folder))
         sizes = {name: math.prod(shape) for name, shape in worker.shapes.items()}
-        read = sum(len(range(*worker.engine.wanted(name, "moment").indices(size))) for name, size in sizes.items())
+        slices = [worker.engine.needed_slice(name, "moment").indices(size) for name, size in sizes.items()]
+        read = sum(len(range(*one)) for one in slices)
         found[case] = train(worker, [REST.start])[0], read
     return found
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from trueline.models.ring_attention import Ring, gather_ring, local_positions, padded_lengths, ring_attention
+from trueline.models.ring_attention import RingGroup, gather_ring, local_positions, padded_lengths, ring_attention
 
 WORLD, RING_SIZES = 4, (1, 2, 4)
 SIZE, SCALE = 8, 0.4
@@ -43,7 +43,7 @@ def real(lengths: list[int], size: int) -> Tensor:
     return torch.cat([torch.arange(total) < length for length, total in zip(lengths, padded, strict=True)])
 
 
-def attend(inputs: list[Tensor], lengths: list[int], ring: Ring) -> dict[str, Tensor]:
+def attend(inputs: list[Tensor], lengths: list[int], ring: RingGroup) -> dict[str, Tensor]:
     """This rank's part of the output and of the gradients."""
     rows = local_positions(lengths, ring.rank, ring.size)
     query, key, value, dout = (tensor[rows] for tensor in inputs)
@@ -61,7 +61,7 @@ def changed_sequence(inputs: list[Tensor], size: int) -> list[Tensor]:
     return copies
 
 
-def gather(ring: Ring) -> dict[str, Tensor]:
+def gather(ring: RingGroup) -> dict[str, Tensor]:
     values, weights = gather_inputs(ring.size)
     local = values[local_positions(GATHER_LENGTHS, ring.rank, ring.size)].requires_grad_()
     whole = gather_ring(local, GATHER_LENGTHS, ring)
@@ -83,12 +83,12 @@ def on_rank(rank: int, world: int) -> dict[int, Any]:
     for size in RING_SIZES:
         rings = world // size
         groups = [dist.new_group(list(range(first, world, rings))) for first in range(rings)]
-        found[size] = on_ring(Ring(rank // rings, size, groups[rank % rings]))
+        found[size] = on_ring(RingGroup(rank // rings, size, groups[rank % rings]))
     dist.destroy_process_group()
     return found
 
 
-def on_ring(ring: Ring) -> dict[str, Any]:
+def on_ring(ring: RingGroup) -> dict[str, Any]:
     found: dict[str, Any] = {case: attend(make_inputs(case, ring.size), CASES[case][0], ring) for case in CASES}
     inputs = leak_inputs(ring.size)
     found["before"] = attend(inputs, LEAK_LENGTHS, ring)
@@ -181,6 +181,6 @@ def test_chunks_of_the_layout() -> None:
 @pytest.mark.parametrize("lengths", [[6], [5, 3], [4, 6]])
 def test_lengths_that_do_not_fit_are_refused(lengths: list[int]) -> None:
     values = torch.zeros(8, 1, SIZE)
-    ring: Any = Ring(0, 1, None)  # type: ignore[arg-type]
+    ring: Any = RingGroup(0, 1, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two equal chunks"):
         ring_attention(values, values, values, lengths, ring, SCALE)

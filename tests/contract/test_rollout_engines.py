@@ -1,4 +1,7 @@
-"""One suite for every rollout engine: what a sampler must do, whoever does it."""
+"""One suite for every rollout engine: what a sampler must do, whoever does it.
+
+Covers `trueline.environments.tools.vllm_structures`.
+"""
 
 import asyncio
 import json
@@ -20,8 +23,8 @@ from trueline.data.types import INTERRUPTED, Completion
 from trueline.environments.base import Structure
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import Actor, ActorFailure, RayActor, Spot, Target
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.runtime.actors import Actor, ActorFailure, Placement, RayActor, Target
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
@@ -71,7 +74,7 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     logs = tmp_path_factory.mktemp("logs")
     machine = machine_at_hand()
     spots = {
-        name: Spot(environment=process_environment(target, machine) | {"PYTHONPATH": str(ROOT)})
+        name: Placement(environment=process_environment(target, machine) | {"PYTHONPATH": str(ROOT)})
         for name, target in TARGETS.items()
     }
     with ray_cluster(machine):
@@ -143,7 +146,7 @@ def test_a_structure_is_kept_or_refused(
     free = true_logprobs(plain, PROMPT + answers[0].tokens.tolist(), 1.0)[len(PROMPT) - 1 :]
     held = torch.tensor(answers[0].logprobs.tolist())
     assert held[0] == 0 and (held >= free - 1e-4).all() and (held[1:] < 0).any()
-    with pytest.raises(ActorFailure, match="=hf holds no reply to a structure"):
+    with pytest.raises(ActorFailure, match="=hf cannot enforce a structure"):
         ask(run, engines["hf"], "structure", settings[0])
 
 
@@ -294,7 +297,8 @@ def test_answers_that_are_cut_off_go_on(engine: Actor[RolloutEngine], plain: Any
 
     async def cut(attempt: int) -> tuple[list[Completion], list[Completion]]:
         """Return what came of all requests, and of one that was asked without a pool."""
-        calls = [pool.generate(PROMPT, params(1.0, 100, seed=one), one, f"{mode}-{attempt}-{one}") for one in range(6)]
+        keys = [RolloutKey(one, attempt, purpose=mode) for one in range(6)]
+        calls = [pool.generate(PROMPT, params(1.0, 100, seed=key.group), key) for key in keys]
         alone = engine.call(RolloutEngine.generate, PROMPT, params(1.0, 100), f"{mode}-{attempt}-alone")
         requests = [asyncio.ensure_future(call) for call in (*calls, alone)]
         await asyncio.sleep(0.05 * attempt)
@@ -411,14 +415,14 @@ async def cancel_while_it_is_cut_off(engine):
     both = [asyncio.create_task(engine._run([1], None, name)) for name in ("cancelled", "kept")]
     while len(engine.llm) < 2:
         await asyncio.sleep(0.01)
-    cut_off = engine._cut_off
+    cut_off = engine._interrupt
     def cancel_then_cut():
         engine.waiting["cancelled"].cancel()
         return cut_off()
-    engine._cut_off = cancel_then_cut
+    engine._interrupt = cancel_then_cut
     await engine.pause("keep")
     assert (await both[1]).request_id == "kept" and engine.idle.is_set()
-    engine._cut_off = cut_off
+    engine._interrupt = cut_off
     await engine.resume()
 
 async def sleep_while_one_runs(engine):

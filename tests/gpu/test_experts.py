@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.support.mixtures import chosen_by
 from trueline.config.rl import RolloutConfig
-from trueline.data.types import UNTOLD, Completion
+from trueline.data.types import UNKNOWN_EXPERT, Completion
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
@@ -49,7 +49,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def check(completion: Completion, folder: Path) -> None:
     tokens = [*PROMPT, *completion.tokens.tolist()]
     assert completion.experts.shape == (len(tokens), LAYERS, TOP_K)
-    assert (completion.experts[-1] == UNTOLD).all() and (completion.experts[:-1] != UNTOLD).all()
+    assert (completion.experts[-1] == UNKNOWN_EXPERT).all() and (completion.experts[:-1] != UNKNOWN_EXPERT).all()
     own = chosen_by(folder, torch.tensor(tokens)).numpy()[:-1, [0, 2]]  # in float32, and the second layer is dense
     told = completion.experts[:-1, [0, 2]]
     agreed = (own[..., :, None] == told[..., None, :]).any(-1).mean()
@@ -60,9 +60,9 @@ def test_prompts_cached_prompts_and_answers(stage: Stage) -> None:
     pool, loop, folder = stage
 
     async def ask() -> list[Completion]:
-        calls = [pool.generate(PROMPT, SamplingParams(1.0, 5 + at, (), at), 0, f"one-{at}") for at in range(8)]
+        calls = [pool.generate(PROMPT, SamplingParams(1.0, 5 + at, (), at), RolloutKey(0, at)) for at in range(8)]
         first = list(await asyncio.gather(*calls))
-        return [*first, await pool.generate(PROMPT, SamplingParams(1.0, 4, (), 9), 0, "again")]
+        return [*first, await pool.generate(PROMPT, SamplingParams(1.0, 4, (), 9), RolloutKey(0, 0), 1)]
 
     found = loop.run(ask(), "completions")
     assert found[-1].cached > 0
@@ -75,7 +75,7 @@ def test_a_request_that_is_cut_off_and_goes_on(stage: Stage) -> None:
     pool, loop, folder = stage
 
     async def ask() -> Completion:
-        asked = asyncio.ensure_future(pool.generate(PROMPT, SamplingParams(1.0, 400, (), 3), 0, "long"))
+        asked = asyncio.ensure_future(pool.generate(PROMPT, SamplingParams(1.0, 400, (), 3), RolloutKey(0, 0)))
         await asyncio.sleep(0.4)
         await pool.actors[0].call(RolloutEngine.pause, "keep")
         await pool.actors[0].call(RolloutEngine.resume)

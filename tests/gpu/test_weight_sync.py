@@ -21,7 +21,7 @@ from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes, RoleRanks
 from trueline.sync.proof import SyncFailure
-from trueline.sync.weights import Canary, Way, WeightSync
+from trueline.sync.weights import Canary, SyncPlan, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import WorkerSpec, worker_target
@@ -35,22 +35,22 @@ GIB = 2**30
 
 @dataclass
 class Stage:
-    """Trainers of all weights, with adapters, and with adapters that travel alone; an engine for each way of travel."""
+    """Trainers of all weights, with adapters, and with adapters that travel alone; an engine for each."""
 
     whole: ModelGroup
     adapted: ModelGroup
-    apart: ModelGroup
+    adapter_only: ModelGroup
     pool: EnginePool
     holder: EnginePool  # of adapters
     loop: EventLoop
 
     def sync(self, policy: ModelGroup) -> WeightSync:
-        apart = policy is self.apart
-        way, pool = Way("bfloat16", "ipc", apart=apart), self.holder if apart else self.pool
-        return WeightSync(policy, pool, self.loop, SyncConfig(), Canary(TOKENS, 0.1), way)
+        adapter_only = policy is self.adapter_only
+        plan, pool = SyncPlan("bfloat16", "ipc", adapter_only=adapter_only), self.holder if adapter_only else self.pool
+        return WeightSync(policy, pool, self.loop, SyncConfig(), Canary(TOKENS, 0.1), plan)
 
-    def break_engine(self, fault: str, apart: bool = False) -> None:
-        pool = self.holder if apart else self.pool
+    def break_engine(self, fault: str, adapter_only: bool = False) -> None:
+        pool = self.holder if adapter_only else self.pool
         self.loop.run(pool.actors[0].call(Breakable.break_with, fault), "breaking the engine")
 
 
@@ -63,7 +63,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     target = replace(worker_target(training), path="tests.support.faulty_worker:FaultyWorker")
     spec = EngineSpec(model, "bfloat16", 512, 1, 64, 0, SHARE, cuda_graphs=True, sleeps=True, trust_remote_code=False)
     with ray_cluster(machine):
-        processes = Processes(machine, Layout(1, 1, 1, colocated=True), logs, local=False)
+        roles = (RoleRanks("adapted", 1, shared=True), RoleRanks("apart", 1, shared=True))
+        processes = Processes(machine, Layout(1, 1, 1, colocated=True, roles=roles), logs, local=False)
         groups = []
         specs = [
             WorkerSpec(ModelConfig(path=model, dtype="bfloat16", lora=lora), training, 0, 1, 100, 0)
@@ -71,8 +72,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         ]
         actors = [
             processes.policy(target, specs[:1]),
-            processes.role(RoleRanks("adapted", 1, shared=True), target, specs[1:2]),
-            processes.role(RoleRanks("apart", 1, shared=True), target, specs[2:]),
+            processes.role(roles[0], target, specs[1:2]),
+            processes.role(roles[1], target, specs[2:]),
         ]
         for name, ranks in zip(("whole", "adapted", "apart"), actors, strict=True):
             groups.append(ModelGroup(name, ranks, training, SECONDS))
@@ -97,8 +98,8 @@ def update(policy: ModelGroup) -> None:
 
 def test_every_fault_is_noticed_at_the_sync_in_which_it_happens(stage: Stage) -> None:
     sync = stage.sync(stage.whole)
-    said = sync.attest()
-    assert "overwritten, sent, the same bits" in said
+    said = sync.verify_initial_sync()
+    assert said.startswith("verified; ")
     assert "packed" not in said
     update(stage.whole)
     sync.publish(1)
@@ -133,7 +134,7 @@ def test_a_fault_from_the_start_is_noticed_before_the_first_step(stage: Stage) -
     for fault in FAULTS:
         stage.break_engine(fault)
         with pytest.raises(SyncFailure, match="loaded the checkpoint itself, and holds other weights"):
-            sync.attest()
+            sync.verify_initial_sync()
         stage.break_engine("")
         sync.proof = None
         sync.publish(0)
@@ -142,7 +143,7 @@ def test_a_fault_from_the_start_is_noticed_before_the_first_step(stage: Stage) -
 def test_adapters_arrive_merged_and_unmerged_ones_are_noticed(stage: Stage) -> None:
     sync = stage.sync(stage.adapted)
     sync.publish(0)
-    sync.attest()
+    sync.verify_initial_sync()
     update(stage.adapted)
     sync.publish(1)
     sync.verify()
@@ -152,22 +153,22 @@ def test_adapters_arrive_merged_and_unmerged_ones_are_noticed(stage: Stage) -> N
 
 
 def test_adapters_travel_alone_and_wrong_ones_are_noticed(stage: Stage) -> None:
-    sync = stage.sync(stage.apart)
-    said = sync.attest()
-    assert "stay as loaded, and adapters are sent" in said
+    sync = stage.sync(stage.adapter_only)
+    said = sync.verify_initial_sync()
+    assert "only adapters are sent" in said
     assert "packed" not in said
     for version in (1, 2):
-        update(stage.apart)
+        update(stage.adapter_only)
         sync.publish(version)
         sync.verify()
         stage.loop.run(stage.holder.call(RolloutEngine.sleep), "sleep")
         stage.loop.run(stage.holder.call(RolloutEngine.wake, "weights"), "wake")
         stage.loop.run(stage.holder.call(RolloutEngine.wake, "kv_cache"), "wake")
     for fault in ("skipped", "flipped", "narrowed"):
-        stage.break_engine(fault, apart=True)
+        stage.break_engine(fault, adapter_only=True)
         with pytest.raises(SyncFailure, match="engine 0 holds other adapters than the trainer"):
             sync.publish(3)
-    stage.break_engine("", apart=True)
+    stage.break_engine("", adapter_only=True)
 
 
 def test_an_engine_that_sleeps_gives_its_memory_back(stage: Stage) -> None:

@@ -74,11 +74,13 @@ def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: i
     assert max(row["mismatch/staleness"] for row in rows) > 100 * max(row["mismatch/numerics"] for row in rows)
     fates = fates_of(home, name)
     assert set(fates.values()) == {1} and {fate for fate, _ in fates} == {"trained"} and len(fates) == 16
-    assert f"{16 + 2 * staleness} prompts drawn = 16 trained + {2 * staleness} under way" in ended.stdout
+    assert f"{16 + 2 * staleness} prompts sampled: 16 trained, {2 * staleness} in flight" in ended.stdout
 
 
 def engines_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
-    return [one for one in psutil.Process(run.pid).children(recursive=True) if title(one).startswith("ray::AsyncHost")]
+    return [
+        one for one in psutil.Process(run.pid).children(recursive=True) if title(one).startswith("ray::AsyncActorHost")
+    ]
 
 
 def title(process: psutil.Process) -> str:
@@ -127,7 +129,7 @@ def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]]
     assert len(steps_of(home, name)) == steps
     fates = fates_of(home, name)
     assert set(fates.values()) == {1} and {number for _, number in fates} == set(range(2 * steps)), said
-    assert f"= {2 * steps} trained + 2 under way" in said
+    assert f"sampled: {2 * steps} trained, 2 in flight" in said
     return said
 
 
@@ -135,8 +137,8 @@ def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]]
 def test_engines_that_die_or_hang_are_started_again_and_no_prompt_is_lost(home: Path) -> None:
     harms = [(signal.SIGKILL, 0.1), (signal.SIGSTOP, 0.3), (signal.SIGKILL, 0.6)]
     said = harmed_run(home, "harmed", 10, harms, "rollout.on_update=interrupt")
-    assert said.count("the engine is started again") >= 3
-    assert "its process died" in said and "no sign of life" in said
+    assert said.count("the engine is restarted") >= 3
+    assert "its process died" in said and "no heartbeat" in said
 
 
 @pytest.mark.soak
@@ -149,7 +151,7 @@ def test_an_engine_that_hangs_in_its_second_start_is_started_once_more(home: Pat
         renewed[0].suspend()
         said, _ = run.communicate()
     assert run.returncode == 0, said
-    assert "was not ready within timeout_seconds=60 of its start; the engine is started again" in said
+    assert "was not ready within timeout_seconds=60 of its start; the engine is restarted" in said
     assert set(fates_of(home, "harmed-twice").values()) == {1}
 
 
@@ -166,11 +168,15 @@ def test_the_only_engine_is_killed_twice_at_once_and_the_run_goes_on(home: Path)
         again.kill()
         said, _ = run.communicate()
     assert run.returncode == 0, said
-    assert said.count("the engine is started again") == 2, said
+    assert said.count("the engine is restarted") == 2, said
     assert len(steps_of(home, "twice")) == 6 and set(fates_of(home, "twice").values()) == {1}
 
 
-VICTIMS = {"driver": "", "rank": "ray::Host", "engine": "ray::AsyncHost"}  # by the first words of its processes
+VICTIMS = {
+    "driver": "",
+    "rank": "ray::ActorHost",
+    "engine": "ray::AsyncActorHost",
+}  # by the first words of its processes
 
 
 def kill_one(run: subprocess.Popen[str], victim: str) -> None:

@@ -32,12 +32,12 @@ class Try(NamedTuple):
 
 
 TABLE: dict[str, list[Try]] = {
-    "advantages.py": [Try("--answers 2 --tokens 8 --runs 1")],
+    "advantages.py": [Try("--completions 2 --tokens 8 --runs 1")],
     "against_trl.py": [Try(HELP)],  # and Trueline's side below
     "agents.py": [Try("FOLDER --episodes 2 --turns 2 --engine hf", apart=True)],
     "asynchrony.py": [Try("FOLDER --seeds 1 --steps 3 --delay 0 --tokens 8 --modes synchronous", apart=True)],
     "checkpoints.py": [Try("--mebibytes 1 --rounds 1", apart=True)],
-    "controller.py": [Try("--answers 8 --tokens 16 --runs 1")],
+    "controller.py": [Try("--completions 8 --tokens 16 --runs 1")],
     "doctor.py": [Try("--rows 10 --rounds 1", apart=True)],
     "gpu_learning.py": [Try(HELP)],
     "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],
@@ -45,12 +45,12 @@ TABLE: dict[str, list[Try]] = {
     "gpu_sft.py": [Try(HELP)],
     "random_model.py": [],  # is imported by others
     "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
-    "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --answers 2x2 runtime=local")],
+    "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --completions 2x2 runtime=local")],
     "routing_replay.py": [
-        Try("FOLDER --tiny --steps 2 --tokens 4 --answers 2x2 runtime=local"),
-        Try("FOLDER --tiny --steps 2 --tokens 4 --answers 2x2", apart=True),
+        Try("FOLDER --tiny --steps 2 --tokens 4 --completions 2x2 runtime=local"),
+        Try("FOLDER --tiny --steps 2 --tokens 4 --completions 2x2", apart=True),
     ],
-    "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --answers 1x2 --rounds 2", apart=True)],
+    "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --completions 1x2 --rounds 2", apart=True)],
     "tables.py": [Try("--check")],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
     "trl_grpo.py": [Try(HELP)],
@@ -134,10 +134,10 @@ def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) ->
     given = against_trl.argparse.Namespace(out=tmp_path, data=tmp_path, steps=2, batch=2)
     job = against_trl.prepare(task, model, given)
     ids = [json.loads(line) for line in job.ids.read_text().splitlines()]
-    assert len(ids) == 4 and set(ids[0]) >= {"prompt_ids", *(f"{name}_ids" for name in against_trl.ANSWERS[task])}
+    assert len(ids) == 4 and set(ids[0]) >= {"prompt_ids", *(f"{name}_ids" for name in against_trl.COMPLETIONS[task])}
     first, second = against_trl.run_trueline(job), against_trl.run_trueline(job)
     assert len(first.losses) == 2 and against_trl.largest_gap(first, second) == 0.0
     lengths = [sum(len(values) for key, values in row.items() if key.endswith("_ids")) for row in ids]
-    prompts = [len(row["prompt_ids"]) * (len(against_trl.ANSWERS[task]) - 1) for row in ids]
+    prompts = [len(row["prompt_ids"]) * (len(against_trl.COMPLETIONS[task]) - 1) for row in ids]
     assert sum(first.tokens) == sum(lengths) + sum(prompts)  # each of a pair has the prompt
     assert first.run_seconds > 0

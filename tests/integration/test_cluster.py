@@ -86,7 +86,7 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
     said = ended(begin(home, "grpo", "grpo-spread", words, cluster))
     assert "node       10.77.0.2: policy 0; reference 0\n" in said
     assert "node       10.77.0.3: policy 1; reference 1; engine 0\n" in said
-    assert "attested   " in said
+    assert "Weight sync verified" in said
     ended(begin(home, "grpo", "grpo-alone", words, None))
     compare(home, "grpo-spread", "grpo-alone", "reward/mean", "response_length/mean", "policy/kl")
     wire = [row["sync/wire_gb"] for row in steps_of(home, "grpo-spread")]
@@ -125,7 +125,7 @@ def test_four_models_and_offline_tasks_span_nodes_too(home: Path, cluster: Nodes
             "rollout.tensor_parallel=3 needs 3 CPU slots on one node: 10.77.0.1 has 0 of 0",
         ),
         (["training.ranks=1", "rollout.cpu_cache_gib=900"], "GiB are free on 10.77.0.3: "),
-        (["cluster.address=ray://10.77.0.1:10001"], "start it on a node"),
+        (["cluster.address=ray://10.77.0.1:10001"], "start on a node"),
     ],
 )
 def test_what_no_node_can_hold_is_refused_before_anything_starts(

@@ -84,7 +84,7 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
             children = psutil.Process(started.pid).children(recursive=True)
             started.send_signal(signal.SIGINT)
     assert started.wait() == 130, "".join(lines)
-    assert "stopping after the update under way" in "".join(lines)
+    assert "stopping after the current update" in "".join(lines)
     assert children and wait_until_gone(children)
     folder = home / "runs" / "mine"
     stopped_at = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))
@@ -155,7 +155,7 @@ def test_steps_are_saved_when_an_engine_dies_again_and_again(home: Path) -> None
 
 
 def engines_of(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if title_of(one).startswith("ray::AsyncHost")]
+    return [one for one in family if title_of(one).startswith("ray::AsyncActorHost")]
 
 
 def kill_engines(run: subprocess.Popen[str]) -> None:
@@ -173,7 +173,7 @@ def test_the_resolved_tree_is_valid_input(home: Path, here: Screen) -> None:
     (home / "resolved.yaml").write_text(tree)
     assert main(["grpo", "--config", "resolved.yaml", "--dry-run"]) == 0
     assert yaml.safe_load(here.readouterr().out.partition("\nmachine")[0]) == yaml.safe_load(tree)
-    assert "2 prompts x 4 answers = 8 per step" in plan
+    assert "2 prompts x 4 completions = 8 per step" in plan
     assert not (home / "runs" / yaml.safe_load(tree)["name"]).exists()
 
 

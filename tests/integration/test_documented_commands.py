@@ -21,10 +21,10 @@ from trueline import api
 from trueline.cli import main
 from trueline.config.run import RunConfig
 from trueline.demo.material import make_tokenizer
-from trueline.doctor.findings import Findings
-from trueline.jobs import plan as sampling_plan
-from trueline.offline import plan as offline_plan
-from trueline.rl import surroundings
+from trueline.doctor.table import Findings
+from trueline.plan import inputs
+from trueline.plan import offline as offline_plan
+from trueline.plan import sampling as sampling_plan
 from trueline.runtime.cluster import Machine
 from trueline.verbs import VERBS
 
@@ -157,7 +157,7 @@ def sized(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tokenizer.chat_template = TOOL_TEMPLATE.replace("</s>", tokenizer.eos_token)
         tokenizer.save_pretrained(folder)
     machine = Machine(cpus=64, memory_bytes=2**40, gpus=4, gpu_bytes=80 * 2**30)
-    for module in (surroundings, offline_plan, sampling_plan):
+    for module in (inputs, offline_plan, sampling_plan):
         monkeypatch.setattr(module, "machine_at_hand", lambda: machine)
     for name in ("TRUELINE_REWARD_TOKEN", "JUDGE_KEY"):
         monkeypatch.setenv(name, "a token")

@@ -14,22 +14,16 @@ from trueline.verbs import TASK_VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = [file for file in sorted((ROOT / "examples").glob("*.yaml")) if file.stem in {*PRESETS, *TASK_VERBS}]
-TINY_RL = [
-    "prompts_per_step=2",
-    "algorithm.group_size=2",
-    "minibatches=1",
-    "rollout.max_new_tokens=8",
-    "rollout.max_prompt_tokens=200",
-    "data.prompt_column=prompt",
-]
+TINY_ROLLOUT = ["rollout.max_new_tokens=8", "rollout.max_prompt_tokens=200", "data.prompt_column=prompt"]
+TINY_RL = ["prompts_per_step=2", "algorithm.group_size=2", "minibatches=1", *TINY_ROLLOUT]
 TINY_TASK = ["samples_per_step=2", "max_tokens=128", "evaluation.share=0.5"]
-OF_VERB = {  # what one step of a random model with two answers per prompt asks for
-    "dapo": ["algorithm.dynamic_sampling.enabled=false"],  # no answer is right, so every group has one reward
+OF_VERB = {  # what one step of a random model with two completions per prompt needs
+    "dapo": ["algorithm.dynamic_sampling.enabled=false"],  # no completion is right, so every group has one reward
     "vapo": ["algorithm.critic_warmup_steps=0"],
     "on_policy_distill": ["teacher.path={model}"],
     "distill": ["distill.teacher={model}"],
 }
-COLUMNS = {  # verb -> columns beside the prompt
+COLUMNS = {  # verb -> columns besides the prompt
     **dict.fromkeys(TASK_VERBS, ("chosen", "rejected")),
     **dict.fromkeys(("sft", "distill"), ("completion",)),
     "kto": ("completion", "label"),
@@ -38,21 +32,13 @@ COLUMNS = {  # verb -> columns beside the prompt
 
 
 def write_data(file: Path, verb: str) -> None:
-    rows = [
-        {
-            "prompt": f"{number}+1=",
-            "answer": str(number + 1),
-            "completion": str(number + 1),
-            "chosen": str(number + 1),
-            "rejected": str(number),
-            "label": number % 2 == 0,
-            "completions": ["I add one", str(number + 1)],
-            "labels": [True, number % 2 == 0],
-        }
-        for number in range(8)
-    ]
-    wanted = ("prompt", *COLUMNS.get(verb, ("answer",)))
-    file.write_text("".join(json.dumps({name: row[name] for name in wanted}) + "\n" for row in rows))
+    wanted, lines = ("prompt", *COLUMNS.get(verb, ("answer",))), []
+    for number in range(8):
+        right, even = str(number + 1), number % 2 == 0
+        row = {"prompt": f"{number}+1=", "rejected": str(number), "label": even, "labels": [True, even]}
+        row |= dict.fromkeys(("answer", "completion", "chosen"), right) | {"completions": ["I add one", right]}
+        lines.append(json.dumps({name: row[name] for name in wanted}) + "\n")
+    file.write_text("".join(lines))
 
 
 @pytest.fixture(scope="module")

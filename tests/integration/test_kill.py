@@ -30,9 +30,8 @@ from trueline.config.run import CheckpointConfig
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import UNFINISHED, Checkpoints
 from trueline.training.group import ModelGroup, prepare_saving, write_models
-from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import Mesh, Worker, WorkerSpec
 
 KILLS = (3, 30)  # as a rule, and in a longer proof
 RANKS = 2  # in one process; all learn the same, as those of a tensor-parallel group do, and each writes its share
@@ -155,7 +154,7 @@ def spread(count: int, generator: random.Random) -> list[float]:
 
 def moment_of(checkpoints: Checkpoints, step: int) -> str:
     """What a kill after the beginning of this step's save fell into."""
-    finished = checkpoints.finished()
+    finished = checkpoints.list_finished()
     if step not in [number_of(path) for path in finished]:
         return "writing"
     rotated = checkpoints.folder / f"step_{step - KEEP:06d}{UNFINISHED}"
@@ -178,7 +177,7 @@ def check_newest(model: str, run: Path, step: int, expected: dict[int, Digests])
         return
     at = number_of(newest)
     assert at in (step - 1, step)
-    for path in checkpoints.finished():
+    for path in checkpoints.list_finished():
         assert checkpoints.read_state(path) == {"step": number_of(path)}
     opened = AutoModelForCausalLM.from_pretrained(newest / "model")
     weights = {f"{name}/weight": digest(tensor) for name, tensor in opened.named_parameters()}
@@ -234,7 +233,7 @@ def check_that_it_ends_tidy(model: str, run: Path, expected: dict[int, Digests])
     course.learn()
     course.begin_to_save()
     course.checkpoints.settle(wait=True)
-    assert [number_of(path) for path in checkpoints_of(run).finished()] == [course.step - 1, course.step]
+    assert [number_of(path) for path in checkpoints_of(run).list_finished()] == [course.step - 1, course.step]
     check_newest(model, run, course.step, expected)
 
 

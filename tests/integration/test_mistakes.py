@@ -1,4 +1,4 @@
-"""Mistakes that people make, typed at the command line: each is told in one sentence that names the way out."""
+"""Mistakes that people make on the command line: each gives one sentence that names the remedy."""
 
 import re
 from pathlib import Path
@@ -21,8 +21,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(words: list[str], screen: Screen) -> tuple[int, str]:
-    """The exit status and all that was said."""
+def run_words(words: list[str], screen: Screen) -> tuple[int, str]:
+    """Return the exit status and the whole output."""
     try:
         status = main(words)
     except SystemExit as leaving:
@@ -32,13 +32,13 @@ def told(words: list[str], screen: Screen) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("name", "mistake"), ROWS, ids=[name for name, _ in ROWS])
-def test_every_mistake_is_told_in_a_sentence(
+def test_every_mistake_gives_one_sentence(
     name: str, mistake: Mistake, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
 ) -> None:
     monkeypatch.chdir(home)
     words, status, message = mistake
     named = [f"name={name}"] if words[: len(GRPO)] == GRPO and "--resume" not in words else []
-    found, said = told([*words[:1], *named, *words[1:]], capsys)
+    found, said = run_words([*words[:1], *named, *words[1:]], capsys)
     assert found == status, said
     assert not re.search(r'File ".*/trueline/\w+/', said), said
     assert re.search(message, " ".join(said.split())), said
@@ -48,10 +48,10 @@ def test_there_are_mistakes_of_every_kind() -> None:
     assert len({tuple(words) for _, (words, _, _) in ROWS}) == len(ROWS)
 
 
-def test_a_full_disk_is_told_in_a_sentence(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen) -> None:
+def test_a_full_disk_gives_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen) -> None:
     monkeypatch.chdir(home)
     with files_up_to(50_000):
-        status, said = told([*GRPO, "name=full"], capsys)
+        status, said = run_words([*GRPO, "name=full"], capsys)
     assert status == 1
-    assert re.search(r"step_000001 could not be saved \(.*\).* make room on the disk", said), said
+    assert re.search(r"step_000001 could not be saved \(.*\).* Make room on the disk", said), said
     assert "Traceback" not in said

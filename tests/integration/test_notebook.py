@@ -1,4 +1,4 @@
-"""The notebook, and the code of the page on Python, run as they stand."""
+"""The notebook, and the code of the page on Python, run as they are."""
 
 import json
 import os
@@ -33,15 +33,9 @@ exec(sys.argv[1], names)
 
 def run_cells(cells: list[str], folder: Path, checks: str) -> None:
     """Run cells in one fresh process, then look at what they made."""
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL, checks],
-        input=json.dumps(cells),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, cells_text = [sys.executable, "-c", KERNEL, checks], json.dumps(cells)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input=cells_text, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

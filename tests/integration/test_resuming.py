@@ -1,4 +1,7 @@
-"""--resume as a user types it: which run it takes, from where, on which data; and disks that refuse to be written."""
+"""--resume as a user types it: which run it takes, from where, on which data; and disks that refuse to be written.
+
+Covers `trueline.monitoring.user_files`.
+"""
 
 import json
 import os
@@ -80,8 +83,8 @@ def test_the_run_touched_last_goes_on_by_its_name_and_loses_no_row(home: Path, c
     capsys.readouterr()
     assert main(["sft", "--resume"]) == 0
     said = capsys.readouterr()
-    assert f"resume     {runs}/mine, the sft run that was touched last" in said.err
-    assert "metrics.jsonl: 1 rows behind step 2 are set aside in metrics.after_step_000002.jsonl" in said.out
+    assert f"resume     {runs}/mine, the latest sft run" in said.err
+    assert "metrics.jsonl: 1 rows after step 2 moved to metrics.after_step_000002.jsonl" in said.out
     assert steps_of(runs / "mine" / "metrics.jsonl") == [1, 2, 3]
     assert steps_of(runs / "mine" / "metrics.after_step_000002.jsonl") == [3]
     assert not list((runs / "sft-20250101-000000").glob("*after_step*"))
@@ -90,21 +93,21 @@ def test_the_run_touched_last_goes_on_by_its_name_and_loses_no_row(home: Path, c
 def test_a_run_without_a_checkpoint_starts_over_only_where_that_is_asked_for(home: Path, capsys: Screen) -> None:
     words = [*SFT, *QUICK, "--name", "mine", "steps=2", "evaluation.share=0.2"]
     assert main([*words, "--restart"]) == 2
-    assert "--restart starts a run over that --resume finds" in capsys.readouterr().err
+    assert "--restart needs --resume, which finds the run to start over" in capsys.readouterr().err
     assert main(words) == 0
     run = home / "runs" / "mine"
     (run / "checkpoints" / "step_000002").rename(run / "checkpoints" / "step_000002.unfinished")
     before = (run / "metrics.jsonl").read_bytes()
     assert main([*words, "--resume"]) == 2
     said = capsys.readouterr().err
-    assert f"{run} has no checkpoint yet and would start over at step 0: add --restart" in said
+    assert f"{run} has no checkpoint yet: add --restart to start it over at step 0" in said
     assert (run / "metrics.jsonl").read_bytes() == before
     assert main([*words, "--resume", "--restart"]) == 0
     assert "no checkpoint yet: starts over at step 0" in capsys.readouterr().out
     assert steps_of(run / "metrics.jsonl") == [0, 1, 2]
     assert (run / "metrics.after_step_000000.jsonl").read_bytes() == before
     assert main([*words, "--resume", "--restart"]) == 2
-    assert f"{run} has a checkpoint to go on from: leave --restart out" in capsys.readouterr().err
+    assert f"{run} has a checkpoint to resume from: drop --restart" in capsys.readouterr().err
 
 
 def test_jobs_without_checkpoints_have_no_restart(capsys: Screen) -> None:
@@ -120,13 +123,13 @@ def test_a_run_that_another_process_runs_is_left_alone_by_all_that_write_to_it(h
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("checkpoints"))
     before = (run / "metrics.jsonl").read_bytes()
     capsys.readouterr()
-    with RunFolder(run).locked(), RunFolder(bare).locked():
+    with RunFolder(run).hold_lock(), RunFolder(bare).hold_lock():
         for words in (["mine"], ["mine", "--restart"], ["bare"], ["bare", "--restart"]):
             assert main(["sft", "--resume", "steps=2", "--name", *words]) == 2
             said = capsys.readouterr().err
             assert f"{words[0]} is being run by process {os.getpid()} on {socket.gethostname()} since" in said
         assert main(["explain", "runs/mine"]) == 0
-        assert "The run is read and planned, and has not begun to work." in capsys.readouterr().out
+        assert "The run is being planned and has not started." in capsys.readouterr().out
         assert main(["report", "runs/mine", "--out", "page.html"]) == 0
         assert main(["export", "runs/mine", "out"]) == 0
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -203,16 +206,28 @@ def test_changed_code_and_held_out_data_are_named_once(home: Path, capsys: Scree
     def warnings(steps: int) -> list[str]:
         capsys.readouterr()
         assert main(["grpo", "--resume", "--name", "mine", f"steps={steps}"]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+        return [line for line in capsys.readouterr().out.splitlines() if "changed since" in line]
 
     assert warnings(2) == []
     (home / "lengths.py").write_text("LONGEST = 9\n")
     (home / "own.py").write_text((home / "own.py").read_text() + "# other\n")
     write_rows(home / "held.jsonl", [prompt(10)])
-    advantage, held, reward = sorted(warnings(3), key=lambda line: line.partition("(")[2])
-    assert f"warning: {home}/own.py (algorithm.advantage) has changed" in advantage and "updates before" in advantage
-    assert f"warning: {home}/held.jsonl (evaluation.data) has changed" in held and "evaluations before" in held
-    assert f"warning: {home}/lengths.py (reward.function) has changed" in reward and "rewards before" in reward
+    advantage, held, reward = sorted(warnings(3), key=lambda line: line.rpartition("(")[2])
+    assert (
+        f"warning: {home}/own.py changed" in advantage
+        and advantage.endswith("(algorithm.advantage)")
+        and "updates before" in advantage
+    )
+    assert (
+        f"warning: {home}/held.jsonl changed" in held
+        and held.endswith("(evaluation.data)")
+        and "evaluations before" in held
+    )
+    assert (
+        f"warning: {home}/lengths.py changed" in reward
+        and reward.endswith("(reward.function)")
+        and "rewards before" in reward
+    )
     assert warnings(4) == []
 
 
@@ -233,13 +248,13 @@ def test_other_data_than_a_run_began_with_is_refused_before_anything_starts(
     said = capsys.readouterr()
     newest = home / "runs/mine/checkpoints/step_000001"
     assert (
-        f"{newest}: the data is not what this run has learnt from: {file.name} had 20 rows and has 21 now" in said.err
+        f"{newest}: the data is not what this run has learnt from: {file.name} had 20 rows and now has 21" in said.err
     )
     assert f"start a new run with --model {newest}/model" in said.err
     assert "starting" not in said.out
     write_rows(file, [row(number) for number in range(20)])
     assert main([verb, "--resume", "--name", "mine", "steps=2", "seed=1"]) == 2
-    assert "seed was 0 and is 1" in capsys.readouterr().err
+    assert "seed changed from 0 to 1" in capsys.readouterr().err
     assert (home / "runs" / "mine" / "metrics.jsonl").read_bytes() == metrics
     assert main([verb, "--resume", "--name", "mine", "steps=2"]) == 0
 
@@ -250,7 +265,7 @@ def test_a_run_goes_on_behind_the_prompts_that_taught_nothing(home: Path, capsys
     dynamic = ["algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.max_batches=2"]
     assert main([*words, *dynamic]) == 1
     said = capsys.readouterr().out
-    assert "none of 4 groups has answers with different rewards" in said and "--resume --name mine" in said
+    assert "none of 4 groups has completions with different rewards" in said and "--resume --name mine" in said
     assert groups_of(home, 0) == 4
     assert main(["grpo", "--resume"]) == 1
     assert groups_of(home, 0) == 8
@@ -285,7 +300,7 @@ def test_a_full_disk_costs_what_was_not_written_and_not_the_run(home: Path, verb
     for name in ("metrics.jsonl", "tensorboard"):
         assert said.count(f"warning: {name} cannot be written ([Errno 27] File too large)") == 1
     lost = total + 1 - first - len(steps)
-    assert f"warning: {lost} rows of metrics.jsonl could not be written and are lost" in said
+    assert f"warning: {lost} rows of metrics.jsonl were lost" in said
     failed = [f"warning: step_{step:06d} could not be saved (rank 0: [Errno 27]" for step in range(6, total + 1, 6)]
     assert all(one in said for one in failed)
     assert f"error: step {total} is trained but not saved" in said
@@ -299,13 +314,13 @@ def test_a_job_whose_samples_cannot_be_written_goes_on_once_there_is_room(home: 
     assert "samples.jsonl cannot be written: [Errno 27] File too large" in said
     assert "--resume --name mine" in said
     assert main(["generate", "--resume"]) == 0
-    assert "of 20 prompts are answered" in capsys.readouterr().out
+    assert "of 20 prompts are sampled" in capsys.readouterr().out
     rows = [json.loads(line) for line in (home / "runs/mine/samples.jsonl").read_text().splitlines()]
     assert sorted(row["number"] for row in rows) == list(range(20))
     with files_up_to(500):
         assert main(["generate", "--resume"]) == 1
     said = capsys.readouterr().err
-    assert "kept.jsonl cannot be written: File too large: make room on the disk" in said and "--resume" in said
+    assert "kept.jsonl cannot be written: File too large: free disk space" in said and "--resume" in said
 
 
 @pytest.mark.parametrize("command", [SFT, [*GRPO, "--reward", "reward.py:letters"]], ids=["sft", "grpo"])

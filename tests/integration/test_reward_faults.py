@@ -93,6 +93,20 @@ def test_the_culprit_is_named_when_the_run_stops(home: Path, fault: str, capsys:
     assert CULPRIT[fault] in said
 
 
+def test_one_process_loads_a_function_for_the_plan_and_the_run(home: Path) -> None:
+    """Each process that loads the file notes its number; the first reward of the run comes from that of the plan."""
+    noted, file = home / "loaded", home / "noting.py"
+    file.write_text(
+        f"import os\nNOTED = open({str(noted)!r}, 'a')\nprint(os.getpid(), file=NOTED, flush=True)\nprint('loaded')\n"
+        "def noting(reply, number):\n    return os.getpid()\n"
+    )
+    words = [f"reward.function={file}:noting", "reward.processes=1", "steps=1"]
+    assert train(home, "noting", *words) == 0
+    (loaded,) = noted.read_text().split()
+    assert rows_of(home, "noting")[0]["reward/mean"] == float(loaded)
+    assert "loaded" in (home / "noting" / "logs" / "reward.log").read_text()  # what it printed under the plan
+
+
 @pytest.mark.parametrize("fault", ["raises", "segfaults"])
 def test_too_many_failures_stop_the_run_and_can_be_seen_again(
     home: Path, fault: str, capsys: pytest.CaptureFixture[str]

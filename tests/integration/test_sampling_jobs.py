@@ -146,7 +146,7 @@ def test_killed_at_any_moment_and_resumed_it_is_the_run_that_nobody_stopped(home
     left = file.read_bytes().count(b"\n")
     assert 17 <= left < PROMPTS
     said = finish(*words, "--resume")
-    assert f"resumed    {left} of {PROMPTS} prompts are answered" in said
+    assert f"resumed    {left} of {PROMPTS} prompts are sampled" in said
     assert ordered(run) == ordered(whole)
     for name in ("kept.jsonl", "pairs.jsonl"):
         assert (run / name).read_bytes() == (whole / name).read_bytes()
@@ -160,7 +160,7 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(home: Path, whole: Path) -> Non
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate()
     assert process.returncode == 130, said
-    assert "interrupt again to stop at once" in said and "go on with: trueline generate --resume" in said
+    assert "interrupt again to stop at once" in said and "continue with: trueline generate --resume" in said
     assert "Traceback" not in said
     finish("generate", "--resume", "--name", "stopped")
     assert ordered(home / "runs" / "stopped") == ordered(whole)
@@ -360,7 +360,7 @@ def test_a_preview_takes_the_words_of_a_run_and_makes_none(home: Path, capsys: p
 def test_a_dry_run_tells_the_plan_and_makes_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RAFT, "--reward", "rewards.py:letters", "--name", "dry", "--dry-run"]) == 0
     assert (
-        f"2 rounds of {PROMPTS} prompts, answers to each: 8; each round then sft on kept.jsonl"
+        f"2 rounds of {PROMPTS} prompts, 8 completions each; every round then runs sft on kept.jsonl"
         in capsys.readouterr().out
     )
     assert not (home / "runs" / "dry").exists()

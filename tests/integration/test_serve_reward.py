@@ -141,7 +141,7 @@ def test_ranks_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
         found = over_http(served.address, "my-own-token", monkeypatch)
         assert found == pytest.approx(in_process(folder, "reward"), abs=1e-5)
         children = psutil.Process(served.process.pid).children(recursive=True)
-        rank = next(child for child in children if child.name().startswith("ray::Host"))
+        rank = next(child for child in children if child.name().startswith("ray::ActorHost"))
         rank.kill()
         headers = {"Authorization": "Bearer my-own-token"}
         answer = httpx.post(served.address, json={"calls": CALLS}, headers=headers, trust_env=False)
@@ -155,7 +155,7 @@ def test_ranks_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
 def test_refused_before_anything_is_loaded(tmp_path: Path, model_folder: Path) -> None:
     folder = make_reward_model(tmp_path / "model", "reward")
     wrong: dict[str, dict[str, Any]] = {
-        "LlamaForCausalLM, which is no reward model": {"model": {"path": str(model_folder)}},
+        "LlamaForCausalLM in its config.json is no reward model": {"model": {"path": str(model_folder)}},
         "model.path is empty": {},
         "normalize=true": {"model": {"path": str(folder)}, "normalize": True},
         "max_tokens=65 is more than 64": {"model": {"path": str(folder)}, "max_tokens": 65},

@@ -25,8 +25,8 @@ from trueline.config.reward import RewardConfig
 from trueline.config.run import CheckpointConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Completion, Prompt
-from trueline.environments.base import Ending, Environment, Policy
-from trueline.monitoring.beats import BEAT, WORK, read_beat
+from trueline.environments.base import Environment, EpisodeResult, Policy
+from trueline.monitoring.heartbeat import BEAT, WORK, read_beat
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.watch import Watch, explain
 from trueline.rewards.combined import CombinedReward
@@ -34,14 +34,14 @@ from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget
-from trueline.runs.processes import opened_loop
+from trueline.rollout.session import EpisodeLimits
+from trueline.runs.processes import open_loop
 from trueline.runs.rewards import open_rewards
 from trueline.runtime import actors
-from trueline.runtime.actors import RayActor, Spot, wait_all
+from trueline.runtime.actors import Placement, RayActor, wait_all
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
-from trueline.training.checkpoints import Checkpoints, Writing
+from trueline.training.checkpoints import Checkpoints, PollSave
 
 LONG = 600.0  # seconds; no deadline may come before a report
 HANGING = """
@@ -69,7 +69,7 @@ def watched(logs: Path, timeout_seconds: float = 10.0) -> Iterator[First]:
 
 @pytest.fixture
 def loop() -> Iterator[EventLoop]:
-    with opened_loop(LONG) as loop:
+    with open_loop(LONG) as loop:
         yield loop
 
 
@@ -82,7 +82,7 @@ def rewards_of(folder: Path, config: dict[str, Any]) -> CombinedReward:
 
 def score_all(loop: EventLoop, rewards: CombinedReward, calls: int) -> Any:
     async def ask() -> None:
-        await asyncio.gather(*(rewards.verdict({"reply": "a"}) for _ in range(calls)))
+        await asyncio.gather(*(rewards.score({"reply": "a"}) for _ in range(calls)))
 
     return asyncio.run_coroutine_threadsafe(ask(), loop.loop)
 
@@ -118,7 +118,7 @@ def test_a_judge_that_answers_nothing(tmp_path: Path, loop: EventLoop) -> None:
 
 
 class Deadlocked(Environment):
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         await policy.reply(prompt.messages)
         await asyncio.Event().wait()
         raise AssertionError
@@ -131,7 +131,7 @@ class Answering:
 
 def test_an_environment_that_never_returns(tmp_path: Path, loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> None:
     engine: Any = Answering()
-    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
+    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))
     sampler = GroupSampler(episodes, Deadlocked, SamplingParams(1.0, 8, (2,)), 2, 0, "train")
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     with watched(tmp_path / "logs") as first:
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_never_written(tmp_path: Path) -> None:
     pipe = tmp_path / "disk"
     os.mkfifo(pipe)
 
-    def write(folder: Path) -> Writing:
+    def write(folder: Path) -> PollSave:
         pipe.write_text("blocks until somebody reads")
         raise OSError(28, "No space left on device")
 
@@ -214,7 +214,7 @@ def test_a_whole_run_explains_itself_and_goes_on(
         assert text.startswith("reward `reward` has not answered for ")
         assert "== stacks of run" in text and "rollouts.py" in text
     assert "stuck: reward `reward` has not answered for " in (run / "logs" / "run.log").read_text()
-    assert explain(run).startswith("The run has ended. The last word of its log: done: step 1 of 1")
+    assert explain(run).startswith("The run has ended. Last log line: done: step 1 of 1")
 
 
 # Ranks and engines, in processes of their own
@@ -235,9 +235,9 @@ def ranks(ray_logs: Path) -> list[RayActor[Rank]]:
     return actors
 
 
-def spot() -> Spot:
+def spot() -> Placement:
     root = str(Path(__file__).resolve().parents[2])
-    return Spot(environment={"PYTHONPATH": root})
+    return Placement(environment={"PYTHONPATH": root})
 
 
 @pytest.mark.slow
@@ -293,7 +293,7 @@ def test_an_engine_whose_slots_are_all_taken_is_alive_and_can_be_told_to_pause(
 
     async def ask() -> list[int]:
         requests = [asyncio.ensure_future(engine.call(Engine.wait)) for _ in range(8)]
-        await asyncio.wait_for(engine.alive().awaited(), LONG)
+        await asyncio.wait_for(engine.ping().async_result(), LONG)
         assert await asyncio.wait_for(engine.call(Engine.let_go, 2), LONG) == 2  # in the loop of those who wait
         return list(await asyncio.gather(*requests))
 

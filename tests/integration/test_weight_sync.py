@@ -22,14 +22,14 @@ from trueline.config.rl import RolloutConfig, SyncConfig
 from trueline.data.types import Completion, Sample
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import RayActor, Spot
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.runtime.actors import Placement, RayActor
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import process_environment
 from trueline.runtime.transport import TensorSpec, plan_buckets
-from trueline.sync.proof import SyncFailure, held_alike
-from trueline.sync.weights import Canary, Way, WeightSync
+from trueline.sync.proof import SyncFailure, shared_weights
+from trueline.sync.weights import Canary, SyncPlan, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec, worker_target
@@ -61,7 +61,7 @@ def trainer(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Two processes that serve every ZeRO stage and model in turn."""
     logs = tmp_path_factory.mktemp("trainer")
     target = replace(worker_target(TrainingConfig()), path="tests.support.restartable:RestartableWorker")
-    spot = Spot(environment=process_environment(target, machine_at_hand(), 2) | {"PYTHONPATH": str(ROOT)})
+    spot = Placement(environment=process_environment(target, machine_at_hand(), 2) | {"PYTHONPATH": str(ROOT)})
     actors = [RayActor(f"policy-{rank}", target, [], spot, logs / f"{rank}.log") for rank in range(2)]
     group = ModelGroup("policy", actors, TrainingConfig(micro_batch_samples=3), TIMEOUT)
     yield group
@@ -75,7 +75,7 @@ def engines(
     """One engine on one device and one on two, for one model."""
     folder = tmp_path_factory.mktemp(request.param)
     model = str(make_tiny_model(folder / "model", tied=request.param == "tied"))
-    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
+    spot = Placement(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
     actors = [
         RayActor(f"engine-tp{width}", ENGINE, [engine_spec(model, width)], spot, folder / f"tp{width}.log")
         for width in (1, 2)
@@ -119,7 +119,7 @@ def sample_all(pool: EnginePool, loop: EventLoop, temperature: float, round_: in
 
     async def ask() -> list[Completion]:
         calls = [
-            pool.generate(prompt, params, engine, f"{round_}-{temperature}-{engine}-{number}")
+            pool.generate(prompt, params, RolloutKey(engine, number, purpose=f"{round_}-{temperature}"))
             for number, prompt in enumerate(PROMPTS)
             for engine in range(len(pool.actors))
         ]
@@ -162,9 +162,9 @@ def test_engines_follow_the_trainer(
     restart(trainer, model, stage)
     canary = Canary(CANARY, 1e-3)
     loop.run(pool.actors[0].call(RolloutEngine.scramble), "noise")  # left by an earlier stage: all is sent anew
-    WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo")).publish(0)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, Way("float32", "gloo"))
-    assert "packed away by the engine" in sync.attest()
+    WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, SyncPlan("float32", "gloo")).publish(0)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), canary, SyncPlan("float32", "gloo"))
+    assert "packed by the engine" in sync.verify_initial_sync()
     assert sync.floor < TOLERANCE
     first_weights = dict(trainer.actors[0].submit(Worker.copy_weights).result(TIMEOUT)) if stage < 3 else {}
     for version in range(1, UPDATES + 1):
@@ -189,8 +189,8 @@ def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
     """Three updates in the midst of answers: each token's log-prob is that of its own version, scored anew."""
     model, pool = engines
     restart(trainer, model, 2)
-    way = Way("float32", "gloo", on_update=mode)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), Canary(CANARY, 1e-3), way)
+    plan = SyncPlan("float32", "gloo", on_update=mode)
+    sync = WeightSync(trainer, pool, loop, SyncConfig(bucket_mib=1), Canary(CANARY, 1e-3), plan)
     sync.publish(0)
     sync.verify()
     samples = sample_all(pool, loop, 1.0, 11)
@@ -199,7 +199,7 @@ def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
     shared = (CANARY * BLOCK)[: BLOCK + 10]  # answers that go on fill the canary's block again: no alarm
     prompts = [*PROMPTS, *[[*shared, number] for number in range(4)]]
     asked = [
-        asyncio.run_coroutine_threadsafe(pool.generate(prompt, params, number, f"{mode}-{number}"), loop.loop)
+        asyncio.run_coroutine_threadsafe(pool.generate(prompt, params, RolloutKey(number, 0, purpose=mode)), loop.loop)
         for number, prompt in enumerate(prompts)
     ]
     answers: list[Completion] = []
@@ -238,7 +238,7 @@ def rescored(plain: Any, prompt: list[int], answer: Completion) -> torch.Tensor:
 def test_what_two_processes_divide_shows_in_noise(cluster: None, loop: EventLoop, tmp_path: Path) -> None:
     """Biases of zeros are alike in both processes at the start, though vLLM cuts those of queries, keys and values."""
     model = make_tiny_model(tmp_path / "model", tied=True, biases=True)
-    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
+    spot = Placement(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
     engine = RayActor("engine-biases", ENGINE, [engine_spec(str(model), 2)], spot, tmp_path / "engine.log")
     named = AutoModelForCausalLM.from_pretrained(model).named_parameters()
     buckets = plan_buckets((TensorSpec(name, tuple(one.shape), "float32") for name, one in named), 2**20)
@@ -250,7 +250,7 @@ def test_what_two_processes_divide_shows_in_noise(cluster: None, loop: EventLoop
     cut = {name for name in plain if name.endswith("qkv_proj.bias")}
     whole = {name for name in plain if name.endswith(("norm.weight", "o_proj.bias"))}
     assert len(cut) == 2 and len(whole) == 7
-    assert cut | whole <= held_alike(before) and held_alike(noise) & (cut | whole) == whole
+    assert cut | whole <= shared_weights(before) and shared_weights(noise) & (cut | whole) == whole
     assert all(before[0][name] != noise[0][name] for name in cut | whole)
 
 
@@ -258,7 +258,7 @@ def test_stale_engine_is_noticed(trainer: ModelGroup, engines: tuple[str, Engine
     """An update that is never published leaves engine and trainer apart, and the check says so."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), SyncPlan("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     train_once(trainer, sample_all(pool, loop, 1.0, 7), 7)
@@ -272,12 +272,12 @@ def test_a_prefix_cache_that_is_not_emptied_is_noticed_on_a_cpu_too(
     """Its blocks are longer than the canary."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), SyncPlan("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     loop.run(pool.actors[1].call(Breakable.break_with, "cached"), "cached")
     sync.publish(1)
-    with pytest.raises(SyncFailure, match=f"engine 1 answers {BLOCK} tokens of a prompt from its prefix cache"):
+    with pytest.raises(SyncFailure, match=f"engine 1 takes {BLOCK} tokens of a prompt from its prefix cache"):
         sync.verify()
     loop.run(pool.actors[1].call(Breakable.break_with, ""), "healing")
     sync.publish(2)
@@ -290,7 +290,7 @@ def test_what_vllm_loads_wrongly_is_noticed(
     """vLLM on a CPU packs its matrices away: what it loads wrongly shows in its log-probs, or in what is left plain."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), SyncPlan("float32", "gloo"))
     sync.publish(0)
     sync.verify()
     for number, fault in enumerate(FAULTS):
@@ -311,19 +311,19 @@ def test_an_engine_whose_worker_is_killed_is_started_again(
     """One of the processes that compute for an engine of two devices: what it had to answer is answered elsewhere."""
     model, pool = engines
     restart(trainer, model, 2)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), Way("float32", "gloo"))
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), Canary(CANARY, 1e-3), SyncPlan("float32", "gloo"))
     sync.publish(1)
     sync.verify()
     wide = pool.actors[1]
     assert isinstance(wide, RayActor)
-    family = psutil.Process(wide.home().result(TIMEOUT).pid).children(recursive=True)
+    family = psutil.Process(wide.location().result(TIMEOUT).pid).children(recursive=True)
     workers = [one for one in family if "Worker" in " ".join([one.name(), *one.cmdline()])]
     assert len(workers) == 2, [one.cmdline() for one in family]
     loop.run(wide.call(Breakable.be_slow, 0.1), "slowing down")
     params = SamplingParams(1.0, 40, (), seed=5)
-    pool.homes |= dict.fromkeys(range(4), 1)  # all go to the wide one
+    pool.group_engines |= dict.fromkeys(range(4), 1)  # all go to the wide one
     asked = [
-        asyncio.run_coroutine_threadsafe(pool.generate([10, 20, number], params, number, f"train-{number}"), loop.loop)
+        asyncio.run_coroutine_threadsafe(pool.generate([10, 20, number], params, RolloutKey(number, 0)), loop.loop)
         for number in range(4)
     ]
     while pool.loads[1].requests < 4:
@@ -332,11 +332,11 @@ def test_an_engine_whose_worker_is_killed_is_started_again(
     workers[1].kill()
     answers = [one.result(TIMEOUT) for one in asked]
     assert [len(answer.tokens) for answer in answers] == [40] * 4
-    assert "a worker process of vLLM is gone" in pool.gone()[1] and 0 not in pool.lost
-    sync.renew()
+    assert "a worker process of vLLM is gone" in pool.missing()[1] and 0 not in pool.lost
+    sync.restart_engines()
     sync.publish(2)
     assert sync.verify()["sync/canary_gap"] < TOLERANCE
-    sync.found()
+    sync.readmit_engines()
     assert not pool.lost
     assert largest_gap(trainer, sample_all(pool, loop, 1.0, 500), 1.0) < TOLERANCE
     assert all(load.served for load in pool.loads)
@@ -348,13 +348,13 @@ def test_adapters_alone_reach_an_engine_that_holds_them(
 ) -> None:
     """The engine computes with its own weights and the adapters it is sent, and wrong adapters are noticed at once."""
     model = str(make_tiny_model(tmp_path / "model", tied=True))
-    spot = Spot(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
+    spot = Placement(environment=process_environment(ENGINE, machine_at_hand()) | {"PYTHONPATH": str(ROOT)})
     spec = replace(engine_spec(model, 1), adapter_rank=4)
     pool = EnginePool([RayActor("engine-adapters", ENGINE, [spec], spot, tmp_path / "engine.log")])
     restart(trainer, model, 2, LoraConfig(rank=4, alpha=12, sync="adapter"))
     canary = Canary(CANARY, 1e-3)
-    sync = WeightSync(trainer, pool, loop, SyncConfig(), canary, Way("float32", "gloo", apart=True))
-    assert "stay as loaded, and adapters are sent" in sync.attest()
+    sync = WeightSync(trainer, pool, loop, SyncConfig(), canary, SyncPlan("float32", "gloo", adapter_only=True))
+    assert "only adapters are sent" in sync.verify_initial_sync()
     for version in range(1, 4):
         samples = sample_all(pool, loop, 1.0, version)
         train_once(trainer, samples, version)

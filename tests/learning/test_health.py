@@ -1,6 +1,8 @@
-"""Sabotaged runs are BAD within twenty steps, and sound ones never: through the real loop, in one process."""
+"""Sabotaged runs are bad within twenty steps, and sound ones never: through the real loop, in one process."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from tests.support.tiny import make_tiny_model
 from trueline.algorithms.advantages import assign_advantages
 from trueline.cli import main
 from trueline.rl import build, trainer
-from trueline.runs.processes import sampling_of
+from trueline.runs.processes import Sampling, open_sampling
 from trueline.sync.weights import WeightSync
 
 pytestmark = pytest.mark.slow
@@ -59,7 +61,13 @@ def test_a_reward_that_says_one_thing(tmp_path: Path) -> None:
 def test_answers_that_cannot_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stop tokens are lost on the way, and only what ends is praised."""
     (tmp_path / "ended.py").write_text("def reward(reply):\n    return float(len(reply) < 6) + len(set(reply)) / 80\n")
-    monkeypatch.setattr(build, "sampling_of", lambda *given: replace(sampling_of(*given), stops=()))
+
+    @contextmanager
+    def open_endless(*given: Any) -> Iterator[Sampling]:
+        with open_sampling(*given) as sampling:
+            yield replace(sampling, stops=())
+
+    monkeypatch.setattr(build, "open_sampling", open_endless)
     assert run_letters(tmp_path, "grpo", "steps=20", f"reward.function={tmp_path}/ended.py:reward") == 0
     assert "health/truncation" in rules(tmp_path)
 
@@ -73,12 +81,12 @@ def test_going_back_rescues_a_rate_a_hundred_times_too_high(tmp_path: Path) -> N
     assert f"learning_rate: {rows[-1]['learning_rate']}" in (tmp_path / "run" / "config.yaml").read_text()
     said = (tmp_path / "run" / "logs" / "run.log").read_text()
     balance = said.partition("ledger     ")[2].splitlines()[0]
-    assert "health     back from step" in said and " rolled_back" in balance
+    assert "Rolled back from step" in said and " rolled back" in balance
     told: dict[str, list[int]] = {}
     for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines():
         for fate, numbers in json.loads(line).items():
             told.setdefault(fate, []).extend(numbers if fate != "step" else [])
-    assert all(f"{len(told[fate])} {fate}" in balance for fate in ("trained", "rolled_back"))
+    assert all(f"{len(told[fate])} {fate.replace('_', ' ')}" in balance for fate in ("trained", "rolled_back"))
     everything = [number for numbers in told.values() for number in numbers]
     assert len(set(everything)) == len(everything)
 

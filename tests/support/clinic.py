@@ -16,8 +16,8 @@ from trueline.api import examine
 from trueline.cli import load_options, make_parser
 from trueline.config.base import ConfigError
 from trueline.demo.material import make_tokenizer
-from trueline.doctor.findings import Finding, Findings, refusal
-from trueline.verbs import VERBS
+from trueline.doctor.table import Findings, refusal
+from trueline.monitoring.findings import Finding
 
 TURN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>\n{% endfor %}"
 OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -197,5 +197,5 @@ def diagnosed_words(words: list[str]) -> Findings:
     try:
         config = load_options(options)
     except ConfigError as error:
-        return {"plan": [refusal(error, VERBS[options.verb].kind)]}
+        return {"plan": [refusal(error)]}
     return examine(options.verb, config, resume=options.resume, deep=options.deep)

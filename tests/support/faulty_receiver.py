@@ -7,8 +7,8 @@ from torch import Tensor
 from tests.support.faults import FAULTS, Weights
 from tests.support.slow_engine import slow_step
 from trueline.rollout import vllm_engine
+from trueline.rollout import vllm_receiver as receiving
 from trueline.rollout.engine import EngineSpec
-from trueline.sync import vllm as receiving
 
 
 class FaultyReceiver(receiving.WeightReceiver):
@@ -33,7 +33,7 @@ class FaultyEngine(vllm_engine.VllmEngine):
     async def break_with(self, fault: str) -> None:
         """Load by this fault from now on, `cached` keeps the prefix cache, none is an honest engine."""
         self.forgetful = fault == "cached"
-        await self._ask(self.llm.collective_rpc, "break_loading", args=("" if self.forgetful else fault,))
+        await self._call(self.llm.collective_rpc, "break_loading", args=("" if self.forgetful else fault,))
 
     async def pause(self, mode: str = "wait") -> None:
         if not self.forgetful:

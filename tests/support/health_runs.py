@@ -10,7 +10,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from trueline.monitoring.health import Health, Row
+from trueline.monitoring.health import Row, RunMonitor
 
 Array = NDArray[np.float64]
 Metrics = dict[str, Array]  # [steps] of each metric; NaN where a step does not report it
@@ -144,8 +144,8 @@ def rows(metrics: Metrics) -> Iterator[Row]:
 
 
 def levels(metrics: Metrics) -> list[Row]:
-    health = Health(lambda line: None)
-    return [health.judge(step, row) for step, row in enumerate(rows(metrics), 1)]
+    health = RunMonitor(lambda finding, step: None)
+    return [health.check(step, row) for step, row in enumerate(rows(metrics), 1)]
 
 
 def too_high_a_rate(random: Generator, strength: float, steps: int) -> Metrics:
@@ -203,8 +203,8 @@ FAULTS: dict[str, Callable[[Generator, float, int], Metrics]] = {
 
 def first_step(metrics: Metrics, level: int) -> float:
     """The first step that is judged so, or worse; infinity: none."""
-    health = Health(lambda line: None)
+    health = RunMonitor(lambda finding, step: None)
     for step, row in enumerate(rows(metrics), 1):
-        if health.judge(step, row)["health/level"] >= level:
+        if health.check(step, row)["health/level"] >= level:
             return step
     return np.inf

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.data.types import UNTOLD, Sample
+from trueline.data.types import UNKNOWN_EXPERT, Sample
 from trueline.models.routing import Recorder
 
 EXPERTS, TOP_K, LAYERS = 4, 2, 2  # of `make_tiny_mixture`
@@ -34,7 +34,7 @@ def told_samples(folder: Path, count: int = 5, *, changed: float = 0.0, untold: 
         rows = torch.rand(sample.length(), LAYERS, generator=generator)
         others = torch.rand(sample.length(), LAYERS, EXPERTS, generator=generator).argsort(-1)[..., :TOP_K]
         experts = torch.where(rows[..., None] < changed, others.to(torch.int8), experts)
-        experts[torch.rand(sample.length(), generator=generator) < untold] = UNTOLD
+        experts[torch.rand(sample.length(), generator=generator) < untold] = UNKNOWN_EXPERT
         sample.experts = experts
     return samples
 
@@ -65,7 +65,7 @@ def mixture(block: Any, experts: Tensor, config: Any, seen: list[Tensor]) -> Any
         seen.append(logits)
         for token, told, scores in zip(tokens, experts.tolist(), logits, strict=True):
             shares = scores.softmax(-1)
-            mine = shares.topk(TOP_K).indices.tolist() if UNTOLD in told else told
+            mine = shares.topk(TOP_K).indices.tolist() if UNKNOWN_EXPERT in told else told
             whole = sum(shares[one] for one in mine) if normed else 1.0
             rows.append(sum(shares[one] / whole * expert(block.experts, one, token) for one in mine))
         return torch.stack(rows)[None]

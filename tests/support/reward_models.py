@@ -12,8 +12,7 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
-from trueline.config.model import ModelConfig
-from trueline.config.roles import FrozenConfig
+from trueline.config.model import FrozenConfig, ModelConfig
 from trueline.demo.material import make_tokenizer
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup

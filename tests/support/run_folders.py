@@ -12,16 +12,18 @@ import numpy as np
 
 from trueline.config.reward import RewardPartConfig
 from trueline.config.run import MonitoringConfig
-from trueline.data.transcripts import packed
-from trueline.monitoring.run_folder import FOLDER, HEAD, RunFolder
+from trueline.data.transcripts import pack_numbers
+from trueline.monitoring.findings import Finding
+from trueline.monitoring.run_folder import HEAD, RunFolder
 from trueline.monitoring.trackers import Tracker
 from trueline.rewards.replay import write_failure
-from trueline.rl.tokens import MOST_TOKENS
+from trueline.rl.transcripts import MOST_TOKENS
 
 START = 1.8e9
 PHASES = {"rollout": 3.0, "score": 0.7, "train": 2.0, "save": 0.1, "sync": 0.3}
 PLAN = "machine    2 CPU cores\nloss       ppo_clip: ratio clipped, by https://me:secret@host/"
 CONFIG = "name: {name}\nseed: 0\nsteps: {steps}\ntraining:\n  learning_rate: {rate}\n  betas:\n  - 0.9\n  - 0.95\n"
+CROWDED = Finding("watch", "crowded_cores", "9 processes on 2 CPU cores")
 TURNS = [
     {
         "role": "assistant",
@@ -56,7 +58,8 @@ def make_run(path: Path, steps: int, *, rate: float = 1e-5, seed: int = 0, judge
 def made_folder(path: Path, verb: str, steps: int, rate: float = 1e-5) -> RunFolder:
     folder = RunFolder(path)
     folder.logs.mkdir(parents=True)
-    folder.log.write_text(f"{PLAN}\n{FOLDER}{path}\nstarting   models\n")
+    folder.write_plan(PLAN, [CROWDED])
+    folder.findings.write_text(json.dumps({"step": 0, **CROWDED.row()}) + "\n")
     folder.config.write_text(f"{HEAD}{verb}\n{CONFIG.format(name=path.name, steps=steps, rate=rate)}")
     return folder
 
@@ -113,7 +116,7 @@ def made_tokens(row: dict[str, Any], seed: int) -> dict[str, Any]:
     return {
         "text": [text for text, _ in kept],
         "sampled": [len(list(turn)) for _, turn in groupby(kept, key=lambda one: one[1])],
-        **{name: packed(column) for name, column in values.items()},
+        **{name: pack_numbers(column) for name, column in values.items()},
         **({"left_out": len(texts) - len(kept)} if len(texts) > len(kept) else {}),
     }
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trueline.monitoring.beats import WORK
+from trueline.monitoring.heartbeat import WORK
 from trueline.runtime.actors import Target
-from trueline.runtime.transport import Address, Meeting
+from trueline.runtime.transport import Address, Rendezvous
 
 
 def hang_until(file: str) -> None:
@@ -20,13 +20,13 @@ def hang_until(file: str) -> None:
 
 class Rank:
     def __init__(self, rank: int) -> None:
-        self.rank, self.meeting = rank, Meeting()
+        self.rank, self.rendezvous = rank, Rendezvous()
 
     def listen(self) -> Address:
-        return self.meeting.open()
+        return self.rendezvous.open()
 
     def start(self, address: Address) -> None:
-        store = self.meeting.store(address, 2, 60)
+        store = self.rendezvous.store(address, 2, 60)
         timeout = datetime.timedelta(seconds=600)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=2, timeout=timeout)
 
@@ -64,4 +64,4 @@ class Engine:
 
 
 RANK: Target[Rank] = Target("tests.support.stuck:Rank")
-ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True, crowded="wait")
+ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True, bulk_method="wait")

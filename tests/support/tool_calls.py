@@ -1,9 +1,11 @@
 """A conversation that calls a tool, the tools it may call, and a chat template that shows both."""
 
+from pathlib import Path
 from typing import Any
 
 from trueline.data.messages import Message, Tool
 
+CALCULATOR = f"{Path(__file__).parents[2]}/examples/tools/calculator.py:calculator"
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }};{% endfor %}</s>\n{% endif %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"

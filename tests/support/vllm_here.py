@@ -55,8 +55,8 @@ class EngineHere(VllmEngine):
             return buffer
 
         receiver = self.llm.model_executor.driver_worker.worker
-        await self._ask(receiver._reload, plan_buckets(specs, BUCKET_BYTES), take)
-        assert await self._ask(self.llm.reset_prefix_cache)
+        await self._call(receiver._reload, plan_buckets(specs, BUCKET_BYTES), take)
+        assert await self._call(self.llm.reset_prefix_cache)
         self.version = version
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.templates import ends_of, tokenizer_of
 from trueline.data.messages import Message, Tool
 from trueline.environments.tools.calls import ToolCall
-from trueline.environments.tools.formats import AUTO, FORMATS, Chosen, chosen_format
+from trueline.environments.tools.formats import AUTO, FORMATS, ChosenFormat, choose_format
 
 PLACE = {
     "type": "object",
@@ -72,9 +72,9 @@ def calls_of(family: str) -> list[ToolCall]:
     return CALLS[:1] if family in ONE_CALL else CALLS
 
 
-def chosen_of(family: str, *, vllm: bool) -> tuple[Chosen, PreTrainedTokenizerFast]:
+def chosen_of(family: str, *, vllm: bool) -> tuple[ChosenFormat, PreTrainedTokenizerFast]:
     tokenizer = tokenizer_of(family)
-    return chosen_format(AUTO, tokenizer.chat_template, vllm=vllm), tokenizer
+    return choose_format(AUTO, tokenizer.chat_template, vllm=vllm), tokenizer
 
 
 def written(family: str) -> str:

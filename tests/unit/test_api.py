@@ -23,14 +23,16 @@ from torch import Tensor
 import trueline
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.entries import entry
-from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.api import quiet_libraries, unknown_verb
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import read_tree
 from trueline.data.types import Batch, LossOutput, Sample
-from trueline.environments.opening import program_of
+from trueline.environments.hosted import load_code
+from trueline.environments.opening import user_code_of
 from trueline.objects import Objects
+from trueline.usercode.failures import NoSuchFunction
+from trueline.usercode.loading import load_function
 from trueline.verbs import VERBS
 
 ROWS = [{"prompt": f"{number}:", "answer": str(number)} for number in range(8)]
@@ -69,6 +71,7 @@ def test_a_closure_rewards_a_run_that_can_be_resumed(small: dict[str, Any], tmp_
     run = trueline.train("grpo", data=ROWS, reward=lambda reply: worth, name="first", steps=1, **small)
     assert (run.folder, run.status) == (tmp_path / "first", 0)
     assert list(run.metrics["step"]) == [0, 1] and run.metrics["reward/mean"].dropna().tolist() == [worth]
+    assert run.findings[0].code == "started" and "uniform_groups" in [one.code for one in run.findings]
     assert (run.model / "config.json").is_file() and run.model.parent.name == "step_000001"
     assert {row["prompt"] for row in run.transcripts} <= {row["prompt"] for row in ROWS}
 
@@ -143,26 +146,26 @@ def test_environments_tools_and_agents_become_files_too(monkeypatch: pytest.Monk
     class Game: ...
 
     objects = tmp_path / "objects"
-    trueline.train("grpo", tools=[counter, "calculator", "mine.py:draw"], folder=tmp_path)
+    trueline.train("grpo", tools=[counter, "python", "mine.py:draw"], folder=tmp_path)
     trueline.generate(tools=counter, folder=tmp_path)
     trueline.evaluate(environment=Game, folder=tmp_path, **{"environment.max_turns": 2})
     trueline.train("raft", agent=counter("a"), folder=tmp_path)
     trueline.train("grpo", environment={"function": Game, "processes": 1}, folder=tmp_path)
-    trueline.generate(tools="calculator,python", folder=tmp_path)
+    trueline.generate(tools="python,mine.py:f", folder=tmp_path)
     mixed, single, game, agent, section, named = seen
-    assert Path(mixed.tools[0]).parent == objects and mixed.tools[1:] == ["calculator", "mine.py:draw"]
+    assert Path(mixed.tools[0]).parent == objects and mixed.tools[1:] == ["python", "mine.py:draw"]
     assert single.tools == mixed.tools[:1] and load_function(single.tools[0], {})("a")("aa") == 0.5
     assert re.fullmatch(rf"{objects}/Game-\w{{12}}\.pickle", game.function) and game.max_turns == 2
     assert (section.function, section.processes) == (game.function, 1) and inspect.isclass(
         load_function(game.function, {})
     )
-    assert agent.agent.endswith(".pickle") and named.tools == ["calculator", "python"]
-    program = program_of(agent)
-    assert program is not None and (program.kind, program.specification) == ("function", [agent.agent])
+    assert agent.agent.endswith(".pickle") and named.tools == ["python", "mine.py:f"]
+    code = user_code_of(agent)
+    assert code is not None and (code.load, code.specification) == (load_code, [agent.agent])
 
 
 def test_evaluation_and_samples_come_back(small: dict[str, Any]) -> None:
-    jobs = {key: value for key, value in small.items() if key not in ("prompts_per_step", "training.learning_rate")}
+    jobs = small_job(small)
     evaluated = trueline.evaluate(data=ROWS, reward=counter("a"), **jobs)
     assert evaluated.evaluation["evaluation/failed_share"] == 0 and len(evaluated.transcripts) == len(ROWS)
     sampled = trueline.generate(data=ROWS, samples=2, **jobs)
@@ -218,7 +221,7 @@ def test_what_cannot_become_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_only_the_user_s_own_pickles_are_loaded(tmp_path: Path) -> None:
     objects = Objects(tmp_path / "objects")
-    name = objects.named({"reward": {"function": counter("a")}})["reward"]["function"]
+    name = objects.with_file_names({"reward": {"function": counter("a")}})["reward"]["function"]
     with pytest.raises(NoSuchFunction, match="there is no file"):
         load_function(name, {})
     before = os.umask(0)
@@ -245,7 +248,7 @@ def test_a_pickled_function_finds_what_its_process_could_import(tmp_path: Path) 
         "import sys; from pathlib import Path; sys.path.insert(0, 'scripts'); import graders\n"
         "from trueline.objects import Objects\n"
         "objects = Objects(Path('objects').resolve())\n"
-        "named = objects.named({'reward': {'function': graders.length}})\n"
+        "named = objects.with_file_names({'reward': {'function': graders.length}})\n"
         "sys.stdout.write(named['reward']['function']); objects.write()"
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
@@ -270,7 +273,7 @@ def test_a_failed_run_raises_its_error_and_names_its_folder(small: dict[str, Any
     said = str(error.value)
     assert said.startswith("error: ") and "no such grade" in said
     assert said.endswith(f"run folder: {tmp_path / 'fails'}")
-    assert error.value.folder == tmp_path / "fails"
+    assert error.value.folder == tmp_path / "fails" and error.value.run.findings[-1].level == "refused"
     assert error.value.run == trueline.Run(tmp_path / "fails", 1) and not error.value.run.transcripts
 
 
@@ -350,12 +353,12 @@ def test_a_dataset_of_several_splits_gives_its_train(small: dict[str, Any], caps
         "grpo", data=splits["train"], evaluation={"sets": {"one": part("a"), "two": part("b")}}, config=files
     )
     assert sets["config"]["evaluation"]["sets"].keys() == {"one", "two"}
-    trueline.evaluate(data=splits, reward="exact", dry_run=True, config=files, **{**small_job(small)})
+    trueline.evaluate(data=splits, reward="exact", dry_run=True, config=files, **small_job(small))
     assert "evaluation.data=DatasetDict: its split test, without train" in capsys.readouterr().err
 
 
 def small_job(small: dict[str, Any]) -> dict[str, Any]:
-    """What of these keys jobs have that train nothing."""
+    """Return the keys that jobs without training have."""
     return {key: value for key, value in small.items() if key not in ("prompts_per_step", "training.learning_rate")}
 
 
@@ -372,7 +375,9 @@ def test_evaluate_takes_data_by_both_names_but_not_two_of_them(small: dict[str, 
     for name in ("data", "eval_data"):
         run = trueline.train("eval", reward="exact", evaluation={"limit": 1}, **{name: ROWS}, **job)
         assert Path(config_of(run)["evaluation"]["data"]).parent.name == "objects"
-    with pytest.raises(trueline.ConfigError, match=r"data and eval_data are the same key, evaluation\.data: give one"):
+    with pytest.raises(
+        trueline.ConfigError, match=r"data and eval_data are the same key, evaluation\.data: give only one"
+    ):
         trueline.evaluate(data="a.jsonl", eval_data="b.jsonl", reward="exact", **job)
 
 

@@ -1,4 +1,4 @@
-"""What the command line says to words it does not know; nothing here loads a model."""
+"""Help texts, and what the command line prints for unknown words; nothing here loads a model."""
 
 import os
 import re
@@ -13,11 +13,14 @@ from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig
 from trueline.monitoring.run_folder import RunFolder
+from trueline.options import default_text
+from trueline.verbs import GROUPS, TOOLS, VERBS
 
 
-def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The error line of a command that ends with status 2."""
     try:
         status = main(words)
@@ -25,6 +28,11 @@ def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         status = int(ended.code or 0)
     assert status == 2
     return capsys.readouterr().err.splitlines()[-1]
+
+
+def load_words(*words: str) -> RunConfig:
+    options, options.overrides = (parsed := make_parser().parse_known_args(words))[0], parsed[1]
+    return load_options(options)
 
 
 @pytest.mark.parametrize(
@@ -47,20 +55,17 @@ def said_to(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_an_unknown_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
-    assert said_to(capsys, word, "steps=3") == f"trueline: error: unknown verb {word!r}; did you mean {meant}?"
-
-
-@pytest.mark.parametrize("word", ["xyzzy", "foo", "banana", "steps=3"])
-def test_a_verb_like_no_other_points_to_the_list(capsys: pytest.CaptureFixture[str], word: str) -> None:
-    assert said_to(capsys, word) == f"trueline: error: unknown verb {word!r}; `trueline -h` lists every verb"
+    assert error_of(capsys, word, "steps=3") == f"trueline: error: unknown verb {word!r}; did you mean {meant}?"
 
 
 def test_an_unknown_verb_is_not_swamped_by_the_list_of_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("xyzzy", "foo", "banana", "steps=3"):
+        assert error_of(capsys, word) == f"trueline: error: unknown verb {word!r}; `trueline -h` lists every verb"
     with pytest.raises(SystemExit):
         main(["gpro"])
     assert capsys.readouterr().err.splitlines()[0] == "usage: trueline [-h] [--version] VERB ..."
     for words in (["config", "gpro"], ["data", "preview", "--task", "dop"]):
-        line = said_to(capsys, *words)
+        line = error_of(capsys, *words)
         assert f"unknown verb {words[-1]!r}; did you mean '{words[-1][0]}" in line
         assert "choose from" not in line
 
@@ -82,25 +87,22 @@ def test_verbs_that_others_use_lead_to_verbs_that_there_are() -> None:
     ],
 )
 def test_an_unknown_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str], words: list[str], meant: str) -> None:
-    line = said_to(capsys, "grpo", *words)
+    line = error_of(capsys, "grpo", *words)
     assert f"unknown option {words[0]}; keys are written as key=value; " in line
     assert meant in line
 
 
-def test_options_of_verbs_without_keys_are_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_of_a_verb_without_keys_lists_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     takes = "trueline demo takes --seed, --steps, --folder, and no keys"
-    assert said_to(capsys, "demo", "--lr").endswith(f"unknown option --lr; {takes}")
-    assert said_to(capsys, "demo", "--stps", "3").endswith(f"unknown option --stps; {takes}; did you mean '--steps'?")
-    assert said_to(capsys, "demo", "steps=3").endswith(f"'steps=3'; {takes}; did you mean '--steps 3'?")
-    line = said_to(capsys, "serve-reward", "--max_length")
+    assert error_of(capsys, "demo", "--lr").endswith(f"unknown option --lr; {takes}")
+    assert error_of(capsys, "demo", "--stps", "3").endswith(f"unknown option --stps; {takes}; did you mean '--steps'?")
+    assert error_of(capsys, "demo", "steps=3").endswith(f"'steps=3'; {takes}; did you mean '--steps 3'?")
+    assert "argument --steps: '0' is not a whole number above 0" in error_of(capsys, "demo", "--steps", "0")
+    line = error_of(capsys, "serve-reward", "--max_length")
     assert line.endswith("unknown option --max_length; keys are written as key=value; did you mean 'max_tokens'?")
 
 
-def test_a_demo_takes_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "argument --steps: '0' is not a whole number above 0" in said_to(capsys, "demo", "--steps", "0")
-
-
-def test_an_unknown_key_is_told_before_anything_heavy_is_loaded() -> None:
+def test_an_unknown_key_is_reported_before_anything_heavy_is_loaded() -> None:
     program = (
         "import sys; from trueline.cli import main\n"
         "assert main(['grpo', 'learning_rate=1e-5', 'beta=0.1', 'trainer.total_epochs=2']) == 2\n"
@@ -125,9 +127,7 @@ def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> N
     (folder.checkpoints / "step_000001").mkdir(parents=True)
 
     def resumed(*overrides: str) -> RLConfig:
-        words = ["grpo", "--resume", "--name", "mine", f"folder={tmp_path}", *overrides]
-        options, options.overrides = (parsed := make_parser().parse_known_args(words))[0], parsed[1]
-        config = load_options(options)
+        config = load_words("grpo", "--resume", "--name", "mine", f"folder={tmp_path}", *overrides)
         assert isinstance(config, RLConfig) and (config.seed, config.rollout.temperature) == (5, 0.5)
         return config
 
@@ -140,9 +140,9 @@ def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> N
     assert mixed.engines() == local.engines() | {"critic": "deepspeed"}
 
 
-def test_every_foreign_word_is_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_foreign_word_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--num_generations", "8", "--per_device_train_batch_size", "4", "--bf16", "True", "beta=0.1", "steps"]
-    said_to(capsys, "grpo", *words)
+    error_of(capsys, "grpo", *words)
     with pytest.raises(SystemExit):
         main(["grpo", *words, "--stop", "a", "b", "--x", "-1"])
     lines = capsys.readouterr().err.splitlines()[1:]
@@ -150,7 +150,7 @@ def test_every_foreign_word_is_answered_at_once(capsys: pytest.CaptureFixture[st
         *(f"unknown option --{name}" for name in ("num_generations", "per_device_train_batch_size", "bf16")),
         "unknown option --stop",
         "unknown option --x",
-        "'steps' is not an override: write it as section.key=value, e.g. training.ranks=2",
+        "'steps' is not an override: write section.key=value, e.g. training.ranks=2",
         "unknown key 'beta'",
     ]
 
@@ -158,8 +158,7 @@ def test_every_foreign_word_is_answered_at_once(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("verb", [[], ["doctor"]])
 def test_eval_takes_its_prompts_as_data(verb: list[str], tmp_path: Path) -> None:
     def evaluated(*words: str) -> str:
-        options, options.overrides = (parsed := make_parser().parse_known_args([*verb, "eval", *words]))[0], parsed[1]
-        config = load_options(options)
+        config = load_words(*verb, "eval", *words)
         assert isinstance(config, EvalConfig) and not config.data.path
         return config.evaluation.data
 
@@ -174,8 +173,7 @@ def test_a_run_is_named_behind_resume(tmp_path: Path, monkeypatch: pytest.Monkey
         (folder.checkpoints / "step_000001").mkdir(parents=True)
 
     def resumed(*words: str) -> tuple[int, int, str, str]:
-        options, options.overrides = (parsed := make_parser().parse_known_args(["grpo", *words]))[0], parsed[1]
-        config = load_options(options)
+        config = load_words("grpo", *words)
         assert isinstance(config, RLConfig)
         return config.seed, config.steps, str(config.name), str(Path(config.folder).resolve())
 
@@ -201,35 +199,62 @@ def test_keys_are_found_by_their_names_and_meanings(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_nobody_reading_on_is_no_error(unbuffered: str) -> None:
+def test_a_closed_pipe_is_no_error(unbuffered: str) -> None:
     command = f"{sys.executable} -m trueline.cli config grpo | true; echo ${{PIPESTATUS[0]}}"
     variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, env=variables)
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0 and re.fullmatch(r"trueline \S+\n", capsys.readouterr().out)
-
-
 def test_a_plan_takes_the_command_of_its_run(capsys: pytest.CaptureFixture[str]) -> None:
     run = ["--model", "shape:llama-8b", "--data", "none.jsonl", "--eval-data", "none.jsonl", "--name", "mine"]
     for verb in PRESETS:
         extra = ["--reward", "math", "--dry-run", *["teacher.path=llama-8b"] * (verb == "on_policy_distill")]
-        command = [verb, *run, "--tools", "calculator", *extra, "model.lora.rank=8", "rollout.tensor_parallel=2"]
+        command = [verb, *run, "--tools", "python", *extra, "model.lora.rank=8", "rollout.tensor_parallel=2"]
         assert main(["plan", "--devices", "8xH200", *command]) == 0, capsys.readouterr().err
         assert "expected   rollout" in capsys.readouterr().out
     for verb in ("generate", "eval", "raft", "iterative_dpo"):
         words = [verb, *run[:4], "--reward", "math", "--devices", "1xH100"]
-        assert f"plan {verb}: only runs of one training" in said_to(capsys, "plan", *words)
+        assert f"plan {verb}: plan takes verbs that train one model" in error_of(capsys, "plan", *words)
+
+
+def read_help(capsys: pytest.CaptureFixture[str], *words: str, flag: str = "-h") -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, flag])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_help_lists_each_verb_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = [verb for group in GROUPS.values() for verb in group]
+    assert sorted(listed) == sorted(make_parser().get_default("verbs")) == sorted([*VERBS, *TOOLS])
+    lines = read_help(capsys).splitlines()
+    for title, verbs in GROUPS.items():
+        below = lines[lines.index(f"{title}:") + 1 :][: len(verbs)]
+        assert [line.split()[0] for line in below] == list(verbs)
+        assert all(len(line.split()) > 3 for line in below)
+    meanings = [*(verb.meaning for verb in VERBS.values()), *(meaning for meaning, _ in TOOLS.values())]
+    assert len(set(meanings)) == len(meanings) and max(map(len, meanings)) < 80
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_run_explains_its_flags_and_most_used_keys(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    command, text = VERBS[verb], " ".join(read_help(capsys, verb).split())
+    keys = {key.path: key for key in command.kind.parse(command.defaults).leaves()}
+    assert len(set(command.keys)) == 5
+    for path in command.keys:
+        assert f"{path}={default_text(keys[path])} {' '.join(keys[path].meaning.split())}" in text
+    for flag, path in command.flags.items():
+        assert keys[path].meaning and f"(key {path})" in text and f"{flag} " in text
+    words = text.rpartition("example: trueline ")[2].split()
+    assert words[0] == verb and load_words(*words)
 
 
 def test_every_command_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
-    verbs = make_parser().get_default("verbs")
-    deeper = [["data", "preview"], ["reward", "try"], ["plan", "grpo"], ["doctor", "sft"], ["data", "preview", "dpo"]]
-    for words in ([], *([verb] for verb in verbs), *deeper):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "-h"])
-        assert ended.value.code == 0 and "usage: trueline" in capsys.readouterr().out
+    for verb, (meaning, example) in TOOLS.items():
+        text = read_help(capsys, verb)
+        assert meaning in text and f"example:\n  trueline {example}" in text
+        make_parser().parse_args(example.split())
+    for words in (["data", "preview"], ["reward", "try"], ["plan", "grpo"], ["doctor", "sft"]):
+        assert "usage: trueline" in read_help(capsys, *words)
+    assert re.fullmatch(r"trueline \S+\n", read_help(capsys, flag="--version"))

@@ -61,36 +61,36 @@ def refused(address: str) -> str:
     return str(caught.value)
 
 
-def test_a_head_without_a_token_is_warned_of_and_one_with_it_asks_for_it(
+def test_a_head_without_a_token_gives_a_warning_and_one_with_it_requires_it(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(Head("")) as address:
         port = address.rpartition(":")[2]
         said = check_address(address, "cluster.address")
-        assert said.startswith(f"warning: the Ray head at {address} asks for no token")
+        assert said.startswith(f"warning: the Ray head at {address} requires no token")
         assert f"start it with `RAY_AUTH_MODE=token ray start --head --port={port}`" in said
     with serving(Head("secret")) as address:
-        assert "the head wants a token: set RAY_AUTH_MODE=token here" in refused(address)
+        assert "the head requires a token: set RAY_AUTH_MODE=token here" in refused(address)
         (own_home / ".ray").mkdir()
         (own_home / ".ray" / "auth_token").write_text("other\n")
-        assert "the head has another token than this machine" in refused(address)
+        assert "the head has a different token than this machine" in refused(address)
         (own_home / ".ray" / "auth_token").write_text("secret\n")
         assert check_address(address, "cluster.address") == ""
         monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-        assert "the head wants a token" in refused(address)
+        assert "the head requires a token" in refused(address)
     with serving(Head("", "/another.Service/Call")) as address:
-        assert "what answers there is no Ray head" in refused(address)
+        assert "the server there is not a Ray head" in refused(address)
 
 
 def test_what_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         monkeypatch.setattr(BaseHTTPRequestHandler, "log_message", lambda *_: None)
         threading.Thread(target=server.handle_request, daemon=True).start()
-        assert "what answers there is no Ray head" in refused(f"127.0.0.1:{server.server_port}")
+        assert "the server there is not a Ray head" in refused(f"127.0.0.1:{server.server_port}")
     monkeypatch.setattr(cluster_address, "SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "what answers there is no Ray head" in refused(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert "the server there is not a Ray head" in refused(f"127.0.0.1:{silent.getsockname()[1]}")
     assert "nothing answers there" in refused("127.0.0.1:1")
     for address in ("127.0.0.1", "127.0.0.1:", ":6379", "127.0.0.1:99999"):
-        assert "name HOST:PORT" in refused(address)
+        assert "give HOST:PORT" in refused(address)
     assert check_address("auto", "cluster.address") == ""

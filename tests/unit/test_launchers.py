@@ -1,4 +1,4 @@
-"""Launchers of clusters: read as far as they can be without one."""
+"""Launchers of clusters, checked as far as possible without one."""
 
 import re
 import shlex
@@ -54,24 +54,16 @@ def test_a_script_pleases_shellcheck(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: file.name)
-def test_the_run_of_a_launcher_has_known_keys(file: Path) -> None:
+def test_the_run_of_a_launcher_has_known_keys_a_token_and_no_secret(file: Path) -> None:
     found = starting(file, "trueline")
     assert len(found) == 1
     options, options.overrides = parsed(found[0][1:])
     config: Any = load_options(options)
     assert config.folder == "/shared/runs" and config.name and config.model.path == "/shared/model"
-
-
-@pytest.mark.parametrize("file", LAUNCHERS, ids=lambda file: file.name)
-def test_a_cluster_asks_for_a_token_and_no_file_holds_a_secret(file: Path) -> None:
     text = file.read_text()
     assert "RAY_AUTH_MODE=token" in text or "mode: token" in text
     for number, line in enumerate(text.splitlines(), 1):
         assert not SECRET.search(line), f"{file.name}:{number}"
-
-
-def options_of(command: Any) -> set[str]:
-    return {option for parameter in command.params for option in parameter.opts}
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
@@ -83,15 +75,18 @@ def test_ray_knows_the_options(file: Path) -> None:
         for found in starting(file, words):
             own = found[: found.index("--")] if "--" in found else found
             given = {word.partition("=")[0] for word in own if word.startswith("--")}
-            assert given and given <= options_of(command), given - options_of(command)
+            known = {option for parameter in command.params for option in parameter.opts}
+            assert given and given <= known, given - known
 
 
-def test_the_ray_job_has_the_fields_of_one() -> None:
+def test_the_ray_job_has_the_fields_of_one_and_the_locked_ray() -> None:
     job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob") and job["metadata"]["name"]
     spec = job["spec"]
     assert set(spec) == {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
     cluster = spec["rayClusterSpec"]
+    locked = re.search(r"^ray(?:\[\w+\])?==([\d.]+)", (FOLDER.parents[1] / "requirements/cpu.txt").read_text(), re.M)
+    assert locked and cluster["rayVersion"] == locked[1]
     assert set(cluster) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
     (workers,) = cluster["workerGroupSpecs"]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"] and workers["groupName"]
@@ -103,9 +98,3 @@ def test_the_ray_job_has_the_fields_of_one() -> None:
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     assert workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 8
-
-
-def test_the_ray_job_has_the_ray_that_is_locked() -> None:
-    locked = re.search(r"^ray(?:\[\w+\])?==([\d.]+)", (FOLDER.parents[1] / "requirements/cpu.txt").read_text(), re.M)
-    job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
-    assert locked and job["spec"]["rayClusterSpec"]["rayVersion"] == locked[1]

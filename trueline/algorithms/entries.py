@@ -1,4 +1,4 @@
-"""Look up entries of a table by name, or the user's own functions by file or module."""
+"""Tables of algorithm functions, and the user's own functions by file or module."""
 
 import inspect
 import re
@@ -12,27 +12,28 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.config.base import ConfigError
 from trueline.monitoring.user_files import PICKLED
+from trueline.usercode.failures import NoSuchFunction
+from trueline.usercode.loading import load_function
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute")  # what an entry can ask of a run
+NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute")  # what an entry can need
 
 
 class AlgorithmFailure(RuntimeError):
-    """A user's own advantage or loss raised, or gave what cannot be trained on; the message says which and what."""
+    """A user's advantage or loss raised, or returned something invalid."""
 
 
-LIBRARIES = re.compile(r"/site-packages/|^<|" + re.escape(str(Path(__file__).parent)))  # whose lines are not the user's
+LIBRARIES = re.compile(r"/site-packages/|^<|" + re.escape(str(Path(__file__).parent)))  # not user code
 NOT_ITS_FAULT = (ConfigError, AlgorithmFailure, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What raises inside of it is the fault of the user's function that a key names."""
+    """A context in which errors are those of the user's function that a key names."""
 
     key: str  # with its value
     failure: type[Exception]
@@ -45,7 +46,7 @@ class Blame:
         if isinstance(error, NoSuchFunction):
             raise self.failure(f"{self.key}: {error}") from None
         if isinstance(error, ImportError):
-            raise self.failure(f"{self.key}: cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+            raise self.failure(f"{self.key}: cannot be imported ({error}): add its folder to PYTHONPATH") from error
         own = [frame for frame in traceback.extract_tb(trace) if not LIBRARIES.search(frame.filename)]
         place = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
         raise self.failure(f"{self.key} raised {type(error).__name__}: {error}{place}") from error
@@ -53,7 +54,7 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Entry(Generic[Given, Result]):
-    """A function, and what a run must know of it."""
+    """A function, its description, and what it needs."""
 
     function: Callable[Given, Result]
     words: str = "your own"  # for the recipe; {0.key} is a key of `algorithm`
@@ -71,48 +72,47 @@ class Entry(Generic[Given, Result]):
         for need in self.needs:
             if need not in NEEDS:
                 where = f"{self.function.__module__}:{self.function.__name__}"
-                raise ConfigError(f"{where} needs {need!r}: not known; choose from {', '.join(NEEDS)}")
+                raise ConfigError(f"{where} has the unknown need {need!r}: choose from {', '.join(NEEDS)}")
 
 
 def entry(
     words: str = "your own", *, needs: tuple[str, ...] = (), reads: tuple[str, ...] = ()
 ) -> Callable[[Callable[Given, Result]], Entry[Given, Result]]:
-    """Say in words what the function below does, what it needs and which keys it reads."""
+    """Decorate a function with its description, its needs, and the keys it reads."""
     return lambda function: Entry(function, words, needs, reads)
 
 
-def named(*entries: Entry[Given, Result]) -> dict[str, Entry[Given, Result]]:
-    """Make a table in which every entry has its function's name."""
+def table_of(*entries: Entry[Given, Result]) -> dict[str, Entry[Given, Result]]:
+    """Return the entries by the names of their functions."""
     return {one.function.__name__: one for one in entries}
 
 
 def lookup(table: Mapping[str, Entry[Given, Result]], name: str, key: str) -> Entry[Given, Result]:
-    """Find the entry called `name`, or import it; `key` is the configuration key that holds `name`, for messages."""
+    """Find the entry called `name`, or import it; `key` is the configuration key of `name`, for messages."""
     if is_own(name):
-        return imported(name, key)
+        return import_entry(name, key)
     if name not in table:
         raise ConfigError(
-            f"{key}={name}: not known; choose from {', '.join(table)} or give file.py:function or "
-            "package.module:function"
+            f"{key}={name} is unknown: choose from {', '.join(table)}, file.py:function or package.module:function"
         )
     return table[name]
 
 
 def is_own(name: str) -> bool:
-    """Tell a user's own function from an entry of a table."""
+    """Tell whether a name is a user's function, and not an entry of a table."""
     return ":" in name or name.endswith(PICKLED)
 
 
 @cache  # until the next run of this process is planned
-def imported(name: str, key: str) -> Entry[Any, Any]:
+def import_entry(name: str, key: str) -> Entry[Any, Any]:
     with Blame(f"{key}={name}", ConfigError):
         found = load_function(name, {}, guest=True)
     return replace(found, key=f"{key}={name}") if isinstance(found, Entry) else Entry(found, key=f"{key}={name}")
 
 
 def check_takes(own: Entry[Any, Any], *given: str) -> None:
-    """Refuse a user's own function that does not take what it will be given."""
+    """Refuse a user's function that does not accept the arguments of a call."""
     try:
         inspect.signature(own.function).bind(*given)
     except TypeError as error:
-        raise ConfigError(f"{own.key}: it is called with ({', '.join(given)}), and {error}") from None
+        raise ConfigError(f"{own.key} is called with ({', '.join(given)}): {error}; change its parameters") from None

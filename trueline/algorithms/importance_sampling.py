@@ -1,7 +1,6 @@
-"""Correct the loss for tokens to which engine and trainer give slightly different probabilities, and measure the gap.
+"""Importance weights for the mismatch between engine and trainer, and metrics of that mismatch.
 
-Log-probs may agree while an engine draws from another distribution than the one it reports: `drawn` and `draw_metrics`
-test the draws themselves.
+An engine may sample from another distribution than it reports: `draw_sums` and `draw_metrics` test the samples.
 """
 
 import math
@@ -10,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trueline.algorithms.kl import bounded
+from trueline.algorithms.kl import clamp_log_ratio
 from trueline.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig
 from trueline.data.types import Batch, ModelOutput, Sample
 
@@ -20,39 +19,39 @@ Correction = Callable[[Tensor, Batch, ImportanceSamplingConfig], tuple[Tensor, T
 EXCESS, VARIANCE = "draws/excess", "draws/variance"  # sums over the tokens of an update
 
 
-def uncorrected(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
+def no_correction(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     return torch.ones_like(log_weights), torch.zeros_like(log_weights, dtype=torch.bool)
 
 
 def token_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Weight by min(w, cap): truncated importance sampling (Yao et al., Your Efficient RL Framework ..., 2025)."""
-    weights = bounded(log_weights).exp()
+    weights = clamp_log_ratio(log_weights).exp()
     return weights.clamp(max=config.cap), weights > config.cap
 
 
 def token_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Weight by w inside [low, high], and by 0 outside: IcePop (arXiv:2510.18855)."""
-    weights = bounded(log_weights).exp()
+    weights = clamp_log_ratio(log_weights).exp()
     outside = (weights < config.low) | (weights > config.high)
     return weights.masked_fill(outside, 0.0), outside
 
 
 def sequence_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Weight by min(product of w, cap): sequence-level weights (Liu et al., When Speed Kills Stability, 2025)."""
-    weights = batch.spread(bounded(batch.sums(log_weights)).exp())
+    weights = batch.spread(clamp_log_ratio(batch.sums(log_weights)).exp())
     return weights.clamp(max=config.cap), weights > config.cap
 
 
 def sequence_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
-    """Truncate as `token_truncate`; drop completions whose geometric mean of w is off (Liu et al., geometric mask)."""
-    means = bounded(batch.sums(log_weights) / batch.counts().clamp(min=1)).exp()  # a filler has no tokens
+    """Like `token_truncate`, but drop completions whose geometric mean of w is off (Liu et al., geometric mask)."""
+    means = clamp_log_ratio(batch.sums(log_weights) / batch.counts().clamp(min=1)).exp()  # a filler has no tokens
     off = batch.spread((means < config.sequence_low) | (means > config.sequence_high))
     weights, truncated = token_truncate(log_weights, batch, config)
     return weights.masked_fill(off, 0.0), off | truncated
 
 
 IMPORTANCE_WEIGHTS: dict[str, Correction] = {
-    "none": uncorrected,
+    "none": no_correction,
     "token_truncate": token_truncate,
     "token_mask": token_mask,
     "sequence_truncate": sequence_truncate,
@@ -61,19 +60,19 @@ IMPORTANCE_WEIGHTS: dict[str, Correction] = {
 
 
 def importance_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return [N] factors on tokens' policy losses, without gradient, and [N] whether each was truncated or masked."""
+    """Return token weights [N], without gradient, and whether each was truncated or masked [N]."""
     correct = IMPORTANCE_WEIGHTS[config.importance_sampling.mode]
     if config.old_logprobs == "recompute":
         return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.importance_sampling)
-    # The ratio holds the whole mismatch already: a token is kept as it is, or masked.
+    # The ratio contains the mismatch already: a token is kept unchanged, or masked.
     weights, _ = correct(logprobs.detach() - batch.rollout_logprobs, batch, config.importance_sampling)
     return (weights > 0).float(), weights == 0
 
 
 def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Measure how far engine and trainer are apart on the tokens that were sampled."""
+    """Compare the log-probs of engine and trainer on sampled tokens."""
     gap = torch.cat([(sample.old_logprobs - sample.rollout_logprobs)[sample.mask] for sample in samples]).double()
-    weight = bounded(gap).exp()
+    weight = clamp_log_ratio(gap).exp()
     return {
         "mismatch/logprob_gap_mean": gap.abs().mean().item(),
         "mismatch/logprob_gap_max": gap.abs().max().item(),
@@ -83,16 +82,16 @@ def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:
     }
 
 
-def drawn(output: ModelOutput, batch: Batch) -> dict[str, Tensor]:
-    """Sum log p - E[log p] over sampled tokens, and its variance, as the trainer's distributions have them."""
+def draw_sums(output: ModelOutput, batch: Batch) -> dict[str, Tensor]:
+    """Sum log p - E[log p] and its variance, by the trainer's distributions, over sampled tokens."""
     excess = output.logprobs.detach() + output.entropy.detach()
     return {EXCESS: (excess * batch.mask).sum(), VARIANCE: (output.variance * batch.mask).sum()}
 
 
 def draw_metrics(excess: float, variance: float) -> dict[str, float]:
-    """Test whether tokens were drawn from the trainer's distributions p, by sums over all of them.
+    """Test whether tokens were sampled from the trainer's distributions p, by sums over all of them.
 
-    The sum is a martingale in the tokens, so z is near N(0, 1) wherever sequences stop by what was drawn before. Draws
-    from p^(1 + effect), which is a temperature divided by 1 + effect, exceed by effect times the variance.
+    The sum is a martingale, so z is close to N(0, 1) if sequences stop depending only on earlier tokens. Sampling from
+    p^(1 + effect), a temperature divided by 1 + effect, adds effect times the variance.
     """
     return {"mismatch/sampler_z": excess / math.sqrt(variance), "mismatch/sampler_effect": excess / variance}

@@ -1,4 +1,4 @@
-"""Per-token estimates of the KL divergence from policy to reference, as loss terms."""
+"""Per-token KL estimators between policy and reference, as loss terms."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ K3_LINEAR_BELOW = -2.6108686381  # the log-ratio at which k3 is 10
 OFF_POLICY_LIMIT = 10.0
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp log-ratios before they are exponentiated."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -26,7 +26,7 @@ def k2(log_ratio: Tensor, ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
     """Return exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4), with the gradient of the forward KL(reference || policy).
 
-    From 10 on, where the policy gave a token up, it goes on linearly: bounded in slope, and never without one.
+    Above 10, where the policy gave a token up, it continues linearly, so that its slope is bounded and never zero.
     """
     near = log_ratio.clamp(min=K3_LINEAR_BELOW)
     slope = 1 - math.exp(-K3_LINEAR_BELOW)
@@ -38,9 +38,9 @@ def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
     return with_gradient_of(off_policy(ratio) * k3(log_ratio, ratio), k2(log_ratio, ratio))
 
 
-def unbiased(log_ratio: Tensor, ratio: Tensor) -> Tensor:
-    """Return k3 times the ratio with its gradient (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): rho l, right for
-    KL(policy || reference) at the token, off-policy too. It is written out, as k3 turns linear and ratios are clamped.
+def unbiased_k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """Return k3 times the ratio with its gradient, rho l (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): unbiased for
+    KL(policy || reference) off-policy too. The gradient is written out, as k3 is partly linear and ratios are clamped.
     """
     return with_gradient_of(ratio * k3(log_ratio, ratio), ratio.detach() * log_ratio.square() / 2)
 
@@ -50,14 +50,14 @@ def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
 
 
 def off_policy(ratio: Tensor) -> Tensor:
-    """Return the importance weight of a token drawn before the update."""
+    """Return the importance weight of a token sampled before the update."""
     return ratio.detach().clamp(max=OFF_POLICY_LIMIT)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3, "k3+": k3_plus}
 
 
-def estimated_kl(log_ratio: Tensor, ratio: Tensor, config: KLConfig) -> Tensor:
+def estimate_kl(log_ratio: Tensor, ratio: Tensor, config: KLConfig) -> Tensor:
     """Return the configured estimate [N]; `log_ratio` is to the reference, `ratio` to the policy that sampled."""
-    of_k3 = config.unbiased and config.estimator == "k3"
-    return (unbiased if of_k3 else KL_ESTIMATORS[config.estimator])(log_ratio, ratio)
+    is_unbiased = config.unbiased and config.estimator == "k3"
+    return (unbiased_k3 if is_unbiased else KL_ESTIMATORS[config.estimator])(log_ratio, ratio)

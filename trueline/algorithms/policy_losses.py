@@ -1,14 +1,14 @@
-"""Compute the policy loss of each token from log-probs and a batch; averaging is in the batch's weights.
+"""Policy losses of each token; the batch's weights average them.
 
-`batch.old_logprobs` are those that the ratio compares with: the trainer's own before the update, or the engine's.
+`batch.old_logprobs` are the denominator of the ratio: the trainer's before the update, or the engine's.
 """
 
 import torch
 from torch import Tensor
 
-from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, named
+from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, table_of
 from trueline.algorithms.importance_sampling import importance_weights
-from trueline.algorithms.kl import bounded, estimated_kl
+from trueline.algorithms.kl import clamp_log_ratio, estimate_kl
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
@@ -21,28 +21,25 @@ CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 @entry(f"ratio {CLIPPED}", reads=("clip_low", "clip_high", "dual_clip"))
 def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """Clip PPO's surrogate (arXiv:1707.06347, eq. 7); clip_high > clip_low is DAPO's clip-higher (arXiv:2503.14476).
-
-    The dual clip (arXiv:1912.09729, eq. 5) bounds the loss of tokens with a negative advantage.
-    """
+    """Clip PPO's surrogate (arXiv:1707.06347, eq. 7), with clip-higher (arXiv:2503.14476), dual clip (1912.09729)."""
     loss = clipped_surrogate(ratios(logprobs, batch), batch, config)
     if config.dual_clip is None:
         return loss
     bound = -config.dual_clip * batch.advantages
     beyond = (batch.advantages < 0) & (loss.values > bound)
-    share = loss.means["policy/clip_fraction"] + beyond  # PPO's own clip is never in force there
+    share = loss.means["policy/clip_fraction"] + beyond  # PPO's own clip never applies there
     return LossOutput(torch.where(beyond, bound, loss.values), {"policy/clip_fraction": share})
 
 
-@entry(f"ratio of the whole answer {CLIPPED}", needs=("recompute",), reads=("clip_low", "clip_high"))
+@entry(f"ratio of the whole completion {CLIPPED}", needs=("recompute",), reads=("clip_low", "clip_high"))
 def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """Compute GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the completion's ratio as
-    its value, and the gradient of its own log-prob."""
-    sequence_ratios = bounded(means(logprobs.detach() - batch.old_logprobs, batch)).exp()
+    """Compute GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the completion's ratio,
+    and the gradient of its own log-prob."""
+    sequence_ratios = clamp_log_ratio(means(logprobs.detach() - batch.old_logprobs, batch)).exp()
     return clipped_surrogate(batch.spread(sequence_ratios) * (logprobs - logprobs.detach()).exp(), batch, config)
 
 
-@entry("ratio capped at {0.ratio_cap:g}, every token keeps its gradient", reads=("ratio_cap",))
+@entry("ratio capped at {0.ratio_cap:g}; every token keeps its gradient", reads=("ratio_cap",))
 def cispo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute CISPO (MiniMax-M1, arXiv:2506.13585, eq. 4-5): ratios are capped weights; all tokens have gradients."""
     ratio = ratios(logprobs, batch).detach()
@@ -64,10 +61,10 @@ def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return LossOutput(-4 / temperature * gate * batch.advantages)
 
 
-@entry("geometric mean of the answer's clipped ratios")
+@entry("geometric mean of the completion's clipped ratios")
 def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute GMPO (arXiv:2507.20673, section 3) on each token: the geometric mean of a completion's clipped ratios."""
-    free = bounded(logprobs - batch.old_logprobs)
+    free = clamp_log_ratio(logprobs - batch.old_logprobs)
     upper = torch.where(batch.advantages > 0, GMPO_CLIP, torch.inf)
     lower = torch.where(batch.advantages < 0, -GMPO_CLIP, -torch.inf)
     clipped = free.clamp(lower, upper)
@@ -75,11 +72,11 @@ def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return LossOutput(values, {"policy/clip_fraction": (clipped != free).float()})
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = named(ppo_clip, gspo, cispo, reinforce, sapo, gmpo)
+POLICY_LOSSES: dict[str, PolicyLoss] = table_of(ppo_clip, gspo, cispo, reinforce, sapo, gmpo)
 
 
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """Compute the named loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
+    """Compute the chosen loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
     logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
     chosen = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
     loss = chosen(logprobs, batch, config)
@@ -93,7 +90,7 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
     loss.maxima["policy/ratio_deviation_max"] = (ratio.detach() - 1).abs()
     coefficient = batch.statistics.get("kl_coefficient", config.kl.coefficient)
     if config.kl.place == "loss" and coefficient > 0:
-        kl = estimated_kl(logprobs - batch.ref_logprobs, ratio, config.kl)
+        kl = estimate_kl(logprobs - batch.ref_logprobs, ratio, config.kl)
         loss.values = loss.values + coefficient * kl
         loss.means["policy/kl"] = kl.detach()
     if config.entropy_coefficient > 0:
@@ -104,7 +101,7 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
 
 
 def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
-    """Label the completions that `positive_nll` takes, and count their tokens in the whole minibatch."""
+    """Label the completions of `positive_nll`, and count their tokens in the whole minibatch."""
     if config.positive_nll == 0:
         return {}
     for sample in samples:
@@ -113,10 +110,7 @@ def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score
 
 
 def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
-    """Compute VAPO's NLL (arXiv:2504.05118, section 4) of completions with a task reward above 0, whose label is 1.
-
-    It is a mean of its own, over their tokens in the whole minibatch, so the weight that the sum applies is taken out.
-    """
+    """Compute VAPO's NLL (arXiv:2504.05118, section 4): a mean over tokens with label 1, so weights are divided out."""
     weights = batch.token_weights()
     shares = torch.where(weights > 0, batch.spread(batch.labels) / weights, 0.0)
     return -logprobs * shares / max(batch.statistics["positive_tokens"], 1.0)
@@ -130,7 +124,7 @@ def clipped_surrogate(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> L
 
 def ratios(logprobs: Tensor, batch: Batch) -> Tensor:
     """Return the ratio [N] of each token's probability to that before the update."""
-    return bounded(logprobs - batch.old_logprobs).exp()
+    return clamp_log_ratio(logprobs - batch.old_logprobs).exp()
 
 
 def means(values: Tensor, batch: Batch) -> Tensor:
@@ -139,11 +133,10 @@ def means(values: Tensor, batch: Batch) -> Tensor:
 
 
 def check_loss(loss: LossOutput, ratio: Tensor, key: str) -> None:
-    """Refuse what a user's own loss returns, unless it is a value for every token; the guard sees to finite ones."""
+    """Refuse the result of a user's loss unless it has a value for every token."""
     values = loss.values if isinstance(loss, LossOutput) else None
     if values is None or values.shape != ratio.shape or loss.per_sequence:
         found = type(loss).__name__ if values is None else f"values of shape {list(values.shape)}"
         raise AlgorithmFailure(
-            f"{key} returned {found}: return LossOutput(values) with a value for each token, here {list(ratio.shape)}, "
-            "which the trainer averages"
+            f"{key} returned {found}: return LossOutput(values) with one value per token, here {list(ratio.shape)}"
         )

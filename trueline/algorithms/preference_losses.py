@@ -1,6 +1,6 @@
-"""Losses on completions that were judged, not given: pairs of chosen and rejected, or single ones with a verdict.
+"""Losses on pairs of chosen and rejected completions, and on single completions with a label.
 
-Pairs are neighbours: row 2i is chosen, row 2i + 1 rejected. A pair's value stands on both of its rows.
+Row 2i is chosen, row 2i + 1 rejected. Both rows of a pair have its loss.
 """
 
 from collections.abc import Callable
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from trueline.config.preference import KTOConfig, PreferenceConfig, RewardModelConfig
+from trueline.config.supervised import KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
-Score = Callable[[list[Sample]], list[Tensor]]  # by the model that is trained
+Score = Callable[[list[Sample]], list[Tensor]]  # by the trained model
 
 CERTAIN = -1e-6  # a mean log-prob above this is float32's noise around probability one
 
 
 @dataclass(frozen=True, slots=True)
 class PairLoss:
-    """A loss on pairs: the reward [B] of each completion, and what is lost at the margin [B/2] between a pair's two."""
+    """A loss on pairs: the reward [B] of each completion, and the loss of a pair's margin [B/2]."""
 
     reward: Callable[[ModelOutput, Batch, PreferenceConfig], Tensor]
     value: Callable[[Tensor, PreferenceConfig], Tensor]
@@ -29,7 +29,7 @@ class PairLoss:
 
 
 def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> LossOutput:
-    """Compute the named loss, plus the chosen completion's NLL per token (arXiv:2404.19733)."""
+    """Compute the chosen loss, plus the chosen completion's NLL per token (arXiv:2404.19733)."""
     loss = PAIR_LOSSES[config.loss]
     rewards = loss.reward(output, batch, config)
     chosen, rejected = halves(rewards)
@@ -45,7 +45,7 @@ def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> L
 
 
 def log_ratios(output: ModelOutput, batch: Batch) -> Tensor:
-    """Return the log [B] of policy over reference, of whole completions."""
+    """Return log(policy / reference) of whole completions, [B]."""
     return batch.sums(output.logprobs.float() - batch.ref_logprobs)
 
 
@@ -76,7 +76,7 @@ def simpo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) ->
 def log_odds(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
     """Return log(p / (1 - p)) of a completion's mean probability per token (ORPO, arXiv:2403.07691, eq. 4)."""
     mean = mean_logprobs(output, batch)
-    # Only the value is limited: 1 / (1 - p) meets the softmax's own factor 1 - p, so logits see a bounded gradient.
+    # Limit only the value: 1 / (1 - p) cancels the softmax's factor 1 - p, so gradients of logits are bounded.
     limited = mean + (mean.clamp(max=CERTAIN) - mean).detach()
     return limited - torch.log(-torch.expm1(limited))
 
@@ -119,7 +119,7 @@ def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
 
 
 def mismatch_kl(samples: list[Sample], config: KTOConfig, score: Score) -> dict[str, float]:
-    """Estimate KTO's z: how far the model is from the reference on completions of other prompts; never below zero."""
+    """Estimate KTO's z: the KL to the reference on completions of other prompts, at least zero."""
     others = [sample.companion for sample in samples if sample.companion is not None]
     ratios = [
         float(((logprobs - other.ref_logprobs) * other.mask).sum())
@@ -140,7 +140,7 @@ def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -
 
 
 def reward_scale(samples: list[Sample], config: RewardModelConfig, score: Score) -> dict[str, float]:
-    """Return the scores' mean and deviation, which are saved with a reward model for whoever normalises rewards."""
+    """Return the scores' mean and deviation, saved with a reward model to normalize its rewards."""
     scores = [float(scores[-1, 0]) for scores in score(samples)]
     return {"reward_mean": fmean(scores), "reward_std": pstdev(scores)}
 
@@ -157,7 +157,7 @@ def margin_means(name: str, rewards: Tensor) -> dict[str, Tensor]:
 
 
 def on_both_rows(values: Tensor, means: dict[str, Tensor]) -> LossOutput:
-    """Repeat [B/2] to [B]: shares belong to rows, and those of a pair's rows add up to the pair's."""
+    """Repeat [B/2] to [B]: the weights of a pair's two rows add up to the pair's."""
     rows = {name: mean.detach().repeat_interleave(2) for name, mean in means.items()}
     return LossOutput(values.repeat_interleave(2), rows, per_sequence=True)
 

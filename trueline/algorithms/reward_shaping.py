@@ -1,4 +1,4 @@
-"""Turn task rewards into rewards of tokens and completions: length, truncation and the KL to the reference."""
+"""Reward shaping: length, truncation and the KL to the reference."""
 
 from collections import Counter, defaultdict
 from statistics import fmean
@@ -12,15 +12,16 @@ KL_ERROR_LIMIT = 0.2
 
 
 def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens: int, kl_coefficient: float) -> None:
-    """Fill `reward`, `token_rewards` and `filtered`, once the rewards are known and the models have scored."""
+    """Fill `reward`, `token_rewards` and `filtered` from task rewards and log-probs."""
     coefficient = kl_coefficient if config.kl.place == "reward" else 0.0
     lengths, penalties = Counter[int](), defaultdict[int, float](float)  # of whole episodes
     for sample in samples:
         lengths[sample.whose()] += sample.sampled_tokens()
     for sample in samples:
         sample.filtered = config.shaping.overlong_filter and sample.truncated
-        sample.reward = shaped_reward(sample, config.shaping, lengths[sample.whose()], max_new_tokens)
-        sample.token_rewards = with_added(sample, sample.reward - sample.task_reward)
+        sample.reward = shape_reward(sample, config.shaping, lengths[sample.whose()], max_new_tokens)
+        sample.token_rewards = sample.token_rewards.clone()
+        sample.token_rewards[sample.mask.nonzero()[-1]] += sample.reward - sample.task_reward
         if coefficient > 0:
             penalty = coefficient * token_kl(sample)
             sample.token_rewards = sample.token_rewards - penalty
@@ -29,17 +30,16 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
         sample.reward -= penalties[sample.whose()]
 
 
-def shaped_reward(sample: Sample, config: ShapingConfig, length: int, max_new_tokens: int) -> float:
+def shape_reward(sample: Sample, config: ShapingConfig, length: int, max_new_tokens: int) -> float:
     """Return the reward of the whole completion, before the KL."""
     reward = truncated_reward(sample.task_reward, config) if sample.truncated else sample.task_reward
     if config.overlong_factor > 0:
-        punishment = overlong_punishment(length, max_new_tokens, config.overlong_share)
-        reward += config.overlong_factor * punishment
+        reward += config.overlong_factor * overlong_punishment(length, max_new_tokens, config.overlong_share)
     return reward
 
 
 def truncated_reward(reward: float, config: ShapingConfig) -> float:
-    """Return the reward of a completion that the length limit cut off; `multiply` never raises a negative reward."""
+    """Return the reward of a truncated completion; `multiply` never raises a negative reward."""
     value = config.truncated_value
     return {"keep": reward, "multiply": min(reward, value * reward), "set": value}[config.truncated]
 
@@ -48,13 +48,6 @@ def overlong_punishment(length: int, longest: int, share: float) -> float:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, and falling to -1 over the last share."""
     cache = share * longest
     return -min(max((length - (longest - cache)) / cache, 0.0), 1.0)
-
-
-def with_added(sample: Sample, amount: float) -> Tensor:
-    """Return the token rewards [T], with `amount` more on the last sampled token."""
-    rewards = sample.token_rewards.clone()
-    rewards[sample.mask.nonzero()[-1]] += amount
-    return rewards
 
 
 def token_kl(sample: Sample) -> Tensor:
@@ -67,8 +60,8 @@ def sequence_kl(samples: list[Sample]) -> float:
     return fmean(token_kl(sample).double().sum().item() for sample in samples)
 
 
-def adapted_coefficient(coefficient: float, kl: float, completions: int, config: KLConfig) -> float:
-    """Adapt the KL coefficient after a step of completions (arXiv:1909.08593, section 2.2); a null target keeps it."""
+def adapt_coefficient(coefficient: float, kl: float, completions: int, config: KLConfig) -> float:
+    """Adapt the KL coefficient after a step (arXiv:1909.08593, section 2.2); without a target, keep it."""
     if config.target is None:
         return coefficient
     error = min(max(kl / config.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)

@@ -1,9 +1,8 @@
-"""The strict base of every configuration, and how files and overrides become one validated tree."""
+"""The strict base class of configurations, and how files and overrides become one validated tree."""
 
 import difflib
-import re
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,17 +11,21 @@ from typing import Any, Self, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trueline.config.foreign_names import FOREIGN_NAMES, RENAMED
+from trueline.config.foreign_names import FOREIGN_NAMES, RENAMED, Suggestion
 
 Tree = dict[str, Any]
 TEXT_KINDS = ("str", "str | null")
 NEAR = 0.8  # one wrong letter in five
-POLICY = ("training", "model", "rollout", "algorithm", "data")  # sections that are meant most often
-ROLES = ("reference", "critic", "reward_model", "teacher")  # models beside the policy, which are meant least often
+POLICY = ("training", "model", "rollout", "algorithm", "data")  # sections that a suggestion prefers
+ROLES = ("reference", "critic", "reward_model", "teacher")  # sections that a suggestion takes last
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user asked for; the message alone says what, where and how to mend it."""
+    """A mistake of the user; the message says what is wrong, where, and how to fix it."""
+
+    def __init__(self, message: object = "", *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key  # of the configuration, to change
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +39,18 @@ class Key:
 
 
 class Config(BaseModel):
-    """Unknown keys are errors, values are fixed after loading, every field has a line of meaning."""
+    """Unknown keys are errors, values are frozen, and every field has a one-line description."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
     @classmethod
     def load(cls, files: list[Path], overrides: list[str], base: Tree | None = None) -> Self:
-        """Load one tree: later files win over earlier ones, `a.b=value` overrides over files, all over `base`."""
-        return cls.parse(merge(base or {}, cls.asked(files, overrides)))
+        """Load one tree: later files override earlier ones, `a.b=value` overrides files, and both override `base`."""
+        return cls.parse(merge(base or {}, cls.merge_sources(files, overrides)))
 
     @classmethod
-    def asked(cls, files: list[Path], overrides: list[str]) -> Tree:
-        """Return what files and overrides set, unchecked."""
+    def merge_sources(cls, files: list[Path], overrides: list[str]) -> Tree:
+        """Merge what files and overrides set, unchecked."""
         texts = {key.path for key in cls().leaves() if key.kind in TEXT_KINDS}
         tree: Tree = {}
         for more in (*map(read_tree, files), *(parse_override(override, texts) for override in overrides)):
@@ -59,10 +62,10 @@ class Config(BaseModel):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(explain(cls, error)) from None
+            raise ConfigError(explain(cls, error.errors()), key=key_of(error)) from None
 
     def leaves(self, prefix: str = "") -> Iterator[Key]:
-        """Yield every key with its present value."""
+        """Yield every key with its current value."""
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
             if isinstance(value, Config):
@@ -70,8 +73,8 @@ class Config(BaseModel):
             else:
                 yield Key(prefix + name, kind_name(field.annotation), value, field.description or "")
 
-    def replaced(self, values: Tree) -> Self:
-        """Return a copy with some values changed, checked as if it had been loaded so."""
+    def with_keys(self, values: Tree) -> Self:
+        """Return a validated copy with some values changed."""
         return self.parse(merge(self.model_dump(), values))
 
     def dump(self) -> str:
@@ -119,13 +122,13 @@ def read_tree(file: Path) -> Tree:
 
 
 def check_repeats(node: yaml.Node | None, place: str, path: str = "") -> None:
-    """Refuse a key that a section holds twice: YAML would take the last one in silence."""
+    """Refuse a key that a section contains twice: YAML silently takes the last one."""
     lines: dict[str, int] = {}
     for name, value in node.value if isinstance(node, yaml.MappingNode) else []:
         key, line = f"{path}{name.value}", name.start_mark.line + 1
         if key in lines:
-            where = f"stands in lines {lines[key]} and {line}" if lines[key] != line else f"stands twice in line {line}"
-            raise ConfigError(f"{place}: the key {key!r} {where}: keep one of them")
+            where = f"is in lines {lines[key]} and {line}" if lines[key] != line else f"is twice in line {line}"
+            raise ConfigError(f"{place}: the key {key!r} {where}: delete one of them")
         lines[key] = line
         check_repeats(value, place, f"{key}.")
     for item in node.value if isinstance(node, yaml.SequenceNode) else []:
@@ -133,23 +136,21 @@ def check_repeats(node: yaml.Node | None, place: str, path: str = "") -> None:
 
 
 def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
-    """Parse `a.b=value`: values are YAML, but for keys that hold text, which is taken as it stands."""
+    """Parse `a.b=value`: values are YAML, except for text keys, which take the text unchanged."""
     path, separator, text = override.partition("=")
     if not separator or not path:
-        raise ConfigError(f"{override!r} is not an override: write it as section.key=value, e.g. training.ranks=2")
+        raise ConfigError(f"{override!r} is not an override: write section.key=value, e.g. training.ranks=2")
+    if path in texts and text != "null":
+        return tree_with(path, text)
     try:
-        value = text if path in texts and text != "null" else read_value(text, path)
+        check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), override)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    return nested(path, value)
+    return tree_with(path, value)
 
 
-def read_value(text: str, path: str) -> Any:
-    check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), f"{path}={text}")
-    return yaml.safe_load(text)
-
-
-def nested(path: str, value: Any) -> Tree:
+def tree_with(path: str, value: Any) -> Tree:
     """Return the tree in which `path`, written with dots, has the value."""
     *parents, leaf = path.split(".")
     tree: Tree = {leaf: value}
@@ -158,19 +159,27 @@ def nested(path: str, value: Any) -> Tree:
     return tree
 
 
-def explain(config: type[Config], error: ValidationError) -> str:
-    return "\n".join(line for detail in error.errors() for line in explain_one(config, detail))
+def explain(config: type[Config], details: Iterable[Any]) -> str:
+    """Name mistakes of a tree, as pydantic lists them, a line each."""
+    lines: list[str] = []
+    for detail in details:
+        path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
+        if detail["type"] == "extra_forbidden":
+            lines += [f"unknown key {key!r}{suggestion(config, key)}" for key in paths_below(path, detail["input"])]
+        else:
+            lines.append(explain_value(path, detail))
+    return "\n".join(lines)
 
 
-def explain_one(config: type[Config], detail: Any) -> list[str]:
-    path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
-    if detail["type"] == "extra_forbidden":
-        return [f"unknown key {key!r}{suggestion(config, key)}" for key in paths_below(path, detail["input"])]
-    return [explain_value(path, detail)]
+def key_of(error: ValidationError) -> str:
+    """Return the key of the first mistake: what its check names, or where pydantic found it."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    return cause.key if isinstance(cause, ConfigError) and cause.key else ".".join(map(str, first["loc"]))
 
 
 def paths_below(path: str, value: Any) -> list[str]:
-    """List the keys that an unknown section holds; pydantic names the section alone."""
+    """List the keys of an unknown section; pydantic names only the section."""
     if not isinstance(value, dict) or not value:
         return [path]
     return [below for name, inner in value.items() for below in paths_below(f"{path}.{name}", inner)]
@@ -191,36 +200,33 @@ def keys_of(config: type[Config]) -> list[str]:
 
 
 def suggestion(config: type[Config], path: str) -> str:
+    """Return the end of a message about an unknown key: what it was renamed to, or which key was probably meant."""
     keys = keys_of(config)
     if RENAMED.get(path) in keys:
         return f": it was renamed to {RENAMED[path]!r}"
-    answer = known_answer(path, keys)
-    if answer is None:
-        answer = nearest(path, keys)
-    if not answer:
-        return "; `trueline config` lists every key"
-    return f"; {answer}" if " " in answer else f"; did you mean {answer!r}?"
+    found, is_foreign = known_suggestion(path, keys)
+    if found is None and not is_foreign and (near := nearest(path, keys)):
+        found = Suggestion((near,))
+    return f"; {found.text()}" if found else "; `trueline config` lists every key"
 
 
-def known_answer(path: str, keys: list[str]) -> str | None:
-    """Return what to say of the longest ending that is a key or a foreign name; empty where no key here is meant."""
+def known_suggestion(path: str, keys: list[str]) -> tuple[Suggestion | None, bool]:
+    """Return the suggestion for the longest ending that is a key or a foreign name, and whether it is the latter."""
     section, *_ = words = path.split(".")
     for ending in (".".join(words[start:]) for start in range(len(words))):
-        for answer in FOREIGN_NAMES.get(ending, (ending,)):
-            own = f"{section}.{answer.rpartition('.')[2]}"  # critic.lr asks for the critic's, not the policy's
-            if own in keys or set(keys_named(answer)) <= set(keys):
-                return own if own in keys else answer
+        for found in FOREIGN_NAMES.get(ending, [Suggestion((ending,))]):
+            own = f"{section}.{found.keys[0].rpartition('.')[2]}" if found.keys and not found.sentence else ""
+            if own in keys:  # critic.lr means the critic's, not the policy's
+                return Suggestion((own,)), True
+            if set(found.keys) <= set(keys):
+                return found, True
         if ending in FOREIGN_NAMES:
-            return ""
-    return None
-
-
-def keys_named(answer: str) -> list[str]:
-    return re.findall(r"`([\w.]+)", answer) if " " in answer else [answer]
+            return None, True
+    return None, False
 
 
 def nearest(path: str, keys: list[str]) -> str | None:
-    """Find a key or section with almost the same last word: best in the same section, last in another model's."""
+    """Find a key or section with a similar last word: first in the same section, last in another model's."""
     section, _, word = path.rpartition(".")
     near: list[tuple[bool, float, int, str]] = []
     for key in [*keys, *dict.fromkeys(key.rpartition(".")[0] for key in keys if "." in key)]:
@@ -232,6 +238,6 @@ def nearest(path: str, keys: list[str]) -> str | None:
 
 
 def likeness(one: str, other: str) -> float:
-    """Compare from 0 to 1; the same letters in another order, the commonest slip, are much alike."""
+    """Return a similarity from 0 to 1; swapped letters, the most frequent typo, count as similar."""
     swapped = 0.9 if sorted(one) == sorted(other) else 0.0
     return max(swapped, difflib.SequenceMatcher(None, one, other).ratio())

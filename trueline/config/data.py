@@ -1,4 +1,4 @@
-"""Where prompts and labels come from."""
+"""Datasets: paths, columns, chat templates."""
 
 import math
 from pathlib import Path
@@ -10,14 +10,12 @@ from trueline.config.base import Config
 
 
 def resolve_template(value: str) -> str:
-    """Resolve a template's file to its absolute path: a run that goes on may start in another folder."""
+    """Make a template's path absolute: a resumed run may start in another folder."""
     if value in ("auto", "never"):
         return value
     file = Path(value).expanduser().resolve()
     if not file.is_file():
-        raise ValueError(
-            f"{value}: there is no such file (looked in {Path.cwd()}); name a Jinja file, or set auto or never"
-        )
+        raise ValueError(f"no file {value} in {Path.cwd()}: name a Jinja file, or set auto or never")
     return str(file)
 
 
@@ -25,28 +23,22 @@ ChatTemplate = Annotated[str, AfterValidator(resolve_template)]
 
 
 class SourceConfig(Config):
-    """Keys by which all kinds of runs describe their rows."""
+    """Keys of every dataset."""
 
     path: str = ""
-    """JSON, JSONL, CSV, TSV, Parquet or Arrow file, a folder of them, or a hub name (`owner/name[:split]`)."""
-
+    """JSON, JSONL, CSV, TSV, Parquet or Arrow file, a folder of them, or a hub name (owner/name[:split])."""
     mixture: dict[str, float] = {}
-    """Several datasets in place of `path`: each one's path and how likely a row is drawn from it (normalised)."""
-
+    """Several datasets instead of `path`: each path and its sampling weight (normalized)."""
     prompt_column: str | None = None
-    """Column with the prompt (text or messages); null takes messages, prompt or question, or Alpaca's instruction."""
-
+    """Column with the prompt, text or messages. null: messages, prompt, question or Alpaca's instruction."""
     system_prompt: str | None = None
-    """Put in front of every conversation as a system message."""
-
+    """Prepend this system message to every conversation."""
     chat_template: ChatTemplate = "auto"
-    """auto: the tokenizer's, where it has one; a Jinja file, saved with the model; never: texts, joined by lines."""
-
+    """auto: the tokenizer's, if any. FILE: a Jinja file, saved with the model. never: join texts by line breaks."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Arguments of the chat template, such as enable_thinking=false; the saved template has them as its defaults."""
-
+    """Arguments for the chat template, such as enable_thinking=false; the saved template keeps them as defaults."""
     shuffle: bool = True
-    """Draw rows in a seeded random order, anew in every epoch."""
+    """Shuffle rows with the run's seed, differently in every epoch."""
 
     @model_validator(mode="after")
     def check_sources(self) -> Self:
@@ -54,11 +46,11 @@ class SourceConfig(Config):
             raise ValueError(f"path={self.path} and mixture={self.mixture} exclude each other: keep one of them")
         for path, probability in self.mixture.items():
             if not 0 < probability < math.inf:
-                raise ValueError(f"mixture gives {path} the probability {probability}: it must be above 0")
+                raise ValueError(f"mixture.{path}={probability}: set a weight above 0")
         return self
 
     def sources(self) -> dict[str, float]:
-        """Return each dataset's path and weight."""
+        """Return the weight of each dataset's path."""
         return self.mixture or {self.path: 1.0}
 
     def source_key(self) -> str:
@@ -66,43 +58,34 @@ class SourceConfig(Config):
 
 
 class PromptDataConfig(SourceConfig):
-    """Keys for rows with prompts to complete."""
+    """Keys of datasets of prompts."""
 
     label_column: str | None = None
-    """Column that rewards see as `label`; null takes the first of label, answer, solution that exists."""
-
+    """Column passed to rewards as `label`. null: the first of label, answer, solution that exists."""
     too_long: Literal["error", "drop"] = "error"
-    """A prompt above rollout.max_prompt_tokens is refused by its place, or left out and counted."""
+    """For prompts above rollout.max_prompt_tokens. error: stop and name the row. drop: skip and count them."""
 
 
 class DataConfig(SourceConfig):
-    """Keys for rows to learn."""
+    """Keys of datasets to train on."""
 
     format: Literal[
         "auto", "messages", "conversations", "alpaca", "completion", "text", "preference", "rated", "steps"
     ] = "auto"
-    """What the rows are; auto tells it from the columns of the first row."""
-
+    """Format of the rows. auto: detect it from the columns of the first row."""
     messages_column: str | None = None
-    """Column with whole conversations; null takes messages or conversations."""
-
+    """Column with whole conversations. null: messages or conversations."""
     completion_column: str | None = None
-    """Column with the answer or its steps; null takes completion, answer or response, or output, or completions."""
-
+    """Column with the completion or its steps. null: completion, answer, response, output or completions."""
     chosen_column: str | None = None
-    """Column with the better answer; null takes chosen."""
-
+    """Column with the preferred completion. null: chosen."""
     rejected_column: str | None = None
-    """Column with the worse answer; null takes rejected."""
-
+    """Column with the rejected completion. null: rejected."""
     rating_column: str | None = None
-    """Column that says whether an answer is desirable, or how good its steps are; null takes label or labels."""
-
+    """Column with the label of a completion, or with labels of its steps. null: label or labels."""
     text_column: str | None = None
-    """Column with plain text to continue pre-training on; null takes text."""
-
+    """Column with plain text for continued pre-training. null: text."""
     too_long: Literal["error", "truncate", "drop"] = "error"
-    """A row with too many tokens is refused by its place, cut on the right, or left out; what was done is counted."""
-
+    """For rows above max_tokens. error: stop and name the row. truncate (on the right) and drop: rows are counted."""
     step_separator: str = "\n"
-    """Text that ends each step of an answer whose steps are labelled; on the command line, \\n is a newline."""
+    """Text that ends each labelled step; on the command line, \\n is a newline."""

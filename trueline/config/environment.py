@@ -1,4 +1,4 @@
-"""What the policy talks to besides prompts: an environment, tools or an agent, and how long an episode may become."""
+"""Multi-turn episodes: environments, tools, agents and their limits."""
 
 import re
 from typing import Any, Literal, Self
@@ -8,59 +8,46 @@ from pydantic import Field, field_validator, model_validator
 
 from trueline.config.base import Config
 
-BUILT_IN_TOOLS = ("calculator", "python", "search")
-TOOL = re.compile(rf"mcp:|({'|'.join(BUILT_IN_TOOLS)})\s*$|[^\s,]+:\w+\s*$")  # the beginning of one in a list
+TOOL = re.compile(r"mcp:|python\s*$|[^\s,]+:\w+\s*$")  # how a tool in a list begins
 VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 class EnvironmentConfig(Config):
-    """Several turns. At most one of `function`, `agent` and `tools`; none: one prompt, one reply, one reward."""
+    """Multi-turn episodes. Set one of `function`, `agent` and `tools`; with none, a prompt gets one completion."""
 
     function: str = ""
-    """file.py:Class with `reset` and `step`, or file.py:function that plays an episode, `run(policy, prompt)`."""
-
+    """file.py:Class with `reset` and `step`, or file.py:function `run(policy, prompt)` that plays an episode."""
     agent: str = ""
-    """file.py:main(prompt, client), or a command that talks to OPENAI_BASE_URL: an agent that knows nothing of us."""
-
+    """file.py:main(prompt, client), or a command that calls OPENAI_BASE_URL: an agent that needs no changes."""
     tools: list[str] = []
-    """calculator, python, search, file.py:function, mcp:URL or mcp:COMMAND (secrets as ${NAME} of the environment)."""
-
+    """python, file.py:function, mcp:URL or mcp:COMMAND; write secrets as ${NAME}."""
     options: dict[str, Any] = {}
-    """Values for the class of an environment, the function of one, an agent or tools, by name."""
-
+    """Arguments for the environment class or function, the agent or the tools, by name."""
     tool_format: str = "auto"
-    """How the model writes calls: auto (by its chat template), one of docs/agents.md, or the name of a vLLM parser."""
-
+    """How the model writes tool calls. auto: from its chat template; else a name of docs/agents.md or a vLLM parser."""
     max_turns: int = Field(8, ge=1)
-    """Replies of the policy in one episode; the next one ends it as truncated."""
-
+    """Most policy turns per episode; then the episode is truncated."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest reply of one turn; null: as rollout.max_new_tokens leaves, which is for all replies in a sequence."""
-
+    """Longest reply of one turn. null: what rollout.max_new_tokens leaves for the sequence."""
     truncated: Literal["judge", "drop"] = "judge"
-    """An episode that runs out of turns or tokens: the reward judges what was said so far, or it is left out."""
-
+    """For episodes that run out of turns or tokens. judge: score what there is. drop: exclude them."""
     timeout_seconds: float = Field(60.0, gt=0)
-    """For one step, one tool's answer, or an agent's silence; then its process is ended."""
-
+    """Time limit for a step, a tool call, or an agent's silence; then its process is killed."""
     processes: int = Field(4, ge=1)
-    """Processes that environments, tools and agents run in, each with many episodes at a time."""
-
+    """Processes that run environments, tools and agents; each runs many episodes at a time."""
     episodes_per_process: int = Field(128, ge=1)
-    """Episodes, and calls of theirs, at a time in one process; others wait for a place, and no deadline runs."""
-
+    """Most concurrent episodes, and tool calls, per process; others wait without a deadline."""
     trial: bool = True
-    """Play one episode with a made-up reply, for up to 10 seconds, before models load; what fails in it is reported."""
-
+    """Before models load, play one episode with a made-up reply (up to 10 seconds) and report what fails."""
     memory_gib: float = Field(4.0, gt=0)
-    """Memory that one of these processes may take beyond its imports."""
+    """Memory limit of each of these processes, beyond its imports."""
 
     @field_validator("tools", mode="before")
     @classmethod
     def list_tools(cls, tools: Any) -> Any:
         if tools is None:
-            raise ValueError("is empty: name tools, e.g. --tools calculator, or leave it out")
-        if isinstance(tools, dict):  # which `mcp: COMMAND` is to YAML
+            raise ValueError("is empty: name tools, e.g. --tools python")
+        if isinstance(tools, dict):  # YAML reads `mcp: COMMAND` as a mapping
             return [f"{name}:{rest or ''}" for name, rest in tools.items()]
         return split_tools(tools) if isinstance(tools, str) else tools
 
@@ -76,15 +63,15 @@ class EnvironmentConfig(Config):
         headers = self.options.get("mcp_headers", {}) if self.tools else {}
         if not isinstance(headers, dict) or not all(VARIABLE.search(str(value)) for value in headers.values()):
             raise ValueError(
-                "environment.options.mcp_headers: give names and values, each value with a variable of the "
-                "environment, such as 'Bearer ${MY_TOKEN}': configurations are shown and saved, the value is not"
+                "environment.options.mcp_headers: write each value with an environment variable, such as "
+                "'Bearer ${MY_TOKEN}', because configurations are printed and saved"
             )
         addresses = [tool.removeprefix("mcp:").strip() for tool in self.tools if tool.startswith("mcp:http")]
         places = {urlsplit(address).netloc for address in addresses}
         if headers and len(places) > 1:
             raise ValueError(
-                f"environment.options.mcp_headers would be sent to all of {', '.join(sorted(places))}: give the "
-                "headers of one server, and put what others need into their addresses, as ${NAME}"
+                f"environment.options.mcp_headers would be sent to {', '.join(sorted(places))}: use them for one "
+                "server, and put secrets of the others into their addresses, as ${NAME}"
             )
         return self
 
@@ -96,16 +83,16 @@ class EnvironmentConfig(Config):
         return self
 
     def plays(self) -> bool:
-        """Tell whether user code plays the episode, and has rewards of its own; tools have none."""
+        """Tell whether user code plays the episode and returns rewards; tools do not."""
         return bool(self.function or self.agent)
 
     def kind(self) -> str:
-        """Return which of the three is set, or nothing."""
+        """Return which of function, agent and tools is set, or empty text."""
         return next((name for name in ("function", "agent", "tools") if self.model_dump()[name]), "")
 
 
 def split_tools(text: str) -> list[str]:
-    """Split a list at its commas, save those within the command of an MCP server, which no other tool follows."""
+    """Split a list at its commas, except those inside the command of an MCP server."""
     tools: list[str] = []
     for piece in text.split(","):
         if tools and tools[-1].startswith("mcp:") and not TOOL.match(piece.strip()):
@@ -116,7 +103,7 @@ def split_tools(text: str) -> list[str]:
 
 
 def check_address(tool: str) -> None:
-    """Refuse an address of an MCP server that may hold a secret, because configurations are shown and saved."""
+    """Refuse an MCP address that may contain a secret: configurations are printed and saved."""
     if not tool.startswith("mcp:http"):
         return
     address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
@@ -124,6 +111,6 @@ def check_address(tool: str) -> None:
     values = [part.rpartition("=")[2] for part in address.query.split("&")]
     if user or any(values) or address.fragment:
         raise ValueError(
-            "the address of an MCP server holds a password or a query, which may be secret: put it into a variable of "
-            "the environment, and write ${NAME} in its place, or set environment.options.mcp_headers"
+            "the address of an MCP server contains a password or a query, which may be secret: put it into an "
+            "environment variable and write ${NAME}, or set environment.options.mcp_headers"
         )

@@ -1,13 +1,39 @@
-"""What the names of other trainers (TRL, OpenRLHF, verl) are called here."""
+"""Suggestions for keys and verbs of other trainers (TRL, OpenRLHF, verl), and for keys that were renamed."""
 
+from dataclasses import dataclass
 from importlib.resources import files
+from string import Formatter
+from typing import Any
 
 import yaml
 
-# Names, several in one, and what to say of them; foreign_names.yaml says how.
-ROWS: dict[str, list[str]] = yaml.safe_load(files("trueline.config").joinpath("foreign_names.yaml").read_text())
 
-# Endings of keys that had another name here, and the name that they have.
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to use instead of an unknown key: one key, or a sentence that names several."""
+
+    keys: tuple[str, ...]
+    sentence: str = ""
+
+    def text(self) -> str:
+        return self.sentence or f"did you mean {self.keys[0]!r}?"
+
+
+def read_suggestion(entry: str | dict[str, Any]) -> Suggestion:
+    if isinstance(entry, str):
+        return Suggestion((entry,))
+    parts = list(Formatter().parse(entry["say"]))
+    keys = tuple(key for _, key, _, _ in parts if key)
+    return Suggestion(keys, "".join(text + (key or "") for text, key, _, _ in parts))
+
+
+# Names in one string, separated by spaces, and their suggestions
+ROWS: dict[str, list[Suggestion]] = {
+    names: [read_suggestion(entry) for entry in entries]
+    for names, entries in yaml.safe_load(files("trueline.config").joinpath("foreign_names.yaml").read_text()).items()
+}
+FOREIGN_NAMES: dict[str, list[Suggestion]] = {name: found for names, found in ROWS.items() for name in names.split()}
+
 RENAMED: dict[str, str] = {
     "groups_per_step": "prompts_per_step",
     "algorithm.weighting": "algorithm.loss_aggregation",
@@ -24,8 +50,6 @@ RENAMED: dict[str, str] = {
         for section in ("model.", "critic.", "reference.", "teacher.", "reward_model.")
     },
 }
-
-FOREIGN_NAMES: dict[str, list[str]] = {name: answers for names, answers in ROWS.items() for name in names.split()}
 
 FOREIGN_VERBS: dict[str, tuple[str, ...]] = {
     "train": ("sft", "dpo", "grpo"),

@@ -1,4 +1,4 @@
-"""Where rewards come from, and what is done when one cannot be had."""
+"""Rewards: functions, reward models, LLM judges and remote scorers, and what happens when they fail."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -10,11 +10,11 @@ from trueline.config.data import ChatTemplate
 
 
 def without_secrets(value: str) -> str:
-    """Refuse an address that may hold a secret, because configurations are shown and saved."""
+    """Refuse an address that may contain a secret: configurations are printed and saved."""
     if re.search(r"://([^/]*@|.*[?#])", value):
         raise ValueError(
-            "the address holds a password or a query, which may be secret: put it into an environment variable, and "
-            "name that in remote.token_variable (sent as Authorization: Bearer ...) or remote.query_variable"
+            "the address contains a password or a query, which may be secret: put it into an environment variable and "
+            "set remote.token_variable (sent as Authorization: Bearer ...) or remote.query_variable to its name"
         )
     return value
 
@@ -23,127 +23,105 @@ PublicAddress = Annotated[str, AfterValidator(without_secrets)]
 
 
 class RemoteConfig(Config):
-    """How remote scorers and LLM judges are asked over HTTP."""
+    """HTTP requests to remote scorers and LLM judges."""
 
     concurrency: int = Field(16, ge=1)
-    """Requests under way at a time."""
-
+    """Most concurrent requests."""
     attempts: int = Field(5, ge=1)
-    """Tries of one request; answers 429 and 5xx and broken connections are tried again."""
-
+    """Attempts per request; statuses 429 and 5xx and broken connections are retried."""
     backoff_seconds: float = Field(1.0, ge=0)
-    """Wait before the second try; it doubles from try to try, unless the server says how long to wait."""
-
+    """Wait before the first retry; it doubles each time unless the server sends a Retry-After."""
     token_variable: str | None = None
-    """Environment variable with the token that is sent as `Authorization: Bearer ...`; null sends none."""
-
+    """Environment variable with the token to send as `Authorization: Bearer ...`. null: none."""
     query_variable: str | None = None
-    """Environment variable with the query of the address, e.g. key=...&version=1; null sends none."""
+    """Environment variable with the query string of the URL, e.g. key=...&version=1. null: none."""
 
 
 class JudgeConfig(Config):
-    """A language model that grades replies, for function=judge."""
+    """The LLM judge of function=judge."""
 
     url: PublicAddress = ""
     """OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1."""
-
     model: str = ""
-    """Name of the model there."""
-
+    """Name of the model at that endpoint."""
     prompt: str = (
         "Grade the reply to the request below. Answer with a number from 0 (useless) to 10 (perfect) and nothing "
         "else.\n\n[Request]\n{prompt}\n\n[Reply]\n{reply}\n\n[Grade]\n"
     )
-    """What it is asked; {prompt}, {reply}, {label} and columns are filled in."""
-
+    """Prompt of the judge; {prompt}, {reply}, {label} and column names are filled in."""
     pattern: str = r"(-?\d+(?:\.\d+)?)"
-    """The first group of its first match in the judge's answer is the reward; no match is a failure."""
-
+    """Regular expression; the first group of its first match is the reward. No match is a failure."""
     scale: float = Field(0.1, gt=0, allow_inf_nan=False)
-    """The number found is multiplied by this."""
-
+    """Multiply the matched number by this."""
     temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
-    """What it samples at; null, or a server that refuses the parameter, leaves that to the server."""
+    """Sampling temperature of the judge. null: the server's default, also used if the server rejects the parameter."""
 
 
-class RewardPartConfig(Config):
+class RewardModelKeys(Config):
+    """How a reward model, or a process reward model, scores."""
+
+    normalize: bool = False
+    """Reward models: subtract the mean and divide by the deviation saved with the model."""
+    chat_template: ChatTemplate = "auto"
+    """Reward models: auto (the template saved with the model), never, or a Jinja file, as in their training."""
+    steps: Literal["min", "mean", "product", "last"] = "min"
+    """Process reward models: how the step probabilities become one reward."""
+    step_separator: str = "\n"
+    """Process reward models: text that ends each step; on the command line, \\n is a newline."""
+
+
+class RewardPartConfig(RewardModelKeys):
     """One reward function, reward model, LLM judge or remote scorer."""
 
     function: PublicAddress = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
-
     weight: float = Field(1.0, allow_inf_nan=False)
-    """Its weight in the sum of several."""
-
-    normalize: bool = False
-    """Reward models: subtract the mean and divide by the deviation that were stored with the model."""
-
+    """Weight in the sum of several rewards."""
     clip: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Bound of this reward's size, after normalising; null: none."""
-
+    """Clip this reward to [-clip, clip], after normalization. null: no clipping."""
     pattern: str | None = None
     """Regular expression for the built-in `regex` reward."""
-
     options: dict[str, Any] = {}
-    """Further values that the function's parameters are filled with by name."""
-
-    chat_template: ChatTemplate = "auto"
-    """Reward models: auto (the template saved with the model), never or a Jinja file, as they were trained."""
-
-    steps: Literal["min", "mean", "product", "last"] = "min"
-    """Process reward models: how the probabilities that steps are good become one number."""
-
-    step_separator: str = "\n"
-    """Process reward models: text that ends each step; on the command line, \\n is a newline."""
-
+    """Extra arguments for the function, by name."""
     remote: RemoteConfig = RemoteConfig()
     judge: JudgeConfig = JudgeConfig()
 
     def constants(self) -> dict[str, Any]:
-        """Return what a function's parameters are filled with in every call."""
+        """Return the arguments that every call gets."""
         return {**({} if self.pattern is None else {"pattern": self.pattern}), **self.options}
 
 
 class RewardConfig(RewardPartConfig):
     parts: dict[str, RewardPartConfig] = {}
-    """Several rewards by name in place of `function`; their weighted sum is the task reward."""
-
+    """Several named rewards instead of `function`; the task reward is their weighted sum."""
     processes: int = Field(2, ge=1)
-    """Processes that run each reward function, apart from the trainer."""
-
+    """Processes per reward function, separate from the trainer."""
     batch: int = Field(64, ge=1)
-    """Most replies in one call of a function that takes `replies`, and in one pass of a reward model."""
-
+    """Most completions per call of a function that takes `replies`, and per pass of a reward model."""
     timeout_seconds: float = Field(30.0, gt=0)
-    """A call that takes longer is killed and counted as reward_timeout, never as a zero."""
-
+    """Calls that take longer are killed and counted as reward_timeout, never scored as zero."""
     memory_gib: float = Field(4.0, gt=0)
-    """Address space that one reward process may take beyond what it has at its start."""
-
+    """Memory limit of a reward process, beyond what it uses at its start."""
     max_failure_share: float = Field(0.05, ge=0, le=1)
-    """Share of failed rewards, among a step's answers or the last 100 if those are more, above which the run stops."""
-
+    """Stop the run if more than this share of rewards fail, over a step's completions or the last 100 if more."""
     probe: bool = True
-    """Call functions about a few rows, and knock at servers, before models load; refuse what fails at every call."""
-
+    """Before models load, call reward functions on a few rows and contact servers; refuse those that always fail."""
     policy_error: float = Field(0.0, allow_inf_nan=False)
-    """Reward of a completion whose own doing is the error, such as code that does not end."""
+    """Reward for completions that cause the error themselves, such as code that never ends."""
 
     @model_validator(mode="after")
     def check_parts(self) -> Self:
         if self.function and self.parts:
-            raise ValueError(
-                f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one of them"
-            )
+            raise ValueError(f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one")
         fields = RewardPartConfig.model_fields
         ignored = [name for name, field in fields.items() if self.parts and self.__dict__[name] != field.default]
         if ignored:
             raise ValueError(
-                f"{ignored[0]} is set beside parts={', '.join(self.parts)}, where it does nothing: set it in the parts "
-                f"(reward.parts.{next(iter(self.parts))}.{ignored[0]}=...)"
+                f"{ignored[0]} has no effect with parts={', '.join(self.parts)}: set it in the parts, "
+                f"reward.parts.{next(iter(self.parts))}.{ignored[0]}=..."
             )
         return self
 
     def named_parts(self) -> dict[str, RewardPartConfig]:
-        """Return every reward by name; the only one of a run is called `reward`."""
+        """Return every reward by name; a single one is called `reward`."""
         return self.parts or ({"reward": self} if self.function else {})

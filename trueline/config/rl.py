@@ -5,37 +5,41 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.base import Config
+from trueline.config.base import Config, ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
-from trueline.config.model import Dtype, ModelConfig, PolicyTrainingConfig, check_mesh, check_training
+from trueline.config.model import (
+    CriticConfig,
+    Dtype,
+    FrozenConfig,
+    ModelConfig,
+    PolicyTrainingConfig,
+    Role,
+    TeacherConfig,
+    check_mesh,
+    check_training,
+)
 from trueline.config.reward import RewardConfig
-from trueline.config.roles import CriticConfig, FrozenConfig, Role, TeacherConfig
 from trueline.config.run import CheckpointConfig, RunConfig
 
-OWN_GPU = 0.9  # share of a GPU that an engine without a neighbour takes
+OWN_GPU = 0.9  # share of a GPU for an engine that shares it with nothing
 
 
 class SamplingControls(Config):
-    """What a token is drawn from, and where a completion ends before its end token."""
+    """Sampling parameters, and where a completion stops."""
 
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-
+    """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw from the likeliest tokens that together have this probability; 1 draws from all."""
-
+    """Sample from the most likely tokens whose probabilities add up to this. 1: all tokens."""
     top_k: int = Field(0, ge=0)
-    """Draw from this many of the likeliest tokens; 0 draws from all."""
-
+    """Sample from this many most likely tokens. 0: all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Draw from tokens with at least this share of the likeliest one's probability; 0 draws from all."""
-
+    """Sample from tokens with at least this share of the top token's probability. 0: all tokens."""
     repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Above 1, makes tokens of the prompt and of the completion so far less likely; 1 leaves them as they are."""
-
+    """Above 1: make tokens of the prompt and the completion so far less likely. 1: off."""
     stop: list[str] = []
-    """Texts that end a completion; the reply ends before them."""
+    """Strings that end a completion; they are not part of it."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -46,64 +50,50 @@ class SamplingControls(Config):
     @classmethod
     def check_stop(cls, stop: list[str]) -> list[str]:
         if "" in stop:
-            raise ValueError(f"an empty text would end every completion at once: take it out (got {stop})")
+            raise ValueError(f"an empty string would end every completion at once: remove it (got {stop})")
         return stop
 
-    def reshaped(self) -> dict[str, float]:
-        """Return the keys that make the distribution drawn from another than the model's at this temperature."""
+    def reshaping_keys(self) -> dict[str, float]:
+        """Return the keys that change the sampling distribution, besides the temperature."""
         values = self.model_dump(include={"top_p", "top_k", "min_p", "repetition_penalty"})
         return {name: value for name, value in values.items() if value != SamplingControls.model_fields[name].default}
 
 
 class RolloutConfig(SamplingControls):
     engine: str = "vllm"
-    """vllm, hf (Transformers' own generation: slow; runs wherever PyTorch runs) or another row of rollout.engines."""
-
+    """vllm, hf (Transformers' generation: slow, runs anywhere), or another row of rollout.engines."""
     engines: int | None = Field(None, ge=1)
-    """Number of engines; null takes one on a CPU, and shares GPUs evenly with training."""
-
+    """Number of engines. null: 1 on a CPU; on GPUs, engines and training get equal shares."""
     tensor_parallel: int = Field(1, ge=1)
-    """Devices that one engine spreads its weights over."""
-
+    """Devices per engine."""
     dtype: Dtype = "auto"
-    """Computation type of the engine; auto follows model.dtype."""
-
+    """Compute type of the engine. auto: as model.dtype."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by the same number."""
-
+    """Sampling temperature; the trainer divides its logits by the same value."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest completion; of several turns, all replies in one sequence. null: 1024, or half of the model's context."""
-
+    """Longest completion; multi-turn: all replies of a sequence. null: 1024, or half of the model's context."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt; longer ones are refused. null: the data's longest; several turns: all that memory leaves."""
-
+    """Longest prompt; longer ones are refused. null: the data's longest; multi-turn: all that memory leaves."""
     max_staleness: int = Field(0, ge=0)
-    """How many policy versions a trained completion may lag behind; 0 is synchronous training."""
-
+    """How many policy versions old a completion may be when it is trained. 0: synchronous training."""
     on_update: Literal["wait", "interrupt", "keep"] = "wait"
-    """Completions under way wait for new weights to the end, or go on under them: in any engine, or in their own."""
-
+    """In-flight completions finish first, or continue with the new weights: in any engine (interrupt) or their own."""
     too_old: Literal["wait", "drop"] = "wait"
-    """A group that would lag more than max_staleness versions after this step: wait for it now, or drop it."""
-
+    """A group that would exceed max_staleness after this step: wait for it now, or drop it."""
     seeded: bool | None = None
-    """Give every completion its own seed, so that it can be drawn again; null: unless that slows sampling (GPUs)."""
-
+    """Give every completion its own seed, so that it can be reproduced. null: on unless it slows sampling (GPUs)."""
     max_sequences: int = Field(256, ge=1)
-    """Completions that one engine works on at a time."""
-
+    """Concurrent completions per engine."""
     gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
-    """Share of each GPU's memory for the engine (weights and KV cache); null: what models beside it leave, or 0.9."""
-
+    """Share of each GPU's memory for the engine (weights and KV cache). null: what other models leave, or 0.9."""
     cpu_cache_gib: float = Field(1.0, gt=0)
-    """Memory for the KV cache of an engine that runs on a CPU."""
-
+    """KV cache of an engine that runs on a CPU, in GiB."""
     cuda_graphs: bool = True
-    """Capture CUDA graphs on GPUs: a slower start, faster sampling."""
+    """Capture CUDA graphs on GPUs: slower start, faster sampling."""
 
 
 class ResolvedRollout(RolloutConfig):
-    """The rollout as a plan holds it: nothing is left to machine, model or data any more."""
+    """The rollout of a plan: every value is set."""
 
     engines: int
     gpu_memory_utilization: float = OWN_GPU
@@ -112,31 +102,25 @@ class ResolvedRollout(RolloutConfig):
     seeded: bool = True
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest sequence that sampling can make."""
+        """Return the tokens of the longest possible sequence."""
         return self.max_prompt_tokens + self.max_new_tokens
 
 
 class EvaluationConfig(SamplingControls):
     data: str = ""
-    """Held-out prompts, same columns as data.path; empty turns evaluation off, unless `sets` names some."""
-
+    """Held-out prompts with the columns of data.path. Empty: no evaluation, unless `sets` is set."""
     sets: dict[str, str] = {}
-    """Several held-out datasets in place of `data`: each one's name in the metrics and its path."""
-
+    """Several held-out datasets instead of `data`: name in the metrics, and path."""
     every: int = Field(0, ge=0)
-    """Evaluate every this many steps, besides before and after; 0 means only those two."""
-
+    """Evaluate every this many steps, and always before the first and after the last. 0: only those two."""
     limit: int | None = Field(None, ge=1)
-    """Use only the first this many prompts of each dataset."""
-
+    """Use only the first this many prompts of each dataset. null: all."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0 is greedy."""
-
+    """Sampling temperature. 0: greedy."""
     samples: int = Field(1, ge=1)
-    """Completions per prompt, for mean@k, pass@k and maj@k; more than one needs a temperature above 0."""
-
+    """Completions per prompt, for mean@k, pass@k and maj@k; above 1, the temperature must be above 0."""
     pass_reward: float = 1.0
-    """Reward from which on a completion counts as right in pass@k."""
+    """Completions with at least this reward count as correct in pass@k."""
 
     @model_validator(mode="after")
     def check_sets(self) -> Self:
@@ -144,36 +128,33 @@ class EvaluationConfig(SamplingControls):
             raise ValueError(f"data={self.data} and sets={', '.join(self.sets)} exclude each other: keep one of them")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"samples={self.samples} greedy answers would all be the same: set evaluation.temperature above 0"
+                f"samples={self.samples} greedy completions would be identical: set evaluation.temperature above 0"
             )
         return self
 
     def named_sets(self) -> dict[str, str]:
-        """Return every held-out dataset's path by its name; the only one of a run has an empty name."""
+        """Return the path of each held-out dataset by name; a single one has an empty name."""
         return self.sets or ({"": self.data} if self.data else {})
 
 
 class SyncConfig(Config):
     bucket_mib: int = Field(256, ge=1)
-    """Weights travel to the engines in pieces of this size."""
-
+    """Weights are sent to the engines in buckets of this size."""
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"
-    """ipc: a GPU's memory that both share; nccl: GPU to GPU; gloo: the machine's memory. auto: the first there is."""
-
+    """ipc: shared GPU memory. nccl: GPU to GPU. gloo: host memory. auto: the first that works."""
     check: bool = True
-    """Prove at the start and after every update that engines hold the trainer's weights and compute alike."""
-
+    """Verify at the start and after each update that engines hold the trainer's weights and compute alike."""
     tolerance: float | None = Field(None, gt=0)
-    """Largest mean log-prob gap of that check; null follows the gap at the start, when both hold the same weights."""
+    """Largest mean log-prob gap of that check. null: derived from the gap at the start, when weights are equal."""
 
 
 class RLCheckpointConfig(CheckpointConfig):
     metric: str = "-evaluation/reward"
-    """What keep_best looks at; a `-` in front means that more is better, e.g. -reward/mean."""
+    """Metric for keep_best; a leading `-` means higher is better, e.g. -reward/mean."""
 
 
-def dividing(prompts: int, group: int, minibatches: int) -> str:
-    """Return the nearest keys with which minibatches divide a step's answers, in a configuration's words."""
+def suggest_division(prompts: int, group: int, minibatches: int) -> str:
+    """Suggest the nearest values with which minibatches divide a step's completions."""
     fewer = max(count for count in range(1, minibatches) if prompts * group % count == 0)
     more = next(count for count in range(prompts, prompts + minibatches) if count * group % minibatches == 0)
     return f"set minibatches={fewer} or prompts_per_step={more}"
@@ -181,20 +162,15 @@ def dividing(prompts: int, group: int, minibatches: int) -> str:
 
 class RLConfig(RunConfig):
     steps: int = Field(100, ge=1)
-    """Training steps: each samples, scores, updates and publishes once."""
-
+    """Training steps; each samples, scores, updates and syncs weights once."""
     prompts_per_step: int = Field(16, ge=1)
     """Prompts per step; each gets algorithm.group_size completions."""
-
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps that share one step's completions."""
-
+    """Optimizer steps per training step; they split its completions."""
     epochs: int = Field(1, ge=1)
-    """Passes over one step's completions."""
-
+    """Passes over a step's completions."""
     placement: Literal["auto", "separate", "colocated"] = "auto"
-    """Whether training and engines have GPUs of their own or share them: in turns, or at once if max_staleness > 0."""
-
+    """separate: engines have their own GPUs. colocated: they share the trainer's, in turns if max_staleness=0."""
     checkpoint: RLCheckpointConfig = RLCheckpointConfig()
     model: ModelConfig = ModelConfig()
     training: PolicyTrainingConfig = PolicyTrainingConfig()
@@ -214,33 +190,29 @@ class RLConfig(RunConfig):
     def check_combinations(self) -> Self:
         completions = self.prompts_per_step * self.algorithm.group_size
         if completions % self.minibatches:
-            raise ValueError(
-                f"minibatches={self.minibatches} does not divide the {completions} answers of a step "
+            raise ConfigError(
+                f"minibatches={self.minibatches} does not divide the {completions} completions of a step "
                 f"(prompts_per_step={self.prompts_per_step} x algorithm.group_size={self.algorithm.group_size}): "
-                f"{dividing(self.prompts_per_step, self.algorithm.group_size, self.minibatches)}"
+                f"{suggest_division(self.prompts_per_step, self.algorithm.group_size, self.minibatches)}",
+                key="minibatches",
             )
         check_training(self.training, self.model)
         for name, role in self.roles().items():
             check_mesh(role, role.model_like(self.model, self.model.path), name, whose="its ")
-        if not self.judged() and self.evaluation.named_sets():
-            raise ValueError("evaluation needs a reward: set reward.function, or leave evaluation.data out")
+        if not self.has_reward() and self.evaluation.named_sets():
+            raise ValueError("evaluation needs a reward: set reward.function, or remove evaluation.data")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
-        return self
-
-    @model_validator(mode="after")
-    def check_distribution(self) -> Self:
-        for name, value in self.rollout.reshaped().items():
+        for name, value in self.rollout.reshaping_keys().items():
             raise ValueError(
-                f"rollout.{name}={value} samples from another distribution than the one that is trained: log-probs of "
-                "policy and reference are those of all tokens at rollout.temperature, and their ratios would be wrong; "
-                f"leave it out, or set evaluation.{name} for evaluation alone"
+                f"rollout.{name}={value} would make training ratios wrong, because log-probs are of the full "
+                f"distribution at rollout.temperature: remove it, or set evaluation.{name} for evaluation only"
             )
         return self
 
-    def judged(self) -> bool:
-        """Tell whether episodes have rewards: of a function or model, or of the environment's own."""
+    def has_reward(self) -> bool:
+        """Tell whether episodes get rewards, from a function, a model or the environment."""
         return bool(self.reward.named_parts()) or self.environment.plays()
 
     def roles(self) -> dict[str, Role]:
-        """Return the models beside the policy, whether or not this run needs them."""
+        """Return all models other than the policy, needed or not."""
         return {name: part for name, part in self if isinstance(part, Role)}

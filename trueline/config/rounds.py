@@ -1,4 +1,4 @@
-"""The configurations of recipes that run rounds: sample, select, train, and again."""
+"""Configurations of recipes that repeat rounds of sampling, selecting and training."""
 
 from typing import ClassVar, Literal, Self
 
@@ -6,44 +6,38 @@ from pydantic import Field, model_validator
 
 from trueline.config.base import Tree
 from trueline.config.model import TrainingConfig, check_training
-from trueline.config.preference import PreferenceConfig
 from trueline.config.rl import EvaluationConfig
 from trueline.config.sampling import SelectionConfig
-from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig
+from trueline.config.supervised import PreferenceConfig, PreferenceRunConfig, SftConfig, SupervisedConfig
 
 
 class RoundTrainingConfig(TrainingConfig):
-    """How each round trains; the keys are those of `sft` and `dpo`."""
+    """How each round trains; the keys of `sft` and `dpo`."""
 
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps of a round; null makes `epochs` passes over what the round kept."""
-
+    """Optimizer steps per round. null: `epochs` passes over what the round kept."""
     epochs: int = Field(1, ge=1)
     """Passes over what the round kept."""
-
     samples_per_step: int = Field(64, ge=1)
-    """Completions, or pairs of them, per optimizer step, over all ranks."""
-
+    """Completions, or pairs, per optimizer step, over all ranks."""
     max_tokens: int | None = Field(None, ge=2)
-    """Longest sequence; longer ones are left out and counted. null takes the model's context."""
+    """Longest sequence; longer ones are dropped and counted. null: the model's context."""
 
 
-OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys that stand beside `training` in sft and dpo
+OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys outside of `training` in sft and dpo
 
 
 class RoundsConfig(SelectionConfig):
-    """Keys that all recipes share."""
+    """Keys of all recipes."""
 
     trainer: ClassVar[str] = "sft"  # the verb that trains
     trained: ClassVar[type[SupervisedConfig]] = SftConfig
-    learnt: ClassVar[str] = "kept.jsonl"  # what of a round's samples it trains on
+    learnt: ClassVar[str] = "kept.jsonl"  # the file that it trains on
 
     rounds: int = Field(3, ge=1)
-    """Times to sample from the present model and train it on what it made."""
-
+    """Rounds; each samples from the current model and trains it on the result."""
     prompts_per_round: int | None = Field(None, ge=1)
-    """Prompts that each round answers, the next ones in the seeded order; null takes as many as there are."""
-
+    """Prompts per round, taken in the seeded order. null: all."""
     training: RoundTrainingConfig = RoundTrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
@@ -51,11 +45,11 @@ class RoundsConfig(SelectionConfig):
     def check_rounds(self) -> Self:
         check_training(self.training, self.model)
         if not self.checkpoint.save:
-            raise ValueError("checkpoint.save=false: a round goes on from the checkpoint of the one before; set true")
+            raise ValueError("checkpoint.save=false: each round starts from the last one's checkpoint; set it to true")
         return self
 
     def run_keys(self) -> Tree:
-        """Return the keys that every stage takes over as they are."""
+        """Return the keys that every stage takes over unchanged."""
         return self.model_dump(
             include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "health", "model"}
         )
@@ -70,7 +64,7 @@ class RoundsConfig(SelectionConfig):
             **self.run_keys(),
             **{key: training.pop(key) for key in OUTSIDE},
             "training": training,
-            # Prompts are read as they were sampled; one long row does not end a recipe.
+            # Render prompts as in sampling, and let no long row end a recipe.
             "data": {
                 "chat_template": self.data.chat_template,
                 "chat_template_kwargs": self.data.chat_template_kwargs,
@@ -81,9 +75,8 @@ class RoundsConfig(SelectionConfig):
 
 class RaftConfig(RoundsConfig):
     keep: Literal["all", "best", "threshold"] = "best"
-    """Completions to learn: all; the best one of each prompt (best-of-n); all with a reward of `threshold` or more
+    """Completions to train on. all; best: the best of each prompt (best-of-n); threshold: reward >= threshold
     (rejection sampling). Failed and empty completions are never kept."""
-
     threshold: float = 1.0
     """Lowest reward that keep=threshold keeps."""
 

@@ -1,15 +1,14 @@
-"""The configurations of jobs that train nothing: those that sample and score, and a reward model served over HTTP."""
+"""Configurations of jobs that do not train: sampling, evaluation, and a reward model server."""
 
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trueline.config.data import ChatTemplate, PromptDataConfig
+from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
-from trueline.config.model import ModelConfig, check_mesh
-from trueline.config.reward import RewardConfig
+from trueline.config.model import FrozenConfig, ModelConfig, check_mesh
+from trueline.config.reward import RewardConfig, RewardModelKeys
 from trueline.config.rl import OWN_GPU, EvaluationConfig, RolloutConfig
-from trueline.config.roles import FrozenConfig
 from trueline.config.run import EnginesConfig, RunConfig
 
 
@@ -21,7 +20,7 @@ class SamplerConfig(RolloutConfig):
 
 
 class SamplingConfig(RunConfig):
-    """Keys that all sampling jobs share."""
+    """Keys of all sampling jobs."""
 
     model: ModelConfig = ModelConfig()
     rollout: SamplerConfig = SamplerConfig()
@@ -30,50 +29,43 @@ class SamplingConfig(RunConfig):
     reward_model: FrozenConfig = FrozenConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
 
-    def scored(self) -> bool:
-        """Tell whether completions get a reward at all, from a function or model or from the environment itself."""
+    def has_reward(self) -> bool:
+        """Tell whether completions get rewards, from a function, a model or the environment."""
         return bool(self.reward.named_parts()) or self.environment.plays()
 
 
 class SelectionConfig(SamplingConfig):
-    """Several completions of a prompt, of which some are worth learning."""
+    """Several completions per prompt, some of which are kept."""
 
     samples: int = Field(4, ge=1)
     """Completions per prompt."""
-
     keep_truncated: bool = True
-    """Whether a completion that the length limit cut off may be kept, or preferred in a pair."""
+    """Whether truncated completions may be kept, or be the preferred one of a pair."""
 
 
 class GenerateConfig(SelectionConfig):
     keep: Literal["all", "best", "threshold"] = "all"
-    """Completions to keep: all; the best one of each prompt (best-of-n); all with a reward of `threshold` or more
+    """Completions to keep. all; best: the best of each prompt (best-of-n); threshold: reward >= threshold
     (rejection sampling). Failed and empty completions are never kept."""
-
     threshold: float = Field(1.0, allow_inf_nan=False)
     """Lowest reward that keep=threshold keeps."""
-
     pairs: bool = False
-    """Also write each prompt's best against its worst completion, as a preference dataset."""
-
+    """Also write each prompt's best and worst completion as a preference dataset."""
     limit: int | None = Field(None, ge=1)
-    """Answer only this many prompts; null answers all that `skip` leaves."""
-
+    """Sample for only this many prompts. null: all that `skip` leaves."""
     skip: int = Field(0, ge=0)
-    """Pass over this many prompts first, in the order that data.shuffle and seed make."""
-
+    """Skip this many prompts first, in the order of data.shuffle and seed."""
     shards: int = Field(1, ge=1)
-    """Share the prompts out among this many runs, say on several machines; this run answers one share of them."""
-
+    """Split the prompts into this many shards, e.g. for several machines; this run takes one."""
     shard: int = Field(0, ge=0)
-    """Which share, from 0 to shards - 1."""
+    """Shard of this run, from 0 to shards - 1."""
 
     @model_validator(mode="after")
     def check_selection(self) -> Self:
         if self.shard >= self.shards:
-            raise ValueError(f"shard={self.shard} of shards={self.shards} is not there: count from 0")
+            raise ValueError(f"shard={self.shard} is not in 0 to {self.shards - 1} (shards={self.shards}): change it")
         if self.pairs and self.samples < 2:
-            raise ValueError(f"pairs=true needs two answers to a prompt: set samples to 2 or more (got {self.samples})")
+            raise ValueError(f"pairs=true needs two completions: set samples to 2 or more (got {self.samples})")
         return self
 
 
@@ -84,49 +76,29 @@ class EvalConfig(SamplingConfig):
     def check_data(self) -> Self:
         if self.data.path or self.data.mixture:
             raise ValueError(
-                f"data.path={self.data.path}: eval reads evaluation.data (--eval-data) or evaluation.sets; the other "
-                "keys of `data` say how"
+                f"data.path={self.data.path}: eval reads evaluation.data (--eval-data) or evaluation.sets instead; set "
+                "one of those"
             )
         return self
 
 
-class ServingConfig(EnginesConfig):
+class ServingConfig(RewardModelKeys, EnginesConfig):
     host: str = "127.0.0.1"
-    """Address to listen on; any other than the loopback is open to the network, without encryption."""
-
+    """Address to listen on. Any address but the loopback is open to the network, unencrypted."""
     port: int = Field(8900, ge=0, le=65535)
-    """Port to listen on; 0 takes any free one, which is printed."""
-
+    """Port to listen on. 0: any free port, which is printed."""
     token_variable: str = "TRUELINE_REWARD_TOKEN"
-    """Environment variable with the token that clients must send; where it is not set, a new one is shown once."""
-
+    """Environment variable with the token clients must send. If unset, a new token is printed once."""
     runtime: Literal["ray", "local"] = "local"
-    """local: the model lives in this process; ray: one process per rank."""
-
+    """local: the model runs in this process. ray: one process per rank."""
     logs: str = "runs/serve-reward"
-    """Folder for what the processes of runtime=ray print."""
-
+    """Folder for the output of runtime=ray processes."""
     timeout_seconds: float = Field(1800.0, gt=0)
-    """Longest wait for one batch of the model, or for its start, before the server ends."""
-
+    """Longest wait for a batch, or for the model's start, before the server exits."""
     batch: int = Field(64, ge=1)
-    """Most replies that are scored together."""
-
+    """Most completions scored together."""
     max_tokens: int | None = Field(None, ge=2)
-    """Longest prompt and reply; a longer one gets an error. null: what model and ranks.micro_batch_tokens allow."""
-
-    chat_template: ChatTemplate = "auto"
-    """auto (the template saved with the model), never or a Jinja file, as the model was trained."""
-
-    normalize: bool = False
-    """Subtract the mean and divide by the deviation that were stored with the model."""
-
-    steps: Literal["min", "mean", "product", "last"] = "min"
-    """Process reward models: how the probabilities that steps are good become one number."""
-
-    step_separator: str = "\n"
-    """Process reward models: text that ends each step; on the command line, \\n is a newline."""
-
+    """Longest prompt plus reply; longer ones get an error. null: what model and ranks.micro_batch_tokens allow."""
     model: ModelConfig = ModelConfig()
     ranks: FrozenConfig = FrozenConfig()
 

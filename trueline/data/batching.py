@@ -1,4 +1,4 @@
-"""Which samples go into which forward pass of which rank, and how they become tensors."""
+"""Divide samples into micro-batches for each rank, and collate them into tensors."""
 
 import heapq
 import math
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.types import UNTOLD, Batch, PackedSamples, moved
+from trueline.data.types import UNKNOWN_EXPERT, Batch, PackedSamples, to_device
 
-FILLER = -1  # in a plan: a sample of weight zero, so that every rank does the same number of passes
+FILLER = -1  # in a plan: a sample of weight zero, so that all ranks run the same number of passes
 FILLER_TOKENS = 2
 
 MicroBatch = list[int]  # positions in the packed samples
 Plan = list[list[MicroBatch]]  # [rank][pass]
-Unit = list[int]  # lengths of the sequences that stay together
+Unit = list[int]  # lengths of the sequences of one row, which share a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,56 +24,55 @@ class Budget:
 
     tokens: int  # hard limit, padding included
     samples: int | None = None
-    packed: bool = True  # sequences end to end; False: each padded to the longest of the pass
+    packed: bool = True  # False: sequences are padded to the longest of the pass
 
 
-def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, together: int = 1) -> Plan:
-    """Spread samples over ranks: no pass above the budget, the same number of passes on every rank.
-
-    `together` neighbours (2 for pairs) stay in one pass.
-    """
-    units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, samples_per_row: int = 1) -> Plan:
+    """Distribute samples: no pass exceeds the budget, all ranks get equally many passes, rows are not split."""
+    units = [lengths[start : start + samples_per_row] for start in range(0, len(lengths), samples_per_row)]
     check_fit(units, budget)
     order = sorted(range(len(units)), key=lambda unit: -sum(units[unit]))
     shares = packed_shares(order, units, ranks, budget) if budget.packed else padded_shares(order, units, ranks, budget)
     shares.sort(key=lambda share: -sum(sum(units[unit]) for unit in share))
-    filler = [FILLER] * together
-    rows = [[unit * together + at for unit in share for at in range(together)] or filler for share in shares]
-    rounds = [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
-    # Every other round runs backwards, so that no rank always gets the fuller pass.
-    dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rounds)]
-    return [[row[rank] for row in dealt] for rank in range(ranks)]
+    filler = [FILLER] * samples_per_row
+    passes = [
+        [unit * samples_per_row + at for unit in share for at in range(samples_per_row)] or filler for share in shares
+    ]
+    rounds = [passes[start : start + ranks] for start in range(0, len(passes), ranks)]
+    # Every second round is reversed, so that no rank always gets the fuller pass.
+    return [[row[~rank if number % 2 else rank] for number, row in enumerate(rounds)] for rank in range(ranks)]
 
 
 def check_fit(units: list[Unit], budget: Budget) -> None:
     for number, unit in enumerate(units, 1):
         if pass_tokens(unit, budget) > budget.tokens:
             raise ValueError(
-                f"row {number} has {pass_tokens(unit, budget)} tokens, "
-                f"more than micro_batch_tokens={budget.tokens}: raise micro_batch_tokens or shorten the sequences"
+                f"row {number} has {pass_tokens(unit, budget)} tokens, more than micro_batch_tokens={budget.tokens}: "
+                "raise micro_batch_tokens or shorten the sequences"
             )
         if budget.samples is not None and len(unit) > budget.samples:
-            raise ValueError(f"micro_batch_samples={budget.samples} separates a pair: raise it to {len(unit)} or more")
+            raise ValueError(
+                f"micro_batch_samples={budget.samples} would split a pair: raise it to {len(unit)} or more"
+            )
 
 
 def pass_tokens(lengths: list[int], budget: Budget) -> int:
-    """Count the tokens that one pass over sequences of these lengths computes."""
+    """Count the tokens of one pass over sequences of these lengths, padding included."""
     return sum(lengths) if budget.packed else len(lengths) * max(lengths)
 
 
 def packed_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
-    """Make as few passes as hold everything, with like numbers of tokens; each of the few tries is O(n log n)."""
-    sequences = sum(len(unit) for unit in units)
+    """Make as few passes as possible, with similar numbers of tokens."""
     passes = math.ceil(sum(map(sum, units)) / budget.tokens / ranks)
     if budget.samples is not None:
-        passes = max(passes, math.ceil(sequences / budget.samples / ranks))
+        passes = max(passes, math.ceil(sum(map(len, units)) / budget.samples / ranks))
     while (shares := longest_first(order, units, ranks * passes, budget)) is None:
         passes = max(passes + 1, int(passes * 1.02))
     return shares
 
 
 def longest_first(order: list[int], units: list[Unit], count: int, budget: Budget) -> list[list[int]] | None:
-    """Give each unit to the share with the fewest tokens so far; return None if that breaks the budget."""
+    """Give each unit to the share with the fewest tokens; return None if that exceeds the budget."""
     heap = [(0, number) for number in range(count)]
     shares: list[list[int]] = [[] for _ in range(count)]
     for unit in order:
@@ -90,7 +89,7 @@ def longest_first(order: list[int], units: list[Unit], count: int, budget: Budge
 
 
 def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budget) -> list[list[int]]:
-    """Make runs of like lengths, so that padding is little; split, or fill up, to a multiple of the ranks."""
+    """Group similar lengths, so that there is little padding; split or fill up to a multiple of the ranks."""
     shares: list[list[int]] = []
     for unit in order:
         current = [*shares[-1], unit] if shares else []
@@ -109,28 +108,28 @@ def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budge
 
 
 def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device, *, experts: bool = True) -> Batch:
-    """Cut the named samples out of the flat arrays and lay them end to end, with or without the engine's experts."""
+    """Concatenate the samples of a micro-batch, with or without the engine's experts."""
     ends = np.cumsum(packed.lengths)
     spans = [None if at == FILLER else slice(int(ends[at] - packed.lengths[at]), int(ends[at])) for at in micro_batch]
 
-    def joined(array: np.ndarray, fill: int = 0) -> Tensor:
+    def concatenate(array: np.ndarray, fill: int = 0) -> Tensor:
         filler = np.full((FILLER_TOKENS, *array.shape[1:]), fill, dtype=array.dtype)
         pieces = [filler if span is None else array[span] for span in spans]
         return torch.from_numpy(np.concatenate(pieces))
 
     def per_sequence(array: np.ndarray) -> Tensor:
         values = [0.0 if at == FILLER else float(array[at]) for at in micro_batch]
-        return moved(torch.tensor(values, dtype=torch.float32), device)
+        return to_device(torch.tensor(values, dtype=torch.float32), device)
 
-    mask = joined(packed.arrays["mask"])
+    mask = concatenate(packed.arrays["mask"])
     fields = {
-        name: moved(joined(array, UNTOLD if name == "experts" else 0), device)
+        name: to_device(concatenate(array, UNKNOWN_EXPERT if name == "experts" else 0), device)
         for name, array in packed.arrays.items()
         if name != "mask" and (experts or name != "experts")
     }
     batch = Batch(
         tokens=fields.pop("tokens"),
-        mask=moved(mask, device),
+        mask=to_device(mask, device),
         lengths=[FILLER_TOKENS if at == FILLER else int(packed.lengths[at]) for at in micro_batch],
         shares=per_sequence(packed.weights),
         labels=per_sequence(packed.labels),

@@ -1,4 +1,4 @@
-"""Turn messages into tokens and masks, and sampled tokens into text."""
+"""Encode messages as tokens and masks, and decode sampled tokens."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,11 +19,12 @@ from trueline.data.template import (
     split_thought,
     unseen_fields,
 )
+from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
-Piece = tuple[list[int], int]  # tokens, and how many of them, from the left, are learnt
-UNLIKE_ANY = "\0"  # text that no completion begins with
-COUNTED = 1000  # prompts at once, for memory
+Piece = tuple[list[int], int]  # tokens, and how many of the first ones are learnt
+UNLIKE_ANY = "\0"  # no completion begins with it
+COUNTED = 1000  # prompts tokenized at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Encoded:
 
 
 class ChatFormat:
-    """A tokenizer, the decision whether its chat template is used, and the tokens that end a completion."""
+    """A tokenizer, its chat template if that is used, and the tokens that end a completion."""
 
     def __init__(
         self,
@@ -50,11 +51,11 @@ class ChatFormat:
         self.template = Template(tokenizer, arguments or {})
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
-        self.joins = False  # whether it has joined messages by line breaks
-        self.systems = self.calls = False  # whether it has rendered a system message, and a call
-        self.left_out: set[str] = set()  # fields of the data that were not shown, or not everywhere
-        self.lost: dict[str, list[str]] = {}  # names of tools -> parts of a conversation that the template leaves out
-        self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template leaves out
+        # What it has done so far: joined messages by line breaks, rendered a system message, rendered a call
+        self.joins = self.systems = self.calls = False
+        self.left_out: set[str] = set()  # fields of the data that some rendering did not show
+        self.lost: dict[str, list[str]] = {}  # names of tools -> parts of a conversation that the template drops
+        self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template drops
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
         return self._prompt_tokens(self.prompt_text(messages, tools))
@@ -66,11 +67,11 @@ class ChatFormat:
         return "\n".join(self._plain_text(message) for message in messages)
 
     def _prompt_tokens(self, text: str) -> list[int]:
-        """Return a prompt's tokens; what stands in front of all texts, a template has written already."""
+        """Return a prompt's tokens; a template has added the tokens that begin a text already."""
         return list(self.tokenizer(text, add_special_tokens=not self.templated)["input_ids"])
 
     def prompt_lengths(self, texts: list[str]) -> list[int]:
-        """Count the tokens of many prompts, in batches and without what else a tokenizer finds out."""
+        """Count the tokens of many prompts, in fast batches."""
         if not self.tokenizer.is_fast:
             return [len(self._prompt_tokens(text)) for text in texts]
         encode = self.tokenizer.backend_tokenizer.encode_batch_fast
@@ -78,7 +79,7 @@ class ChatFormat:
         return [len(one) for part in parts for one in encode(part, add_special_tokens=not self.templated)]
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatFormat":
-        """Return the same format with other arguments of the template, beside those of the run."""
+        """Return the same format with more template arguments than the run's."""
         if not arguments:
             return self
         merged = {**self.template.arguments, **arguments}
@@ -90,10 +91,10 @@ class ChatFormat:
     def continuation(
         self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = (), last: int | None = None
     ) -> list[int] | None:
-        """Return the tokens from the end of the last message, a reply as it was sampled, to the next turn.
+        """Return the tokens from the end of the last message, a sampled reply, to the next turn.
 
-        They begin with what ends a reply, unless `last`, the last token that was sampled, does. None: the template
-        writes what came before in another way once more follows, so that nothing can be appended to what was sampled.
+        They begin with what ends a reply, unless `last`, the last sampled token, already does. None: the template
+        rewrites earlier turns, so that nothing can be appended to the sampled tokens.
         """
         if not self.templated:
             text = "".join(f"\n{self._plain_text(message)}" for message in new)
@@ -109,35 +110,35 @@ class ChatFormat:
             return None
         if stop is not None:
             return self.text_tokens(whole[end if last in self.stop_ids else stop[0] :])
-        # The token at which a reply stops stands in front of the next message, or nowhere.
-        tokens = self.text_tokens(whole[self._unclosed(closed, messages, tools) :])
+        # The stop token of a reply comes before the next message, or nowhere.
+        tokens = self.text_tokens(whole[self._message_end(closed, messages, tools) :])
         return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
 
-    def _unclosed(self, closed: str, messages: list[Message], tools: Sequence[Tool]) -> int:
-        """Return where the last message ends, and what the template writes behind it begins."""
+    def _message_end(self, closed: str, messages: list[Message], tools: Sequence[Tool]) -> int:
+        """Return where the last message ends and the template's closing text begins."""
         marked = [*messages[:-1], {"role": "assistant", "content": MARK}]
         _, found, ending = self.template.render(marked, tools, open_turn=False).rpartition(MARK)
         return len(closed) - len(ending) if found and ending and closed.endswith(ending) else len(closed)
 
     def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
-        """Return the names of tools that neither the template nor a system message tells the model."""
+        """Return the names of tools that neither the template nor a system message shows the model."""
         names = tuple(str(tool.get("function", tool).get("name")) for tool in tools)
         if names not in self.unseen:
-            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            given = [self.template.render(asked, some, open_turn=True) for some in (tools, ()) if self.templated]
+            question = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            given = [self.template.render(question, some, open_turn=True) for some in (tools, ()) if self.templated]
             self.unseen[names] = [name for name in names if not given or given[0].count(name) <= given[1].count(name)]
         described = " ".join(content_of(message) for message in messages if message["role"] == "system")
         return [name for name in self.unseen[names] if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", described)]
 
     def lost_parts(self, tools: Sequence[Tool]) -> list[str]:
-        """Return what the template leaves out of a conversation of several turns, with a call where there are tools."""
+        """Return what the template drops from a conversation of several turns, with a call if there are tools."""
         names = repr([tool.get("function", tool).get("name") for tool in tools])
         if names not in self.lost:
             self.lost[names] = self.template.lost_parts(tools) if self.templated else []
         return self.lost[names]
 
     def check_rounds(self, tools: Sequence[Tool]) -> None:
-        """Refuse a template that would not show the policy its calls, their results, or what else was said."""
+        """Refuse a template that drops calls, their results or other messages."""
         if tools and (lost := self.lost_parts(tools)):
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path} leaves out {', '.join(lost)} of a conversation "
@@ -145,49 +146,48 @@ class ChatFormat:
             )
 
     def check_tools(self, messages: list[Message], tools: Sequence[Tool], *, column: bool = True) -> None:
-        """Refuse tools that the model would never be shown; `column`: they stand in the row."""
+        """Refuse tools that the model would never see; `column`: they come from the row."""
         if not tools or not (unseen := self.unseen_tools(messages, tools)):
             return
         model = self.tokenizer.name_or_path
-        why = f"the chat template of {model} leaves them out" if self.templated else f"{model} has no chat template"
+        why = f"the chat template of {model} drops them" if self.templated else f"{model} has no chat template"
+        rename = ", or rename the column 'tools'" if column else ""
         raise ConfigError(
-            f"the model is never shown the tools {', '.join(unseen)}, for {why}: set data.chat_template=FILE to a "
-            "Jinja file that writes `tools`, or describe them by name in data.system_prompt"
-            + ", or rename the column 'tools'"
-            * column
+            f"the model would not see the tools {', '.join(unseen)}, because {why}: set data.chat_template=FILE to a "
+            f"Jinja file that writes `tools`, or describe them by name in data.system_prompt{rename}"
         )
 
     def rewrites(self) -> str:
-        """Say what the template does to earlier turns besides appending others; nothing if it only appends."""
-        asked = [{"role": "user", "content": "a"}]
+        """Describe what the template rewrites in earlier turns; empty if it only appends."""
+        question = [{"role": "user", "content": "a"}]
         kinds = {"all of them": "b", "their reasoning": f"<think>\n{MARK}\n</think>\n\nb"}
         for kind, text in kinds.items():
-            if self.continuation([*asked, {"role": "assistant", "content": text}], asked) is None:
+            if self.continuation([*question, {"role": "assistant", "content": text}], question) is None:
                 return kind
         return ""
 
     def around_reply(self) -> tuple[str, list[int]]:
-        """Return what the template writes between a prompt and its reply, and the tokens behind the reply."""
-        asked = [{"role": "user", "content": "a"}]
-        prompt = self.template.render(asked, (), open_turn=True)
-        full = self.template.render([*asked, {"role": "assistant", "content": MARK}], (), open_turn=False)
+        """Return what the template writes between a prompt and its reply, and the tokens after the reply."""
+        question = [{"role": "user", "content": "a"}]
+        prompt = self.template.render(question, (), open_turn=True)
+        full = self.template.render([*question, {"role": "assistant", "content": MARK}], (), open_turn=False)
         before, _, behind = full.rpartition(MARK)
         return before[len(prompt) :] if before.startswith(prompt) else "", self.text_tokens(behind)
 
-    def remarks(self) -> list[str]:
-        """Return lines for the plan: what the user may not expect of the messages encoded so far."""
-        remedy = "data.chat_template=FILE takes a Jinja file"
-        joined = f"template   none: messages are joined by line breaks, without roles; {remedy}"
-        left_out = f"template   does not show, or not everywhere: {', '.join(sorted(self.left_out))}; {remedy}"
-        spelled = "template   shows no tool calls: they are written into the text, as <tool_call>{...}</tool_call>"
-        folded = "template   has no system role: the system prompt stands in front of the first question"
-        reasoning = self.template.reasoning() if self.templated else ""
+    def findings(self) -> list[Finding]:
+        """Return what the user may not expect of the messages encoded so far."""
+        left_out = f"the chat template leaves out, at least in places: {', '.join(sorted(self.left_out))}"
+        spelled = "the chat template shows no tool calls: they become text, as <tool_call>{...}</tool_call>"
+        folded = "the chat template has no system role: the system prompt is put before the first user message"
+        found = {
+            "no_chat_template": ("no chat template: messages are joined by line breaks, without roles", self.joins),
+            "template_drops_fields": (left_out, bool(self.left_out)),
+            "template_without_tool_calls": (spelled, self.calls and not self.template.shows_calls),
+            "template_without_system_role": (folded, self.systems and self.template.folds_system()),
+        }
+        remedy = "data.chat_template=FILE sets a Jinja file"
         return [
-            *[joined] * self.joins,
-            *[left_out] * bool(self.left_out),
-            *[spelled] * (self.calls and not self.template.shows_calls),
-            *[folded] * (self.systems and self.template.folds_system()),
-            *[f"reasoning  {reasoning}"] * bool(reasoning),
+            Finding("watch", code, what, remedy, "data.chat_template") for code, (what, holds) in found.items() if holds
         ]
 
     def completion_tokens(self, text: str) -> list[int]:
@@ -195,37 +195,36 @@ class ChatFormat:
         return [*self.text_tokens(text), self._end()]
 
     def text_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text that goes on from others: nothing is put in front."""
+        """Return the tokens of a text that continues others, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def reply_text(self, tokens: list[int]) -> str:
-        """Return what was sampled as text without special tokens; reasoning stands in thinking tags."""
+        """Decode a completion without special tokens; reasoning is in thinking tags."""
         if self.read_reply is None:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         text = self.read_reply(self.raw_text(tokens))
         return self._special.sub("", text)
 
     def raw_text(self, tokens: list[int]) -> str:
-        """Return what was sampled as text with its special tokens, but for the one that ends it."""
+        """Decode a completion with its special tokens, except the last one that ends it."""
         ended = bool(tokens) and tokens[-1] in self.stop_ids
         return str(self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return either(self.tokenizer.all_special_tokens)
+        return any_of(self.tokenizer.all_special_tokens)
 
     @cached_property
     def _stops(self) -> re.Pattern[str]:
-        return either(self.tokenizer.decode([token], skip_special_tokens=False) for token in self.stop_ids)
+        return any_of(self.tokenizer.decode([token], skip_special_tokens=False) for token in self.stop_ids)
 
     def encode(
         self, messages: list[Message], learn: Learn, start: int = 0, tools: Sequence[Tool] = ()
     ) -> list[Encoded]:
-        """Encode the assistant's turns from message `start` on, each after exactly what the model sees at inference.
+        """Encode assistant turns from message `start` on, each after exactly what the model sees at inference.
 
-        Turns share a sequence as long as the template only appends; where it rewrites what came before
-        (say, leaves out earlier reasoning) a new sequence starts. A turn that nothing precedes answers
-        nothing and is not learnt.
+        Turns share a sequence as long as the template only appends; where it rewrites earlier turns (for example drops
+        their reasoning) a new sequence starts. A first message is not learnt: it has no prompt.
         """
         self.check_tools(messages, tools)
         earliest = max(start, 1)
@@ -234,17 +233,16 @@ class ChatFormat:
         return encode_turns(messages, turns[-1:] if learn == "last" else turns, tools)
 
     def encode_document(self, text: str) -> Encoded:
-        """Encode all of a text and its end, with what the tokenizer puts in front of texts."""
+        """Encode a whole text with its begin and end tokens."""
         tokens = list(self.tokenizer(text)["input_ids"])
         if tokens[-1:] != [self._end()]:
             tokens.append(self._end())
-        return joined([(tokens, len(tokens))])
+        return join_pieces([(tokens, len(tokens))])
 
     def _plain_text(self, message: Message) -> str:
         if called := called_functions(message):
             raise ConfigError(
-                f"a message calls {', '.join(called)}, which only a chat template can show: name one with "
-                "data.chat_template=FILE"
+                f"a message calls {', '.join(called)}, which only a chat template can show: set data.chat_template=FILE"
             )
         self.left_out |= unseen_fields({**message, "role": "assistant"}, "")
         return content_of(message)
@@ -253,13 +251,13 @@ class ChatFormat:
         completions = [self.completion_tokens(self._plain_text(messages[turn])) for turn in turns]
         prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
         return [
-            joined([(prompt, 0), (completion, len(completion))])
+            join_pieces([(prompt, 0), (completion, len(completion))])
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
 
     def _encode_templated(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
         sequences: list[list[Piece]] = []
-        spelled: str | None = None  # the text of the open sequence, as long as it is the template's own
+        spelled: str | None = None  # the text of the open sequence, while it is exactly the template's
         for turn in turns:
             prompt = self._render(messages[:turn], tools, open_turn=True)
             full = self._render(messages[: turn + 1], tools, open_turn=False)
@@ -273,14 +271,14 @@ class ChatFormat:
             tokens = self.text_tokens(completion)
             sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), (tokens, len(tokens))]
             spelled = prompt + completion if full.startswith(prompt + completion) else None
-        return [self._closed(pieces) for pieces in sequences]
+        return [self._close(pieces) for pieces in sequences]
 
     def _completion(self, prompt: str, full: str, messages: list[Message], tools: Sequence[Tool]) -> str:
-        """Return the text of the last message as the policy would write it behind the prompt."""
+        """Return the text of the last message as the policy would write it after the prompt."""
         message, said = messages[-1], content_of(messages[-2]).strip()
         if full.startswith(prompt):
             found = full[len(prompt) :]
-        elif spans := self.template.marked(messages, tools)[1]:
+        elif spans := self.template.generation_spans(messages, tools)[1]:
             text = full[slice(*spans[-1])]
             opened = prompt[max(prompt.rfind(said), 0) + len(said) :]
             found = next((text[size:] for size in range(len(opened), 0, -1) if opened.endswith(text[:size])), text)
@@ -290,7 +288,7 @@ class ChatFormat:
         return with_reasoning(found, message, prompt)
 
     def _stop_span(self, text: str, start: int, message: Message) -> tuple[int, int] | None:
-        """Return where the stop token stands that ends a message's text, which begins at `start`."""
+        """Return the span of the stop token that ends a message's text, which begins at `start`."""
         said = content_of(message).rpartition(END_OF_THOUGHT)[2].strip()
         for part in (said, *called_functions(message)[-1:]):
             if part and (at := text.rfind(part, start)) >= 0:
@@ -298,13 +296,13 @@ class ChatFormat:
         found = self._stops.search(text, start)
         return found.span() if found else None
 
-    def _closed(self, pieces: list[Piece]) -> Encoded:
-        """End the sequence where its last completion does: with an end token."""
+    def _close(self, pieces: list[Piece]) -> Encoded:
+        """End the sequence with the end token of its last completion."""
         tokens, learnt = pieces[-1]
         last = tokens[:learnt]
         if last[-1] not in self.stop_ids:
             last.append(self._end())
-        return joined([*pieces[:-1], (last, len(last))])
+        return join_pieces([*pieces[:-1], (last, len(last))])
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self.template.render(messages, tools, open_turn=open_turn)
@@ -315,56 +313,49 @@ class ChatFormat:
 
     def _end(self) -> int:
         if self.tokenizer.eos_token_id is None:
-            raise ConfigError("the tokenizer has no end-of-sequence token (eos_token), so no answer could end: set one")
+            raise ConfigError("the tokenizer has no end-of-sequence token: set its eos_token")
         return int(self.tokenizer.eos_token_id)
 
 
 def check_completion(completion: str, message: Message, turn: int, *, shows_calls: bool) -> None:
     if not completion.strip():
-        raise ConfigError(f"the chat template leaves out the text of message {turn + 1}: change the row or template")
-    besides = completion.replace(content_of(message).strip(), "", 1)  # which may speak of the function as well
+        raise ConfigError(f"the chat template drops the text of message {turn + 1}: change the row or the template")
+    besides = completion.replace(content_of(message).strip(), "", 1)  # the text may mention the function as well
     missing = [name for name in called_functions(message) if name not in besides or not shows_calls]
     if missing:
         raise ConfigError(
-            f"the chat template leaves out that message {turn + 1} calls {', '.join(missing)}: name one that shows "
-            "tool calls with data.chat_template=FILE"
+            f"the chat template drops the call of {', '.join(missing)} in message {turn + 1}: set "
+            "data.chat_template=FILE to one that shows tool calls"
         )
 
 
 def with_reasoning(completion: str, message: Message, prompt: str) -> str:
-    """Return a completion with the reasoning that its message has, where the template leaves that out.
-
-    A policy that thinks writes it behind the prompt, whatever the template makes of it in later turns.
-    """
+    """Add a message's reasoning to its completion if the template drops it: the policy would write it."""
     thought, said = split_thought(content_of(message))
     thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
     if not thought or thought in completion or not said or said not in completion:
         return completion
-    opened = prompt.rstrip().endswith(THOUGHT)
-    begin = "" if opened else f"{THOUGHT}\n"
+    begin = "" if prompt.rstrip().endswith(THOUGHT) else f"{THOUGHT}\n"
     return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
 
 
-def either(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return what finds any of these texts; nothing is found of none."""
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of these texts."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
 
 
 def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
-    """Return what `full` says beyond `prompt`, the same conversation with the assistant's turn only opened.
-
-    `other` renders it with another completion; `said` is the message before it.
-    """
+    """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
     if full.startswith(prompt):
         return full[len(prompt) :]
     shared = shared_length(prompt, full)
     if not prompt[shared:].strip():
         return full[shared:]
     start = shared_length(other(), full)  # of the turn's own text
-    if said and said in full[shared:start]:  # the template writes what came before in another way: do not learn that
+    if said and said in full[shared:start]:  # the template rewrites what came before: do not learn that
         opened, header = (text.rpartition(said)[2] for text in (prompt, full[:start]))
         return (header.removeprefix(opened) if header.startswith(opened) else "") + full[start:]
-    return full[min(shared, start) :]  # the opened turn's own text may by chance begin as the completion does
+    return full[min(shared, start) :]  # the opened turn may by chance begin like the completion
 
 
 def shared_length(one: str, other: str) -> int:
@@ -372,9 +363,9 @@ def shared_length(one: str, other: str) -> int:
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
-def joined(pieces: list[Piece]) -> Encoded:
+def join_pieces(pieces: list[Piece]) -> Encoded:
     tokens = [token for piece, _ in pieces for token in piece]
     mask = [at < learnt for piece, learnt in pieces for at in range(len(piece))]
     if mask:
-        mask[0] = False  # nothing comes before the first token, so it has no log-prob
+        mask[0] = False  # the first token has no log-prob
     return Encoded(tokens, mask)

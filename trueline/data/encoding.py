@@ -1,6 +1,6 @@
-"""Turn records into training samples that fit: exact tokens, what is learnt of them, what is done with long ones."""
+"""Encode records as training samples: exact tokens, loss masks, and a policy for rows that are too long."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -24,37 +24,33 @@ class Encodings:
     counts: dict[str, int]
 
 
-CUT_IN_TWO = "steps that hold data.step_separator, at which a reply would be cut in two"
+CUT_IN_TWO = "steps that contain data.step_separator, which would split them in two"
 
 
 class Fitting:
-    """The length limit, and the tally of what it did."""
+    """The length limit, and counts of what it did."""
 
     def __init__(self, max_tokens: int, policy: Policy) -> None:
         self.max_tokens, self.policy = max_tokens, policy
         self.tally = {"truncated": 0, "dropped": 0}
 
     def fit(self, encoded: Encoded, place: str) -> Encoded | None:
-        """Return the sequence, cut if need be, or None where it is to be dropped."""
-        if len(encoded.tokens) > self.max_tokens:
-            return TOO_LONG[self.policy](self, encoded, place)
-        return encoded if any(encoded.mask) else self.nothing_to_learn(place, "no token of it can be learnt")
-
-    def refuse(self, encoded: Encoded, place: str) -> Encoded | None:
-        raise ConfigError(
-            f"{place}: {len(encoded.tokens)} tokens are more than max_tokens={self.max_tokens}: shorten the row, raise "
-            "max_tokens, or set data.too_long to truncate or drop"
-        )
-
-    def truncate(self, encoded: Encoded, place: str) -> Encoded | None:
-        shortened = cut(encoded, self.max_tokens)
-        if not any(shortened.mask):
-            return self.nothing_to_learn(place, f"its first max_tokens={self.max_tokens} tokens hold none to learn")
-        self.tally["truncated"] += 1
-        return shortened
-
-    def drop(self, encoded: Encoded, place: str) -> Encoded | None:
-        return None
+        """Return the sequence, truncated if necessary, or None to drop it."""
+        length, reason = len(encoded.tokens), "it has no tokens to learn"
+        if length > self.max_tokens:
+            if self.policy == "drop":
+                return None
+            if self.policy == "error":
+                raise ConfigError(
+                    f"{place} has {length} tokens, more than max_tokens={self.max_tokens}: shorten the row, raise "
+                    "max_tokens, or set data.too_long to truncate or drop"
+                )
+            encoded = shorten(encoded, self.max_tokens)
+            reason = f"its first max_tokens={self.max_tokens} tokens contain none to learn"
+        if not any(encoded.mask):
+            return self.nothing_to_learn(place, reason)
+        self.tally["truncated"] += length > self.max_tokens
+        return encoded
 
     def nothing_to_learn(self, place: str, reason: str) -> Encoded | None:
         if self.policy != "drop":
@@ -63,23 +59,14 @@ class Fitting:
 
     def result(self, samples: list[Sample], rows: int) -> Encodings:
         if not samples:
-            raise ConfigError(
-                f"data.too_long=drop left none of {rows} rows: raise max_tokens={self.max_tokens} or shorten the rows"
-            )
+            raise ConfigError(f"data.too_long=drop dropped all {rows} rows: raise max_tokens={self.max_tokens}")
         return Encodings(samples, {"rows": rows, **self.tally})
-
-
-TOO_LONG: dict[Policy, Callable[[Fitting, Encoded, str], Encoded | None]] = {
-    "error": Fitting.refuse,
-    "truncate": Fitting.truncate,
-    "drop": Fitting.drop,
-}
 
 
 def encode_conversations(
     records: list[Conversation | Document], chat: ChatFormat, max_tokens: int, learn: Learn, policy: Policy
 ) -> Encodings:
-    """Make one sample per sequence; a conversation whose template rewrites earlier turns becomes several."""
+    """Make one sample per sequence; if the template rewrites earlier turns, a conversation becomes several."""
     fitting = Fitting(max_tokens, policy)
     fitting.tally |= unlearnt_ends(records)
     samples: list[Sample] = []
@@ -92,17 +79,17 @@ def encode_conversations(
 
 
 def unlearnt_ends(records: list[Conversation | Document]) -> dict[str, int]:
-    """Count conversations with a first or last message that is not learnt, though one may expect it, in words."""
+    """Count conversations whose first or last message is not learnt, though the user may expect it."""
     talks = [record.messages for record in records if isinstance(record, Conversation)]
     found = {
-        "with a last message that nothing answers": sum(talk[-1]["role"] != "assistant" for talk in talks),
-        "with a first message that answers nothing": sum(talk[0]["role"] == "assistant" for talk in talks),
+        "whose last message has no reply": sum(talk[-1]["role"] != "assistant" for talk in talks),
+        "that begin with the assistant": sum(talk[0]["role"] == "assistant" for talk in talks),
     }
     return {what: count for what, count in found.items() if count}
 
 
 def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy: Policy) -> Encodings:
-    """Make sample 2i of pair i's chosen completion, 2i + 1 of the rejected one; a pair is dropped as a whole."""
+    """Make samples 2i (chosen) and 2i + 1 (rejected) of pair i; a pair is dropped as a whole."""
     fitting = Fitting(max_tokens, policy)
     samples: list[Sample] = []
     for record in records:
@@ -120,10 +107,7 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
 
 
 def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy: Policy, block: int) -> Encodings:
-    """Label samples 1 for desirable, else 0; a sample's companion has its prompt and another row's completion.
-
-    No row is at fault where a prompt and a foreign completion are too long together: that completion is cut.
-    """
+    """Label samples 1 if desirable, else 0; companions have another row's completion, truncated if too long."""
     fitting = Fitting(max_tokens, policy)
     own = [
         fitting.fit(encode_completion(chat, row.prompt, row.completion, row.place, row.tools), row.place)
@@ -132,23 +116,21 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
     kept = [(row, encoded) for row, encoded in zip(records, own, strict=True) if encoded]
     partners = [kept[number][0] for number in mismatched_rows([row for row, _ in kept], block)]
     others = [
-        encode_completion(
-            chat, row.prompt, partner.completion, f"{row.place} with the answer of {partner.place}", row.tools
-        )
-        for (row, _), partner in zip(kept, partners, strict=True)
+        encode_completion(chat, row.prompt, other.completion, f"{row.place} with that of {other.place}", row.tools)
+        for (row, _), other in zip(kept, partners, strict=True)
     ]
     fitting.tally["dropped"] = len(records) - len(kept)
     fitting.tally["mismatched_truncated"] = sum(len(other.tokens) > max_tokens for other in others)
     samples = [to_tensors(encoded, float(row.desirable)) for row, encoded in kept]
     for sample, other in zip(samples, others, strict=True):
-        sample.companion = to_tensors(cut(other, max_tokens))
+        sample.companion = to_tensors(shorten(other, max_tokens))
     return fitting.result(samples, len(records))
 
 
 def encode_steps(
     records: list[StepRated], chat: ChatFormat, max_tokens: int, policy: Policy, separator: str
 ) -> Encodings:
-    """Put the label of a step at its last token: the separator's, where there is one."""
+    """Put the label of a step at its last token, which is the separator's if there is one."""
     fitting = Fitting(max_tokens, policy)
     fitting.tally[CUT_IN_TWO] = 0
     samples: list[Sample] = []
@@ -164,7 +146,7 @@ def encode_steps(
     return fitting.result(samples, len(records))
 
 
-def cut(encoded: Encoded, length: int) -> Encoded:
+def shorten(encoded: Encoded, length: int) -> Encoded:
     return Encoded(encoded.tokens[:length], encoded.mask[:length])
 
 
@@ -186,7 +168,7 @@ def encode_text(record: Conversation | Document, chat: ChatFormat, learn: Learn)
             return [chat.encode_document(record.text)]
         sequences = chat.encode(record.messages, learn, tools=record.tools)
         if not sequences:
-            raise ConfigError("no message of the assistant answers another, so nothing can be learnt: add one")
+            raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
     return sequences
 
 
@@ -197,7 +179,7 @@ def encode_completion(
         sequences = chat.encode([*prompt, *completion], "all", start=len(prompt), tools=tools)
         if len(sequences) != 1:
             raise ConfigError(
-                f"an answer of {len(completion)} messages becomes {len(sequences)} sequences, for the chat template "
+                f"a completion of {len(completion)} messages becomes {len(sequences)} sequences, as the chat template "
                 "rewrites earlier turns: move all messages but the last into the prompt"
             )
     return sequences[0]
@@ -208,7 +190,7 @@ def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tupl
         chat.check_tools(record.prompt, record.tools)
         tokens = chat.prompt_tokens(record.prompt, record.tools)
     mask, labels = [False] * len(tokens), [0.0] * len(tokens)
-    end = chat.text_tokens(separator)  # apart from the step, so that it is the same token after every one
+    end = chat.text_tokens(separator)  # encoded separately, so that it is the same token after every step
     for step, label in zip(record.steps, record.labels, strict=True):
         added = chat.text_tokens(step) + end
         tokens += added
@@ -218,12 +200,12 @@ def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tupl
 
 
 def mismatched_rows(records: list[Rated], block: int) -> list[int]:
-    """Find for each row the one before it in its block, in a circle, or the nearest before that with another prompt."""
+    """Find for each row the previous one of its block, cyclically, or the nearest before that with another prompt."""
     prompts = [record.prompt for record in records]
     if records and all(prompt == prompts[0] for prompt in prompts):
         raise ConfigError(
-            f"{records[0].place} to {records[-1].place}: all {len(records)} rows have the same prompt, so none can be "
-            "paired with the answer to another: add rows with other prompts"
+            f"{records[0].place} to {records[-1].place}: all {len(records)} rows have the same prompt, but KTO needs "
+            "completions of other prompts: add rows with other prompts"
         )
     back = last_others(prompts)
     partners = []
@@ -235,9 +217,9 @@ def mismatched_rows(records: list[Rated], block: int) -> list[int]:
 
 
 def last_others(prompts: list[list[Message]]) -> list[int]:
-    """Find for each row the nearest one before it, in a circle, that has another prompt."""
+    """Find for each row the nearest one before it, cyclically, that has another prompt."""
     back = [-1] * len(prompts)
-    for at in range(1 - len(prompts), len(prompts)):  # the first round only fills in what the second looks up
+    for at in range(1 - len(prompts), len(prompts)):  # the first round fills in what the second looks up
         before = at - 1
         back[at] = back[before] if prompts[before] == prompts[at] else before % len(prompts)
     return back

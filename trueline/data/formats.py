@@ -1,4 +1,4 @@
-"""Turn dataset rows into the records that are trained on, in the formats that datasets come in."""
+"""Read dataset rows as training records, in the usual formats."""
 
 import math
 import re
@@ -24,7 +24,7 @@ from trueline.data.sources import Located
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, the assistant's turns among them."""
+    """Messages that include assistant turns."""
 
     messages: list[Message]
     place: str
@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Plain text to continue pre-training on."""
+    """Plain text for continued pre-training."""
 
     text: str
     place: str
@@ -75,14 +75,14 @@ class StepRated:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A part that a column plays in a format; `data.<name>_column` names the column."""
+    """What a column contains in a format; `data.<name>_column` names the column."""
 
     name: str
     usual: tuple[str, ...]
     required: bool = True
 
 
-Columns = dict[str, str]  # role -> column; empty where the data has none
+Columns = dict[str, str]  # role -> column; empty if the data has none
 Record = TypeVar("Record")
 RowReader = Callable[[Located, Columns, DataConfig], list[Record]]
 
@@ -112,7 +112,7 @@ def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Co
 
 
 def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
-    """Read pairs: `margin_column` holds by how much the chosen completion is better; without it every margin is 0."""
+    """Read pairs; `margin_column` is by how much the chosen completion is better, 0 without it."""
     if margin_column is not None:
         choose_column(rows[0], margin_column, (), "reward_model.margin_column")
 
@@ -125,7 +125,7 @@ def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | Non
 
 
 def read_rated(rows: list[Located], config: DataConfig) -> tuple[list[Rated], str]:
-    """Read rated rows; a pair becomes a desirable and an undesirable record."""
+    """Read rated rows; a pair becomes two records."""
     return read_rows(rows, config, RATED_READERS)
 
 
@@ -134,19 +134,19 @@ def read_steps(rows: list[Located], config: DataConfig) -> tuple[list[StepRated]
 
 
 def check_ratings(records: list[Rated]) -> None:
-    """Refuse a dataset, all of it, whose completions are all desirable or all undesirable."""
+    """Refuse a dataset whose completions are all desirable or all undesirable."""
     if len({record.desirable for record in records}) == 1:
         kind, missing = ("true", "false") if records[0].desirable else ("false", "true")
         raise ConfigError(
-            f"{records[0].place} to {records[-1].place}: all {len(records)} labels are {kind}; nothing can be learnt "
-            f"without answers of both kinds: add rows with the label {missing}"
+            f"{records[0].place} to {records[-1].place}: all {len(records)} labels are {kind}, but both kinds are "
+            f"needed: add rows with the label {missing}"
         )
 
 
 def read_rows(
     rows: list[Located], config: DataConfig, readers: dict[str, RowReader[Record]]
 ) -> tuple[list[Record], str]:
-    """Return the records of all rows and the format they were read in; `readers` are the formats that fit the task."""
+    """Return the records of all rows, and a description of their format; `readers` are the formats of the task."""
     name, columns = find_format(rows[0], config, list(readers))
     found = [column for column in columns.values() if column]
     records = [record for located in rows for record in readers[name](located, columns, config)]
@@ -156,10 +156,10 @@ def read_rows(
 
 
 def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:
-    """Find the format that was asked for, or the first one whose columns the first row has."""
+    """Return the configured format, or the first one whose columns the first row has."""
     if config.format != "auto":
         if config.format not in allowed:
-            raise ConfigError(f"data.format={config.format} is not for this task: use auto or {', '.join(allowed)}")
+            raise ConfigError(f"data.format={config.format} does not suit this task: set auto or {', '.join(allowed)}")
         return config.format, find_columns(config.format, first, config)
     named = {name for name, column in named_columns(config).items() if column is not None}
     named &= {role.name for name in allowed for role in FORMATS[name]}
@@ -167,24 +167,19 @@ def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple
         roles = {role.name: role for role in FORMATS[name]}
         if named <= set(roles) and all(fits(role, first, named) for role in roles.values()):
             return name, find_columns(name, first, config)
-    shapes = "; ".join(f"{name}: {shape_of(name)}" for name in allowed)
-    asked = f" with data.{', data.'.join(f'{name}_column' for name in sorted(named))}" if named else ""
+    required = {name: ["/".join(role.usual) for role in FORMATS[name] if role.required] for name in allowed}
+    shapes = "; ".join(f"{name}: {' + '.join(parts)}" for name, parts in required.items())
+    given = f" with data.{', data.'.join(f'{name}_column' for name in sorted(named))}" if named else ""
     raise ConfigError(
-        f"{first.place} has the columns {', '.join(first.row)}, which{asked} are none of the known formats ({shapes}): "
+        f"{first.place} has the columns {', '.join(first.row)}, which{given} match no known format ({shapes}): "
         "name the columns with data.<part>_column=... or set data.format"
     )
 
 
 def named_columns(config: DataConfig) -> dict[str, str | None]:
-    return {
-        "messages": config.messages_column,
-        "prompt": config.prompt_column,
-        "completion": config.completion_column,
-        "chosen": config.chosen_column,
-        "rejected": config.rejected_column,
-        "rating": config.rating_column,
-        "text": config.text_column,
-    }
+    names = ("messages", "prompt", "completion", "chosen", "rejected", "rating", "text")
+    keys = config.model_dump()
+    return {name: keys[f"{name}_column"] for name in names}
 
 
 def fits(role: Role, first: Located, named: set[str]) -> bool:
@@ -199,11 +194,6 @@ def find_columns(name: str, first: Located, config: DataConfig) -> Columns:
     }
 
 
-def shape_of(name: str) -> str:
-    parts = ["/".join(role.usual) for role in FORMATS[name] if role.required]
-    return " + ".join(parts)
-
-
 def with_system(messages: list[Message], config: DataConfig) -> list[Message]:
     if config.system_prompt is None:
         return messages
@@ -215,7 +205,7 @@ def prompt_of(located: Located, columns: Columns, config: DataConfig) -> list[Me
 
 
 def turns_of(located: Located, column: str) -> list[Message]:
-    """Read the turns of a column; text is one turn of the assistant's."""
+    """Read the turns of a column; text is one assistant turn."""
     value = messages_or_text(located, column)
     if isinstance(value, list):
         return parse_messages(value, located, column)
@@ -232,8 +222,8 @@ def check_completion(completion: list[Message], located: Located, column: str) -
     if not completion or completion[0]["role"] != "assistant" or completion[-1]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in completion) or "nothing"
         raise ConfigError(
-            f"{located.place}: column {column!r}: an answer must begin and end with a message of the assistant, "
-            f"found {roles} after the prompt"
+            f"{located.place}: column {column!r}: a completion must begin and end with an assistant message, found "
+            f"{roles} after the prompt"
         )
 
 
@@ -242,14 +232,14 @@ def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Co
     messages = parse_messages(messages_or_text(located, column), located, column)
     if all(message["role"] != "assistant" for message in messages[1:]):
         raise ConfigError(
-            f"{located.place}: column {column!r} has no message of the assistant that answers another, so nothing can "
-            "be learnt: add it, or name the column with the answer by data.completion_column=..."
+            f"{located.place}: column {column!r} has no assistant message after another one, so there is nothing to "
+            "learn: add it, or set data.completion_column to the column with the completion"
         )
     return [Conversation(with_system(messages, config), located.place, read_tools(located))]
 
 
 def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
-    """Read a row of Alpaca's; the input, where it has one, stands below the instruction."""
+    """Read an Alpaca row; its input, if any, follows the instruction."""
     request = text_of(located, columns["prompt"])
     added = located.row.get(columns["input"]) or ""
     if not isinstance(added, str):
@@ -267,39 +257,35 @@ def read_completion(located: Located, columns: Columns, config: DataConfig) -> l
 
 def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
     if config.system_prompt is not None:
-        raise ConfigError(f"data.system_prompt={config.system_prompt!r:.80}: plain text has no messages; leave it out")
+        raise ConfigError(f"data.system_prompt={config.system_prompt!r:.80}: plain text has no messages; remove it")
     return [Document(text_of(located, columns["text"]), located.place)]
 
 
 def completions_of(
     located: Located, columns: Columns, config: DataConfig
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Return prompt, chosen and rejected; whole conversations are split where they part."""
+    """Return prompt, chosen and rejected; whole conversations are split where they differ."""
     prompt = read_messages(located, columns["prompt"], None) if columns["prompt"] else []
     read = turns_of if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
         raise ConfigError(
-            f"{located.place}: chosen and rejected are the same, {content_of(chosen[-1])!r:.80}: change or remove it"
+            f"{located.place}: chosen and rejected are the same, {content_of(chosen[-1])!r:.80}: fix or delete it"
         )
     if {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
-        shared = shared_turns(chosen, rejected)
+        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        shared = same.index(False) if False in same else len(same)
         if any(message not in chosen[:shared] for message in prompt):
             raise ConfigError(
-                f"{located.place}: chosen and rejected are whole conversations, but the prompt is not among the "
-                f"{shared} messages that they share: {content_of(prompt[-1])!r:.80}"
+                f"{located.place}: chosen and rejected are whole conversations, but the {shared} messages they share "
+                f"do not contain the prompt {content_of(prompt[-1])!r:.80}"
             )
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     if not prompt:
-        raise ConfigError(f"{located.place}: there is no prompt: chosen and rejected share no message")
+        raise ConfigError(f"{located.place}: there is no prompt: add a column with it")
     check_completion(chosen, located, columns["chosen"])
     check_completion(rejected, located, columns["rejected"])
     return with_system(prompt, config), chosen, rejected
-
-
-def shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
-    same = [one == other for one, other in zip(chosen, rejected, strict=False)]
-    return same.index(False) if False in same else len(same)
 
 
 def whole_conversation(located: Located, column: str) -> list[Message]:
@@ -310,8 +296,8 @@ def whole_conversation(located: Located, column: str) -> list[Message]:
     before, *marked = TURN.split(text_of(located, column))
     if before.strip() or not marked:
         raise ConfigError(
-            f"{located.place}: column {column!r} is text and there is no prompt: name its column with "
-            "data.prompt_column=..., or give whole conversations as messages"
+            f"{located.place}: column {column!r} is text and there is no prompt: set data.prompt_column, or give whole "
+            "conversations as messages"
         )
     speakers, contents = marked[::2], marked[1::2]
     turns = [{"role": SPEAKERS[who], "content": what.strip()} for who, what in zip(speakers, contents, strict=True)]
@@ -336,11 +322,8 @@ def rated_of(located: Located, columns: Columns, config: DataConfig) -> list[Rat
 
 def rated_from_pair(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
     prompt, chosen, rejected = completions_of(located, columns, config)
-    completions = ((chosen, True), (rejected, False))
-    return [
-        Rated(prompt, completion, desirable, located.place, read_tools(located))
-        for completion, desirable in completions
-    ]
+    completions, tools = ((chosen, True), (rejected, False)), read_tools(located)
+    return [Rated(prompt, completion, desirable, located.place, tools) for completion, desirable in completions]
 
 
 def truth_of(located: Located, column: str) -> bool:
@@ -358,7 +341,7 @@ def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[Ste
         if not isinstance(step, str) or not step.strip():
             raise ConfigError(f"{located.place}: step {number} must be non-empty text, found {step!r:.80}")
     if len(steps) != len(labels):
-        raise ConfigError(f"{located.place}: {len(steps)} steps have {len(labels)} labels: give one for each step")
+        raise ConfigError(f"{located.place}: {len(steps)} steps have {len(labels)} labels: give each step one label")
     for number, label in enumerate(labels, 1):
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             raise ConfigError(f"{located.place}: label {number} must be true, false or 0 to 1, found {label!r:.80}")

@@ -1,4 +1,4 @@
-"""The order in which rows are drawn: shuffled anew in every epoch, and resumable from one number."""
+"""The order of rows: shuffled in every epoch, and resumable from one number."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from trueline.config.base import ConfigError, Tree
 from trueline.data.readers import value_of
 from trueline.data.sources import Located, Row
 
-MIXTURE_BLOCK = 4096  # positions whose sources are drawn at once
+MIXTURE_BLOCK = 4096  # positions whose datasets are drawn at once
 
 
 class Order:
-    """An endless sequence of row numbers that depends on seed and position alone."""
+    """An endless sequence of row numbers that depends only on seed and position."""
 
     def __init__(self, rows: int, seed: int, shuffle: bool, position: int = 0) -> None:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
@@ -35,10 +35,7 @@ class Order:
 
 
 class Mixture:
-    """An endless sequence of rows of several sources, numbered as if the sources stood one after the other.
-
-    At every position a source is drawn by its probability and gives the next row of its own order.
-    """
+    """Rows of several datasets, numbered as if concatenated: each position draws a dataset and its next row."""
 
     def __init__(
         self, sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int = 0
@@ -51,12 +48,12 @@ class Mixture:
         drawn = np.bincount(self.sources[: position % MIXTURE_BLOCK], minlength=len(sizes))
         for block in range(self.block):
             drawn += np.bincount(self._draw(block), minlength=len(sizes))
-        self.orders = [
-            Order(size, source_seed(seed, number), shuffle, int(drawn[number])) for number, size in enumerate(sizes)
-        ]
+        # Datasets of one size must not have the same order.
+        seeds = [int(np.random.SeedSequence([seed, at]).generate_state(1)[0]) for at in range(len(sizes))]
+        self.orders = [Order(size, seeds[at], shuffle, int(drawn[at])) for at, size in enumerate(sizes)]
 
     def _draw(self, block: int) -> np.ndarray:
-        """Draw the sources at a block's positions; they depend on the seed and the block's number alone."""
+        """Draw the datasets of a block's positions; they depend only on the seed and the block's number."""
         return np.searchsorted(self.edges, np.random.default_rng([self.seed, block]).random(MIXTURE_BLOCK), "right")
 
     def __next__(self) -> int:
@@ -74,19 +71,14 @@ class Mixture:
 def make_order(
     sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int
 ) -> Order | Mixture:
-    """Walk through one source, epoch by epoch, or mix several."""
+    """Make the order of one dataset, or of a mixture of several."""
     if len(sizes) == 1:
         return Order(sizes[0], seed, shuffle, position)
     return Mixture(sizes, probabilities, seed, shuffle, position)
 
 
-def source_seed(seed: int, number: int) -> int:
-    """Derive a source's seed: sources of one size must not walk through their rows in step."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-
-
 def digest_rows(rows: Iterable[Row]) -> str:
-    """Return the digest of rows as they were read, in their order."""
+    """Return the digest of rows in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -94,7 +86,7 @@ def digest_rows(rows: Iterable[Row]) -> str:
 
 
 def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str], seed: int, shuffle: bool) -> Tree:
-    """Return all that decides which row stands where in `make_order`, as JSON keeps it; `weights` are the sources'."""
+    """Return everything that `make_order` depends on, as JSON; `weights` are those of the datasets."""
     sources = [
         {"path": path, "rows": rows, "share": weight / sum(weights.values()), "digest": digest}
         for (path, weight), rows, digest in zip(weights.items(), sizes, digests, strict=True)
@@ -103,23 +95,25 @@ def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str],
 
 
 def changes(before: Tree, now: Tree) -> list[str]:
-    """Say in words what differs between two fingerprints."""
+    """Describe how two fingerprints differ."""
     keys = {"seed": "seed", "shuffle": "data.shuffle"}
-    found = [f"{name} was {before[key]} and is {now[key]}" for key, name in keys.items() if before[key] != now[key]]
+    found = [
+        f"{name} changed from {before[key]} to {now[key]}" for key, name in keys.items() if before[key] != now[key]
+    ]
     if len(before["sources"]) != len(now["sources"]):
-        return [*found, f"{len(before['sources'])} datasets were mixed, {len(now['sources'])} are now"]
+        return [*found, f"the number of datasets changed from {len(before['sources'])} to {len(now['sources'])}"]
     for old, new in zip(before["sources"], now["sources"], strict=True):
         if old["rows"] != new["rows"]:
-            found.append(f"{new['path']} had {old['rows']} rows and has {new['rows']} now")
+            found.append(f"{new['path']} had {old['rows']} rows and now has {new['rows']}")
         elif old["digest"] != new["digest"]:
-            found.append(f"{new['path']} has {new['rows']} rows as before, but not the same ones in the same order")
+            found.append(f"{new['path']} still has {new['rows']} rows, but other ones or in another order")
         if old["share"] != new["share"]:
-            found.append(f"{new['path']} was drawn with probability {old['share']:g}, now with {new['share']:g}")
+            found.append(f"the probability of {new['path']} changed from {old['share']:g} to {new['share']:g}")
     return found
 
 
 def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:
-    """Return a training and a held-out part, in the rows' order; rows with one value of column `by` stay together."""
+    """Split rows into training and held-out ones, in order; rows with one value of column `by` stay together."""
     if share == 0:
         return rows, []
     groups: dict[str, list[int]] = {}
@@ -127,9 +121,7 @@ def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> 
         groups.setdefault(str(number) if by is None else repr(value_of(located, by)), []).append(number)
     if len(groups) < 2:
         unit = "one row" if by is None else f"one value in column {by!r}"
-        raise ConfigError(
-            f"{rows[0].place}: the data has {unit} only, so no part of it can be held out: add rows, or hold none out"
-        )
+        raise ConfigError(f"{rows[0].place}: the data has only {unit}: add rows, or set evaluation.share=0")
     held_out = hold_out(list(groups.values()), min(round(share * len(rows)), len(rows) - 1), seed)
     return (
         [located for number, located in enumerate(rows) if number not in held_out],
@@ -138,7 +130,7 @@ def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> 
 
 
 def hold_out(groups: list[list[int]], limit: int, seed: int) -> set[int]:
-    """Hold out groups in random order, each that still fits into the limit; where none does, a smallest one."""
+    """Hold out random groups up to the limit, but at least a smallest one."""
     order = np.random.default_rng(seed).permutation(len(groups))
     held_out: set[int] = set()
     for number in order:

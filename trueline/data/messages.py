@@ -1,16 +1,16 @@
-"""What chats are made of; imported without torch, by processes of user code too."""
+"""Chat messages, without torch, because the processes of user code import this module."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]  # role, content (empty where a turn only calls tools), and all other fields of the data
+Message = dict[str, Any]  # role, content (empty if a turn only calls tools), and all other fields of the data
 Tool = dict[str, Any]  # a schema, as chat templates read it
 
-TEMPLATE_ROLES = ("system", "user", "assistant", "tool")  # that chat templates know
+TEMPLATE_ROLES = ("system", "user", "assistant", "tool")
 
 
 def content_of(message: Message) -> str:
-    """Return a message's content, or empty text where there is none, as in an environment's messages."""
+    """Return a message's content, or empty text."""
     return str(message.get("content") or "")
 
 
@@ -22,9 +22,9 @@ def called_functions(message: Message) -> list[str]:
 class Talk:
     """The conversation that a policy's last reply belongs to."""
 
-    opening: list[Message] = field(default_factory=list)  # what the policy was first asked
+    opening: list[Message] = field(default_factory=list)  # before its first reply
     turns: list[Message] = field(default_factory=list)  # from its first reply to its last
-    closing: list[Message] = field(default_factory=list)  # what was said after that
+    closing: list[Message] = field(default_factory=list)  # after its last reply
     reply: str = ""  # the text of the last one
 
     def after_opening(self) -> list[Message]:

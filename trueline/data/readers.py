@@ -1,4 +1,4 @@
-"""Turn dataset rows into prompts, and hold what every reader of rows shares: columns, texts, messages."""
+"""Read dataset rows as prompts, and what every reader of rows shares: columns, texts, messages."""
 
 import json
 import re
@@ -13,24 +13,13 @@ from trueline.data.types import Prompt
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")
-ROLES = {  # a speaker's name in small letters, as datasets have it -> the role that chat templates know
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+ROLES = {  # a speaker's name in datasets, in lower case -> the role that chat templates know
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "ai", "bot", "model"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
-PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")  # a list of them as text
+PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")  # a list of messages as text
 
 
 def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> list[Prompt]:
@@ -38,7 +27,7 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
     prompt_column = choose_column(rows[0], config.prompt_column, usual, "data.prompt_column")
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
     if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
-        label_column = ""  # samples of prompts without labels have an empty one
+        label_column = ""  # `generate` writes an empty label column if the prompts had none
     return [
         Prompt(
             id=number,
@@ -53,27 +42,29 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
 
 
 def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key: str, required: bool = True) -> str:
-    """Return the named column, or the first usual one that the data has; empty when it may be absent and is."""
+    """Return the named column, or the first usual one that the data has; empty if it is absent and optional."""
     columns = list(first.row)
     if named is not None:
         if named not in columns:
-            raise ConfigError(f"{key}={named}: {first.place} has no such column; it has {', '.join(columns)}")
+            raise ConfigError(
+                f"{key}={named}: {first.place} has no such column: set one of {', '.join(columns)}", key=key
+            )
         return named
     found = [column for column in usual if column in columns]
     if not found and required:
         raise ConfigError(
-            f"{first.place} has none of the columns {', '.join(usual)}; it has {', '.join(columns)}: "
-            f"name the right one with {key}=..."
+            f"{first.place} has none of the columns {', '.join(usual)}: set {key} to one of {', '.join(columns)}",
+            key=key,
         )
     return found[0] if found else ""
 
 
 def value_of(located: Located, column: str) -> Any:
     if column not in located.row:
-        raise ConfigError(f"{located.place}: column {column!r} is missing")
+        raise ConfigError(f"{located.place}: column {column!r} is missing: add it to the row")
     value = located.row[column]
     if value is None:
-        raise ConfigError(f"{located.place}: column {column!r} is empty")
+        raise ConfigError(f"{located.place}: column {column!r} is empty: fill it in or delete the row")
     return value
 
 
@@ -85,36 +76,29 @@ def text_of(located: Located, column: str) -> str:
 
 
 def messages_or_text(located: Located, column: str) -> Any:
-    """Return a column's value, and in place of JSON text of messages, which CSV files hold, those messages."""
+    """Return a column's value; messages as JSON text, as in CSV files, are parsed."""
     value = value_of(located, column)
     if not isinstance(value, str) or not PYTHON_MESSAGES.match(value.lstrip()):
         return value
-    found = unpacked(value)
+    found = parse_json_text(value)
     if not isinstance(found, list):
         raise ConfigError(
-            f"{located.place}: column {column!r} holds messages as text that is no JSON: {value!r:.80}; write them "
+            f"{located.place}: column {column!r} contains messages as text that is not JSON, {value!r:.80}: write them "
             "with json.dumps, or as a list in a JSONL file"
         )
     return found
 
 
 def read_messages(located: Located, column: str, system_prompt: str | None) -> list[Message]:
+    """Read a prompt: messages, or text as one user message, after the system prompt if there is one."""
     value = messages_or_text(located, column)
-    messages = checked_messages(value, located, column) if isinstance(value, list) else None
-    if messages is None:
+    if isinstance(value, list):
+        messages = parse_messages(value, located, column)
+    else:
         messages = [{"role": "user", "content": text_of(located, column)}]
-    if system_prompt is not None:
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return messages
-
-
-def checked_messages(value: list[Any], located: Located, column: str) -> list[Message]:
-    messages = parse_messages(value, located, column)
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(
-            f"{located.place}: column {column!r}: a prompt must end with a message for the model to answer, not its own"
-        )
-    return messages
+        raise ConfigError(f"{located.place}: column {column!r}: remove the assistant message at the end of the prompt")
+    return messages if system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
@@ -123,33 +107,33 @@ def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
     if not isinstance(value, list):
         raise ConfigError(f"{where} must be a list of messages, found {value!r:.80}")
     if not value:
-        raise ConfigError(f"{where} holds no message")
-    entries = enumerate(given_fields(located, value), 1)
+        raise ConfigError(f"{where} has no messages: add some or delete the row")
+    entries = enumerate(without_nulls(value) if located.padded else value, 1)
     return [parse_message(entry, f"{where}, message {number}") for number, entry in entries]
 
 
 def parse_message(entry: Any, where: str) -> Message:
-    """Parse one message: fields without a value are left out; ShareGPT's from and value get their usual names."""
+    """Parse one message: empty fields are dropped; ShareGPT's from and value become role and content."""
     fields = {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     role = fields.pop("role", None)
     speaker = role or fields.pop("from", None)
-    content = joined_text(fields.pop("content" if "content" in fields else "value", None), where)
+    content = join_text(fields.pop("content" if "content" in fields else "value", None), where)
     calls = parse_calls(fields.pop("tool_calls", None), where)
     if content is None and calls:
-        content = ""  # which most templates can add to text, unlike nothing
+        content = ""  # most templates concatenate it
     if not isinstance(speaker, str) or not isinstance(content, str):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
     if speaker.lower() not in ROLES:
         named = "role" if role else "from"
-        raise ConfigError(f"{where}: {named}={speaker!r} is not known; use one of {', '.join(ROLES)}")
+        raise ConfigError(f"{where}: unknown {named} {speaker!r}: use one of {', '.join(ROLES)}")
     message = {"role": ROLES[speaker.lower()], "content": content, **fields}
     if not (calls or content.strip() or message["role"] == "tool"):
-        raise ConfigError(f"{where}: its text is empty; fill it in or leave the message out")
+        raise ConfigError(f"{where}: its text is empty: fill it in or remove the message")
     return message | ({"tool_calls": calls} if calls else {})
 
 
 def renamed_roles(rows: Iterable[Row]) -> str:
-    """Return which roles of the rows are read as others, in words; nothing where all have their usual names."""
+    """Describe which roles of the rows are renamed; empty if all have their usual names."""
     lists = [value for row in rows for value in row.values() if isinstance(value, list)]
     entries = [entry for value in lists for entry in value if isinstance(entry, dict)]
     speakers = dict.fromkeys(str(entry.get("role") or entry.get("from")) for entry in entries)
@@ -157,33 +141,31 @@ def renamed_roles(rows: Iterable[Row]) -> str:
     return ", ".join(f"{name} as {role}" for name, role in renamed.items())
 
 
-def joined_text(content: Any, where: str) -> Any:
-    """Join the text of content that comes in parts; return other content as it is."""
+def join_text(content: Any, where: str) -> Any:
+    """Join the text of content that comes in parts; return other content unchanged."""
     if not isinstance(content, list):
         return content
     for number, part in enumerate(content, 1):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ConfigError(
-                f"{where}: part {number} of its content is of type {kind!r}: only text is read; leave it out"
-            )
+            raise ConfigError(f"{where}: part {number} of its content has type {kind!r}, not text: remove it")
     return "".join(part["text"] for part in content)
 
 
 def parse_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    calls = [] if value is None else unpacked(value)
+    calls = [] if value is None else parse_json_text(value)
     if not isinstance(calls, list):
         raise ConfigError(f"{where}: tool_calls must be a list, found {value!r:.80}")
     return [parse_call(call, f"{where}, tool call {number}") for number, call in enumerate(calls, 1)]
 
 
 def parse_call(call: Any, where: str) -> dict[str, Any]:
-    """Parse a call as chat templates expect it: with arguments as an object, where OpenAI writes them as text."""
+    """Parse a call as chat templates expect it: with arguments as an object, which OpenAI writes as text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
-        raise ConfigError(f"{where}: expected the name of a function, and its arguments, found {call!r:.80}")
+        raise ConfigError(f"{where}: expected a function name and its arguments, found {call!r:.80}")
     given = function.get("arguments")
-    arguments = {} if given in (None, "") else unpacked(given)
+    arguments = {} if given in (None, "") else parse_json_text(given)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{where}: arguments must be an object, or JSON text of one, found {given!r:.80}")
     complete = {**function, "arguments": arguments}
@@ -191,27 +173,24 @@ def parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def read_tools(located: Located) -> list[Tool]:
-    """Read what the column `tools` offers to the model: a list of schemas, or JSON text of one."""
-    value = given_fields(located, located.row.get("tools"))
-    tools = [] if value in (None, "") else unpacked(value)
+    """Read the tool schemas of column `tools`: a list, or JSON text of one."""
+    value = located.row.get("tools")
+    value = without_nulls(value) if located.padded else value
+    tools = [] if value in (None, "") else parse_json_text(value)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(
             f"{located.place}: column 'tools' must be a list of tool schemas or JSON text of one, found {value!r:.80}; "
-            "mend it or rename the column"
+            "fix it or rename the column"
         )
     return tools
 
 
-def unpacked(value: Any) -> Any:
-    """Return what a text says in JSON; return what is no such text as it is."""
+def parse_json_text(value: Any) -> Any:
+    """Parse text that is JSON; return anything else unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         return value
-
-
-def given_fields(located: Located, value: Any) -> Any:
-    return without_nulls(value) if located.padded else value
 
 
 def without_nulls(value: Any) -> Any:

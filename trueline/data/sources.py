@@ -1,4 +1,4 @@
-"""Open datasets: local JSON, JSONL, CSV, TSV, Parquet and Arrow files, folders of them, and hub names."""
+"""Open datasets: files, folders, saved datasets, runs of `generate`, and hub names."""
 
 import csv
 import json
@@ -18,65 +18,63 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
-from trueline.data.stored import HELD_OUT, saved_files
-from trueline.monitoring.beats import WORK
+from trueline.monitoring.heartbeat import WORK
+from trueline.monitoring.run_folder import RunFolder
 
 Row = dict[str, Any]
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-LONGEST_FIELD = 2**31 - 1  # characters; the library's own limit is that of a short text
+LONGEST_FIELD = 2**31 - 1  # characters of a CSV field
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
-TEXT = "text"  # column of rows that are texts by themselves
+TEXT = "text"  # column of rows that are plain strings
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A row and where it stands, for messages about it."""
+    """A row and its place, for error messages."""
 
     row: Row
     place: str
-    padded: bool = False  # nested fields that it has not are there as nulls, for Arrow gives all rows the same
-    bare: bool = False  # it was a text, in no column
+    padded: bool = False  # absent nested fields are nulls, because Arrow gives all rows the same fields
+    bare: bool = False  # a plain string without columns
 
 
 def open_source(path: str, key: str) -> list[Located]:
-    """Return all rows of `path`; `key` is the configuration key that named it."""
+    """Read all rows of `path`; `key` is the configuration key that named it."""
     with WORK.doing("data", key, path):
-        return read_source(path, key)
+        try:
+            return read_source(path, key)
+        except ConfigError as error:
+            error.key = error.key or key
+            raise
 
 
 def read_source(path: str, key: str) -> list[Located]:
-    local = Path(path).expanduser()
+    local, (name, _, _) = Path(path).expanduser(), path.partition(":")
     if not path:
         raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")
     if local.is_dir():
         rows = [row for file in data_files(local, key) for row in read_file(file, key)]
     elif local.is_file():
         rows = list(read_file(local, key))
-    elif looks_local(path):
+    elif Path(name).suffix in READERS or not hub_name(name):
         raise ConfigError(
-            f"{key}={path}: there is no such file or folder (looked in {Path.cwd()}); a dataset of the hub is named "
-            "owner/name or owner/name:split"
+            f"{key}={path}: no such file or folder in {Path.cwd()}; hub datasets are named owner/name[:split]"
         )
     else:
         rows = list(read_hub(path, key))
     if not rows:
-        raise ConfigError(f"{key}={path}: the dataset is empty; at least one row is needed")
+        raise ConfigError(f"{key}={path}: the dataset is empty: add at least one row")
     return rows
 
 
-def looks_local(path: str) -> bool:
-    name, _, _ = path.partition(":")
-    return Path(name).suffix in READERS or not hub_name(name)
-
-
 def hub_name(path: str) -> bool:
-    """Tell `owner/name` from a path: it has one slash, and no folder here bears the owner's name."""
+    """Tell whether a path is `owner/name` of the hub: one slash, and no local folder named like the owner."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).parent.is_dir()
 
 
 def try_hub() -> None:
-    """Try once to reach the hub; where it cannot be, its libraries look into their caches only and do not try again."""
+    """Try once to reach the hub; if that fails, its libraries use only their caches."""
     from huggingface_hub import constants  # noqa: PLC0415
 
     hub = urlsplit(constants.ENDPOINT)
@@ -97,13 +95,13 @@ def data_files(folder: Path, key: str) -> list[Path]:
         return saved
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
-        raise ConfigError(f"{key}={folder}: no data file in this folder; known endings: {', '.join(READERS)}")
+        raise ConfigError(f"{key}={folder}: no data file in this folder; supported endings: {', '.join(READERS)}")
     held_out = [file for file in files if HELD_OUT & set(re.split(r"[^a-z]+", file.stem.lower()))]
     if 0 < len(held_out) < len(files):
         rest = next(file for file in files if file not in held_out)
         raise ConfigError(
-            f"{key}={folder}: {held_out[0].name} looks held out and stands beside {rest.name}: name one file, e.g. "
-            f"{key}={rest}, and what is held out as evaluation.data={held_out[0]}"
+            f"{key}={folder} contains {rest.name} and {held_out[0].name}, which looks held out: set {key}={rest} and "
+            f"evaluation.data={held_out[0]}"
         )
     return files
 
@@ -111,8 +109,8 @@ def data_files(folder: Path, key: str) -> list[Path]:
 def read_file(file: Path, key: str) -> Iterator[Located]:
     reader = READERS.get(file.suffix)
     if reader is None:
-        packed = "unpack it, and " if file.suffix in PACKED else ""
-        raise ConfigError(f"{key}={file}: ending {file.suffix!r} is not known; {packed}use one of {', '.join(READERS)}")
+        packed = "unpack it and " if file.suffix in PACKED else ""
+        raise ConfigError(f"{key}={file}: unknown ending {file.suffix!r}: {packed}use one of {', '.join(READERS)}")
     try:
         yield from reader(file)
     except (arrow.ArrowInvalid, UnicodeDecodeError) as error:
@@ -123,40 +121,38 @@ def read_json_lines(file: Path) -> Iterator[Located]:
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield parsed_row(line, f"{file}, line {number}")
+                yield parse_row(line, f"{file}, line {number}")
 
 
-def parsed_row(text: str, place: str) -> Located:
+def parse_row(text: str, place: str) -> Located:
     try:
         row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON ({error.msg} at column {error.colno}); mend or remove it") from None
+        raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}): fix or delete this line") from None
     except RepeatedKey as error:
         raise ConfigError(f"{place}: {error}") from None
-    return located_row(row, place)
+    return locate_row(row, place)
 
 
 class RepeatedKey(ValueError):
-    """An object of JSON with one key twice, of which the first would be lost."""
+    """A JSON object with a repeated key, whose first value would be lost."""
 
 
 def single_keys(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice: keep one")
+        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated: delete one")
     return row
 
 
-def located_row(row: Any, place: str) -> Located:
-    """Return a row with named columns; a text is a row of one."""
+def locate_row(row: Any, place: str) -> Located:
+    """Return a row with named columns; a plain string has one."""
     if isinstance(row, str):
         return Located({TEXT: row}, place, bare=True)
     if not isinstance(row, dict):
-        array = "; a file that is one array ends in .json" if isinstance(row, list) else "; mend or remove it"
-        raise ConfigError(
-            f"{place}: expected an object with named columns, or a text, found {type(row).__name__}{array}"
-        )
+        remedy = "rename a file that is one array to .json" if isinstance(row, list) else "fix or delete it"
+        raise ConfigError(f"{place}: expected an object or a string, found {type(row).__name__}: {remedy}")
     return Located(row, place)
 
 
@@ -169,11 +165,11 @@ def read_json(file: Path) -> Iterator[Located]:
         if not text.lstrip().startswith("["):
             yield from read_json_lines(file)
             return
-        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}); mend it") from None
+        raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}): fix it") from None
     except RepeatedKey as error:
         raise ConfigError(f"{file}: {error}") from None
     for number, row in enumerate(rows, 1):
-        yield located_row(row, f"{file}, row {number}")
+        yield locate_row(row, f"{file}, row {number}")
 
 
 def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
@@ -184,26 +180,22 @@ def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
             check_header(rows.fieldnames or [], file, separator)
             for number, row in enumerate(rows, 1):
                 if None in row or None in row.values():
-                    raise ConfigError(f"{file}, row {number}: the number of fields differs from the header's")
+                    raise ConfigError(f"{file}, row {number}: it has more or fewer fields than the header")
                 yield Located(dict(row), f"{file}, row {number}")
         except csv.Error as error:
-            raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}; see to its quotation marks") from None
+            raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}: check its quotation marks") from None
 
 
 def check_header(header: Sequence[str], file: Path, separator: str) -> None:
-    """Refuse a column that is there twice, and a single one whose name holds what separates fields elsewhere."""
+    """Refuse repeated columns, and a header that uses another separator."""
     if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is there twice; rename or remove one")
+        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is repeated: rename or remove one")
     others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
     if others:
         raise ConfigError(
-            f"{file}: its fields are separated by {SEPARATORS[others[0]]}, in a {file.suffix} file "
-            f"{SEPARATORS[separator]} separate them: save it with these, or as JSONL"
+            f"{file}: fields of a {file.suffix} file are separated by {SEPARATORS[separator]}, not "
+            f"{SEPARATORS[others[0]]}: save it so, or as JSONL"
         )
-
-
-def read_parquet(file: Path) -> Iterator[Located]:
-    yield from table_rows(parquet.read_table(file), file)
 
 
 def read_arrow(file: Path) -> Iterator[Located]:
@@ -230,8 +222,8 @@ def read_hub(name: str, key: str) -> Iterator[Located]:
         dataset = datasets.load_dataset(repository, split=split or "train")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}={name}: neither a file nor a dataset that can be had from the hub ({first_line(error)}); name a "
-            "file, or look after the name and the network"
+            f"{key}={name}: neither a file nor a dataset of the hub ({first_line(error)}): name a file, or check the "
+            "name and the network"
         ) from error
     yield from table_rows(dataset.with_format("arrow")[:], name)
 
@@ -241,6 +233,65 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, separator="\t"),
-    ".parquet": read_parquet,
+    ".parquet": lambda file: table_rows(parquet.read_table(file), file),
     ".arrow": read_arrow,
 }
+
+
+HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+SPLITS, STATE = "dataset_dict.json", "state.json"  # files of a saved DatasetDict and Dataset
+SAMPLED = {  # task -> the file of a run of `generate` that it reads, and what that contains
+    "prompts": ("samples.jsonl", "its prompts"),
+    **dict.fromkeys(("sft", "distill"), ("kept.jsonl", "the completions it kept")),
+    **dict.fromkeys(("preference", "rm", "kto"), ("pairs.jsonl", "its pairs of best and worst completions")),
+}
+
+
+def choose_split(names: Sequence[str], named: str, *, held_out: bool = False) -> tuple[str, str]:
+    """Choose one of several splits; return it and a line about it."""
+    usual = [name for name in names if (name in HELD_OUT if held_out else name == "train")]
+    taken = usual if len(usual) == 1 else list(names) if len(names) == 1 else []
+    if not taken:
+        lacks = "" if held_out else " and no train"
+        raise ConfigError(f"{named} has the splits {', '.join(names) or 'none'}{lacks}: choose one of them")
+    rest = ", ".join(name for name in names if name != taken[0])
+    return taken[0], f"taken      {named}: its split {taken[0]}" + (f", without {rest}" if rest else "")
+
+
+def stored_data(path: str, key: str, task: str, runs: str) -> tuple[str, str] | None:
+    """Return the file or folder to read of a saved dataset or a run, and a line about it; None for other data."""
+    folder, named = Path(path).expanduser(), f"{key}={path}"
+    if path and "/" not in path and not folder.exists():
+        folder = Path(runs) / path
+    if (folder / SPLITS).is_file():
+        splits = json.loads((folder / SPLITS).read_text(encoding="utf-8"))["splits"]
+        name, line = choose_split(splits, named, held_out=key.startswith("evaluation."))
+        return str(folder / name), line
+    run = RunFolder(folder)
+    if not path or not run.config.is_file() or not (verb := run.verb()):
+        return None
+    if verb != "generate":
+        raise ConfigError(f"{named} is a run of {verb}, which writes no data: name a run of generate, or a dataset")
+    return sampled_file(run, named, task)
+
+
+def sampled_file(run: RunFolder, named: str, task: str) -> tuple[str, str]:
+    if task not in SAMPLED:
+        raise ConfigError(f"{named} is a run of generate, whose completions {task} cannot train on: name a dataset")
+    name, about = SAMPLED[task]
+    file = run.path.resolve() / name
+    if not file.is_file():
+        why = "it ran without pairs=true" if name.startswith("pairs") else "it has not finished"
+        again = f"`{run.resume_command()}{' pairs=true' * name.startswith('pairs')}`"
+        raise ConfigError(f"{named} is a run of generate without {name}, because {why}: run {again}")
+    return str(file), f"taken      {named}: {about} ({file})"
+
+
+def saved_files(folder: Path, key: str) -> list[Path] | None:
+    """Return the files of a dataset that `save_to_disk` wrote; None for other folders. Runs are refused."""
+    if RunFolder(folder).config.is_file():
+        raise ConfigError(f"{key}={folder} is a run: name one of its files, e.g. {folder / 'kept.jsonl'}")
+    if not (folder / STATE).is_file():
+        return None
+    listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("_data_files", [])
+    return [folder / one["filename"] for one in listed]

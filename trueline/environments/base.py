@@ -17,31 +17,12 @@ class OutOfBudget(Exception):
         self.limit = limit  # the key that sets it
 
 
-class EnvironmentFailure(RuntimeError):
-    """An environment, a tool or an agent failed. It is never turned into a number."""
-
-
-class WrongResult(EnvironmentFailure):
-    """User code returned what no environment or agent returns."""
-
-
-class EnvironmentLost(EnvironmentFailure):
-    """Its process was ended by the fault of another episode; this one may begin anew.
-
-    A suspect is one of several that were at work there, any of which may be at fault: it has to begin by itself.
-    """
-
-    def __init__(self, reason: str, *, suspect: bool = False) -> None:
-        super().__init__(reason)
-        self.suspect = suspect
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """One turn of the policy."""
 
     text: str
-    message: Message  # as those who go on with the conversation shall have it
+    message: Message  # for the next turns of the conversation
     completion: Completion  # exactly as it was sampled
     prompt_tokens: int  # all tokens before it
     raw: str = ""  # the text with its special tokens, but for the one that ends it
@@ -95,27 +76,27 @@ class Policy(Protocol):
         """Add to the reward of the last turn."""
 
     def hear(self, messages: list[Message]) -> None:
-        """Note what was said after the last reply, where no other follows."""
+        """Record messages after the last reply."""
 
     def talk(self) -> Talk:
         """Return the conversation of the last reply; before the first one, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """What an environment says at the end of an episode."""
+class EpisodeResult:
+    """How an episode ended."""
 
-    reward: float = 0.0  # beside those of single turns
+    reward: float = 0.0  # in addition to those of single turns
     policy_error: str = ""  # what the policy did wrong; the episode keeps its reward
     metrics: dict[str, float] = field(default_factory=dict)
-    left_out: bool = False  # nobody has judged it, and nothing is to be learnt from it
+    left_out: bool = False  # it has no reward, and is not trained on
 
 
 class Environment(ABC):
     """What the policy talks to; every episode has an instance of its own."""
 
     @abstractmethod
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         """Take turns with the policy until the episode is done."""
 
     async def close(self) -> None:  # noqa: B027  (optional)

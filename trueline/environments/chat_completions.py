@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: what a request asks of the policy, and how the policy's replies are told."""
+"""OpenAI's chat completions: requests are checked, and the policy's replies become responses."""
 
 import json
 import secrets
@@ -9,7 +9,7 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool
-from trueline.data.readers import joined_text, parse_calls
+from trueline.data.readers import join_text, parse_calls
 from trueline.data.types import Completion
 from trueline.environments.base import Reply, as_said
 from trueline.environments.tools.calls import as_message
@@ -25,46 +25,23 @@ ROLES = {  # of a request -> the role that chat templates know
     "tool": "tool",
 }
 OBEYED = {
-    "messages",
-    "tools",
-    "tool_choice",
-    "response_format",
-    "n",
-    "logprobs",
-    "stop",
-    "stream",
-    "stream_options",
+    *("messages", "tools", "tool_choice", "response_format", "n", "logprobs", "stop", "stream", "stream_options"),
     "chat_template_kwargs",
 }
-UNRELATED = {
-    "model",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-}  # to sampling
-NEUTRAL = {  # values that ask for nothing; any other, of any parameter not named here, is not obeyed
-    "temperature": 1,
-    "top_p": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "top_logprobs": 0,
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
+UNRELATED = {  # to sampling
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
 }
-FORBIDDEN = {  # that an agent relies on, so that it must not be ignored -> why it is not obeyed
-    "functions": "it has been replaced by tools: use tools",
+NEUTRAL = {  # values that ask for nothing; any other, of any parameter not named here, is not obeyed
+    **{"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}},
+    **{"top_logprobs": 0, "parallel_tool_calls": True, "modalities": ["text"]},
 }
 MOST_REPLIES = 128  # to one request
 PIECE = 64  # characters of a chunk
 LEAST_LOGPROB = -9999.0  # OpenAI's, for JSON knows no infinity
 
 
-class Refused(ValueError):
-    """A request that cannot be answered as it is; `param` is the part of it that is at fault."""
+class RequestError(ValueError):
+    """A request that cannot be served; `param` is the part of it that is at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -72,7 +49,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """A request that has been checked."""
 
     messages: list[Message]
@@ -92,15 +69,17 @@ class Asked:
 # Requests
 
 
-def read_asked(content: Any, model: str) -> Asked:
-    """Check a request and take from it what can be obeyed; `model` is what it means where it names none."""
+def read_completion_request(content: Any, model: str) -> CompletionRequest:
+    """Check a request and take what can be obeyed from it; `model` is its default."""
     if not isinstance(content, dict):
-        raise Refused(f"the body must be an object, found {content!r:.80}")
+        raise RequestError(f"the body must be an object, found {content!r:.80}")
     given = {name: value for name, value in content.items() if value is not None}
     check_characters(given)
-    check_forbidden(given)
-    options, tools = typed(given, "stream_options", dict, {}), offered_tools(given)
-    return Asked(
+    if functions := given.get("functions"):  # an agent relies on them, so that they must not be ignored
+        raise RequestError(f"functions={functions!r:.80} is not obeyed: use tools, which replace it", "functions")
+    known = OBEYED | UNRELATED | {"functions"}
+    options, tools = read_typed(given, "stream_options", dict, {}), offered_tools(given)
+    return CompletionRequest(
         messages=read_messages(given.get("messages")),
         tools=tools,
         forced=forced_tools(given.get("tool_choice"), tools),
@@ -108,78 +87,70 @@ def read_asked(content: Any, model: str) -> Asked:
         model=str(given.get("model", model)),
         replies=read_n(given.get("n", 1)),
         stop=read_stop(given.get("stop", [])),
-        logprobs=typed(given, "logprobs", bool, False),
-        stream=typed(given, "stream", bool, False),
-        stream_usage=typed(options, "include_usage", bool, False),
-        template_arguments=typed(given, "chat_template_kwargs", dict, {}),
-        overridden=[name for name, value in given.items() if is_overridden(name, value)],
+        logprobs=read_typed(given, "logprobs", bool, False),
+        stream=read_typed(given, "stream", bool, False),
+        stream_usage=read_typed(options, "include_usage", bool, False),
+        template_arguments=read_typed(given, "chat_template_kwargs", dict, {}),
+        overridden=[name for name, value in given.items() if name not in known and value != NEUTRAL.get(name)],
     )
 
 
-def is_overridden(name: str, value: Any) -> bool:
-    return name not in OBEYED | UNRELATED | set(FORBIDDEN) and value != NEUTRAL.get(name)
-
-
 def check_characters(given: Content) -> None:
-    """Refuse half characters, which JSON can spell and no tokenizer takes."""
+    """Refuse half characters, which JSON can write and no tokenizer takes."""
     try:
         json.dumps(given, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError) as error:
-        raise Refused(f"the body holds half a character, or is nested too deep: {error}; replace it") from None
+        raise RequestError(f"the body holds half a character, or is nested too deep: {error}; replace it") from None
 
 
-def check_forbidden(given: Content) -> None:
-    for name, reason in FORBIDDEN.items():
-        if value := given.get(name):
-            raise Refused(f"{name}={value!r:.80} is not obeyed: {reason}", name)
-
-
-def typed(given: Content, name: str, kind: type, default: Any) -> Any:
+def read_typed(given: Content, name: str, kind: type, default: Any) -> Any:
     value = given.get(name, default)
     if not isinstance(value, kind):
-        raise Refused(f"{name} must be of type {kind.__name__}, found {value!r:.80}", name)
+        raise RequestError(f"{name} must be of type {kind.__name__}, found {value!r:.80}", name)
     return value
 
 
 def read_n(value: Any) -> int:
     if type(value) is not int or not 1 <= value <= MOST_REPLIES:
-        raise Refused(f"n must be a whole number from 1 to {MOST_REPLIES}, found {value!r:.80}", "n")
+        raise RequestError(f"n must be a whole number from 1 to {MOST_REPLIES}, found {value!r:.80}", "n")
     return value
 
 
 def read_stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise Refused(f"stop must be a text or a list of texts, found {value!r:.80}", "stop")
+        raise RequestError(f"stop must be a text or a list of texts, found {value!r:.80}", "stop")
     return texts
 
 
 def read_messages(value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise Refused(f"messages must be a list of at least one message, found {value!r:.80}", "messages")
+        raise RequestError(f"messages must be a list of at least one message, found {value!r:.80}", "messages")
     try:
         return [read_message(entry, f"messages[{at}]") for at, entry in enumerate(value)]
     except ConfigError as error:
-        raise Refused(str(error), "messages") from None
+        raise RequestError(str(error), "messages") from None
 
 
 def read_message(entry: Any, where: str) -> Message:
-    """Read a message as the readers of datasets do, save that its text may be empty, as a reply may."""
+    """Read a message as the readers of datasets do, but allow an empty text, as a reply may be."""
     if not isinstance(entry, dict):
-        raise Refused(f"{where} must be an object, found {entry!r:.80}", "messages")
+        raise RequestError(f"{where} must be an object, found {entry!r:.80}", "messages")
     fields = {name: value for name, value in entry.items() if value not in (None, [])}
-    role, content = fields.pop("role", None), joined_text(fields.pop("content", ""), where)
+    role, content = fields.pop("role", None), join_text(fields.pop("content", ""), where)
     if not isinstance(role, str) or role not in ROLES:
-        raise Refused(f"{where}: role must be one of {', '.join(ROLES)}, found {role!r:.80}", "messages")
+        raise RequestError(f"{where}: role must be one of {', '.join(ROLES)}, found {role!r:.80}", "messages")
     if not isinstance(content, str):
-        raise Refused(f"{where}: content must be text, null or a list of text parts, found {content!r:.80}", "messages")
+        raise RequestError(
+            f"{where}: content must be text, null or a list of text parts, found {content!r:.80}", "messages"
+        )
     calls = parse_calls(fields.pop("tool_calls", None), where)
     return {"role": ROLES[role], "content": content, **fields} | ({"tool_calls": calls} if calls else {})
 
 
 def offered_tools(given: Content) -> list[Tool]:
-    """Return the tools that the policy may call; it is not shown those that it must not."""
-    tools = typed(given, "tools", list, [])
+    """Return the tools that the policy may call; it does not see others."""
+    tools = read_typed(given, "tools", list, [])
     for at, tool in enumerate(tools):
         check_tool(tool, f"tools[{at}]")
     return [] if given.get("tool_choice") == "none" else tools
@@ -194,7 +165,7 @@ def forced_tools(choice: Any, tools: list[Tool]) -> list[Tool]:
     forced = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
     if not forced:
         known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
-        raise Refused(
+        raise RequestError(
             f"tool_choice={choice!r:.80}: use auto, none, required or one of the tools ({known})", "tool_choice"
         )
     return forced
@@ -209,11 +180,13 @@ def read_format(value: Any, tools: list[Tool]) -> Content | None:
     schema = about.get("schema") if isinstance(about, dict) else None
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         shape = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
-        raise Refused(f"response_format must be text, json_object or {shape}, found {value!r:.80}", "response_format")
+        raise RequestError(
+            f"response_format must be text, json_object or {shape}, found {value!r:.80}", "response_format"
+        )
     if tools:
-        raise Refused(
-            "response_format beside tools: JSON of that format could call none; leave out one of them, or set "
-            "tool_choice=none",
+        raise RequestError(
+            "response_format and tools exclude each other, for JSON of that format calls no tool: leave out one of "
+            "them, or set tool_choice=none",
             "response_format",
         )
     return schema
@@ -223,38 +196,41 @@ def check_tool(tool: Any, where: str) -> None:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         shape = '{"type": "function", "function": {"name": text, ...}}'
-        raise Refused(f"{where} must be of the form {shape}, found {tool!r:.80}", "tools")
+        raise RequestError(f"{where} must be of the form {shape}, found {tool!r:.80}", "tools")
 
 
-# Answers
+# Responses
 
 
-def completion_content(asked: Asked, replies: list[Reply], decode: Decode) -> Content:
+def completion_content(request: CompletionRequest, replies: list[Reply], decode: Decode) -> Content:
     sampled = sum(len(reply.completion.tokens) for reply in replies)
     prompt = replies[0].prompt_tokens  # that of all, counted once
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
-        "model": asked.model,
+        "model": request.model,
         "choices": [
-            {"index": index, **choice_content(reply)}
-            | {"logprobs": logprobs_content(reply.completion, decode) if asked.logprobs else None}
+            {
+                "index": index,
+                "message": reply.message,
+                "finish_reason": finish_reason(reply),
+                "logprobs": logprobs_content(reply.completion, decode) if request.logprobs else None,
+            }
             for index, reply in enumerate(replies)
         ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }
 
 
-def choice_content(reply: Reply) -> Content:
+def finish_reason(reply: Reply) -> str:
     if reply.message.get("tool_calls"):
-        return {"message": reply.message, "finish_reason": "tool_calls"}
-    reason = "length" if reply.completion.finish_reason == "length" else "stop"
-    return {"message": reply.message, "finish_reason": reason}
+        return "tool_calls"
+    return "length" if reply.completion.finish_reason == "length" else "stop"
 
 
 def reply_message(text: str, parse: Parse, tools: list[Tool]) -> Message:
-    """Return a reply as the agent gets it and sends it back: with its calls taken apart, where it may call tools."""
+    """Return a reply as the agent gets it and sends it back; where it may call tools, with its calls parsed."""
     parsed = parse(text, tools)
     if tools and parsed.calls:
         return as_message(replace(parsed, error=""), lambda: new_id("call_"))
@@ -262,7 +238,7 @@ def reply_message(text: str, parse: Parse, tools: list[Tool]) -> Message:
 
 
 def logprobs_content(completion: Completion, decode: Decode) -> Content:
-    """Tell the log-probs of all sampled tokens, the one that ends the reply included."""
+    """Return the log-probs of all sampled tokens, the one that ends the reply included."""
     tokens = completion.tokens.tolist()
     texts = {token: decode([token]) for token in set(tokens)}
     pairs = zip(tokens, completion.logprobs.tolist(), strict=True)
@@ -270,13 +246,13 @@ def logprobs_content(completion: Completion, decode: Decode) -> Content:
 
 
 def token_content(text: str, logprob: float) -> Content:
-    broken = "\N{REPLACEMENT CHARACTER}" in text  # a part of a character, whose bytes the text does not tell
-    told = None if broken else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": told, "top_logprobs": []}
+    is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character, whose bytes the text does not show
+    content = None if is_part else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": content, "top_logprobs": []}
 
 
-def events(completion: Content, *, with_usage: bool) -> str:
-    """Tell a completion as server-sent events."""
+def server_events(completion: Content, *, with_usage: bool) -> str:
+    """Return a completion as server-sent events."""
     head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     chunks = [head | {"choices": [part]} for choice in completion["choices"] for part in choice_parts(choice)]
     if with_usage:

@@ -1,12 +1,13 @@
-"""The policy behind OpenAI's chat completions on this machine, where agents written elsewhere play their episodes."""
+"""An endpoint with OpenAI's chat completions on this machine, through which agents reach the policy."""
 
 import asyncio
 import hashlib
+import json
 import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,66 +19,99 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from trueline.config.base import ConfigError
+from trueline.data.messages import Tool
+from trueline.data.template import TEMPLATE_ARGUMENTS
 from trueline.environments.base import OutOfBudget, Policy, Reply, Structure
 from trueline.environments.chat_completions import (
-    Asked,
+    CompletionRequest,
     Decode,
-    Refused,
+    RequestError,
     completion_content,
-    events,
-    read_asked,
+    read_completion_request,
     reply_message,
+    server_events,
 )
-from trueline.environments.structures import Structures
+from trueline.environments.tools.calls import Spelling
 from trueline.environments.tools.formats import Parse
-from trueline.rewards.server import QuietServer, as_json, open_port, parse_json, read_request
+from trueline.usercode.http_server import QuietServer, as_json, open_port, parse_json, read_request
 
 HOST = "127.0.0.1"
-KEPT_SECONDS = 60  # that an answer is kept for a client that asks again because it has not got it
+KEPT_SECONDS = 60  # that a response is kept for a client that lost it and sends its request again
 RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's clients: 0 where a request is not sent again
 UNKNOWN_KEY = "the key is missing or wrong, or its episode is over: send that of an open one"
 CODES = {401: "invalid_api_key", 404: "not_found"}
+DEFINITIONS = "#/$defs/"  # where a schema keeps what it refers to
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Structures:
+    """The structures that engines can enforce in replies."""
+
+    spelling: Spelling | None  # of calls; None: in a format that is no JSON
+    problem: Callable[[Structure], str]  # why they would refuse one, or empty
+
+    def of(self, schema: Schema | None, forced: list[Tool]) -> Structure:
+        """Return the structure of JSON by a schema, or of a call to one of these tools."""
+        if schema is not None:
+            return Structure(json.dumps(schema))
+        assert self.spelling is not None
+        return Structure(json.dumps(call_schema(forced, self.spelling)), self.spelling.begin, self.spelling.end)
+
+
+def call_schema(tools: list[Tool], spelling: Spelling) -> Schema:
+    """Return the schema of a call to one of the tools; definitions of theirs move to the top level."""
+    calls: list[Schema] = []
+    definitions: Schema = {}
+    for at, tool in enumerate(tools):
+        function, own = tool["function"], f"{DEFINITIONS}{at}."
+        text = json.dumps(function.get("parameters") or {"type": "object"})
+        parameters = json.loads(text.replace(f'"{DEFINITIONS}', f'"{own}'))
+        definitions |= {f"{at}.{name}": value for name, value in parameters.pop("$defs", {}).items()}
+        fields = {"name": {"const": function["name"]}, spelling.arguments: parameters}
+        calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
+    return {"anyOf": calls} | ({"$defs": definitions} if definitions else {})
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
-    """The answer to a request, under way or given."""
+class EndpointResponse:
+    """The response to a request, in progress or sent."""
 
-    question: bytes  # the digest of the request's body
+    request: bytes  # the digest of the request's body
     task: asyncio.Task[Response]
     kept_until: float = math.inf
 
-    def given(self, task: asyncio.Task[Response]) -> None:
+    def keep(self, task: asyncio.Task[Response]) -> None:
         self.kept_until = time.monotonic() + KEPT_SECONDS
 
     def is_kept(self) -> bool:
         return time.monotonic() < self.kept_until
 
 
-class Seat:
-    """One episode: whoever has its key talks to its policy."""
+class EpisodeSession:
+    """One episode: a client with its key talks to its policy."""
 
-    def __init__(self, policy: Policy, parse: Parse, seats: "dict[bytes, Seat]") -> None:
+    def __init__(self, policy: Policy, parse: Parse, seats: "dict[bytes, EpisodeSession]") -> None:
         self.policy, self.parse, self.seats = policy, parse, seats
         self.key = f"sk-{secrets.token_urlsafe(32)}"
-        self.waiting = 0  # requests under way
+        self.waiting = 0  # requests in progress
         self.quiet_since = time.monotonic()  # when there was last none
-        self.overridden: Counter[str] = Counter()  # requests that asked for what they did not get, by parameter
-        self.structured = 0  # replies that were held to a structure
-        self.failure: BaseException | None = None  # of the engine; for whoever waits for the episode
-        self.exhausted = ""  # why a request was refused for want of turns or tokens
-        self.answers: list[Answer] = []  # under way and recent
+        self.overridden: Counter[str] = Counter()  # requests whose value was not obeyed, by parameter
+        self.structured = 0  # replies that had to follow a structure
+        self.failure: BaseException | None = None  # of the engine, for the episode to raise
+        self.exhausted = ""  # why a request got no turns or tokens
+        self.responses: list[EndpointResponse] = []  # in progress and recent
         seats[fingerprint(f"Bearer {self.key}")] = self
 
     def close(self) -> None:
         """Refuse the key from now on, and sample no further."""
         self.seats.pop(fingerprint(f"Bearer {self.key}"), None)
-        for answer in self.answers:
-            answer.task.cancel()
-        self.answers = []
+        for response in self.responses:
+            response.task.cancel()
+        self.responses = []
 
     @contextmanager
-    def under_way(self) -> Iterator[None]:
+    def in_progress(self) -> Iterator[None]:
         self.waiting += 1
         try:
             yield
@@ -87,26 +121,26 @@ class Seat:
                 self.quiet_since = time.monotonic()
 
     def quiet(self) -> float | None:
-        """Return since when the agent has asked for nothing, or None while it waits for the policy."""
+        """Return when the last request ended, or None while the agent waits for the policy."""
         return None if self.waiting else self.quiet_since
 
-    def begun(self, body: bytes) -> Answer | None:
-        """Return an answer to the same request, or None; of several, it is then the last that another would get."""
-        question = hashlib.sha256(body).digest()
-        found = next((answer for answer in self.answers if answer.question == question and answer.is_kept()), None)
+    def find_response(self, body: bytes) -> EndpointResponse | None:
+        """Return a response to the same request, or None; of several, others get it last."""
+        digest = hashlib.sha256(body).digest()
+        found = next((one for one in self.responses if one.request == digest and one.is_kept()), None)
         if found:
-            self.answers.remove(found)
-            self.answers.append(found)
+            self.responses.remove(found)
+            self.responses.append(found)
         return found
 
-    def begin(self, body: bytes, work: Coroutine[Any, Any, Response]) -> Answer:
-        """Answer in a task of its own, which goes on when the client that asked is gone."""
-        answer = Answer(hashlib.sha256(body).digest(), asyncio.create_task(work))
-        answer.task.add_done_callback(answer.given)
-        self.answers = [*filter(Answer.is_kept, self.answers), answer]
-        return answer
+    def start_response(self, body: bytes, work: Coroutine[Any, Any, Response]) -> EndpointResponse:
+        """Respond in a task of its own, which continues when the client is gone."""
+        response = EndpointResponse(hashlib.sha256(body).digest(), asyncio.create_task(work))
+        response.task.add_done_callback(response.keep)
+        self.responses = [*filter(EndpointResponse.is_kept, self.responses), response]
+        return response
 
-    async def response(self, task: asyncio.Task[Response]) -> Response:
+    async def wait_for(self, task: asyncio.Task[Response]) -> Response:
         await asyncio.wait([task])
         if task.cancelled():
             return error_response("the episode is over: send nothing more", code="episode_over")
@@ -119,22 +153,22 @@ class Seat:
         return error_response(said, kind="server_error", code="engine_failure")
 
 
-class Endpoint:
+class PolicyEndpoint:
     """A server on the running event loop, with a seat for each episode. `decode` turns tokens into text.
 
-    `structures` is what replies can be held to, None where engines cannot.
+    `structures` are those that engines can enforce, None where they cannot.
     """
 
     def __init__(self, *, model: str, decode: Decode, structures: Structures | None = None) -> None:
         self.model, self.decode, self.structures = model, decode, structures
-        self.seats: dict[bytes, Seat] = {}  # by fingerprint, so that the time of a look-up tells nothing of a key
+        self.seats: dict[bytes, EpisodeSession] = {}  # by fingerprint, for the time of a look-up reveals no key then
         self.url: str
         self.serving: asyncio.Task[None]
         routes = [
             Route("/v1/chat/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
-        self.server = QuietServer(routes, unknown=unknown, refused=refused)
+        self.server = QuietServer(routes, unknown=reply_unknown, refused=refuse)
 
     async def start(self) -> None:
         listener = open_port(HOST, 0)
@@ -147,11 +181,11 @@ class Endpoint:
         self.server.should_exit = True
         await self.serving
 
-    def open(self, policy: Policy, parse: Parse) -> Seat:
+    def open(self, policy: Policy, parse: Parse) -> EpisodeSession:
         """Give an episode its seat; it has to be closed."""
-        return Seat(policy, parse, self.seats)
+        return EpisodeSession(policy, parse, self.seats)
 
-    def _seat(self, request: Request) -> Seat | None:
+    def _seat(self, request: Request) -> EpisodeSession | None:
         return self.seats.get(fingerprint(request.headers.get("authorization", "")))
 
     async def _models(self, request: Request) -> Response:
@@ -162,59 +196,57 @@ class Endpoint:
 
     async def _completions(self, request: Request) -> Response:
         seat = self._seat(request)
-        with seat.under_way() if seat else nullcontext():
+        with seat.in_progress() if seat else nullcontext():
             body = await read_request(request, known=seat is not None)
             if seat is None or self._seat(request) is None:  # closed while it was read
                 raise HTTPException(401, UNKNOWN_KEY)
             content, again = parse_json(body), request.headers.get(RETRY_HEADER, "0") != "0"
-            answer = (again and seat.begun(body)) or seat.begin(body, self._answer(seat, content))
-            return await seat.response(answer.task)
+            response = (again and seat.find_response(body)) or seat.start_response(body, self._respond(seat, content))
+            return await seat.wait_for(response.task)
 
-    async def _answer(self, seat: Seat, content: Any) -> Response:
+    async def _respond(self, seat: EpisodeSession, content: Any) -> Response:
         try:
-            asked = read_asked(content, self.model)
-            structure = await self._structure(seat, asked)
-            seat.overridden.update(asked.overridden)
-            replies = await sample(seat.policy, asked, seat.parse, structure)
+            request = read_completion_request(content, self.model)
+            structure = await self._structure(seat, request)
+            seat.overridden.update(request.overridden)
+            replies = await sample(seat.policy, request, seat.parse, structure)
             seat.structured += len(replies) if structure else 0
-            return self._told(asked, replies)
-        except Refused as error:
+            return self._response(request, replies)
+        except RequestError as error:
             return error_response(str(error), param=error.param)
         except OutOfBudget as error:
             seat.exhausted = str(error)
             return error_response(str(error), param="messages", code="context_length_exceeded")
         except ConfigError as error:  # the chat template refuses the conversation, or an argument
-            named = [name for name in ("chat_template_kwargs", "messages") if name in str(error)]
-            return error_response(str(error), param=[*named, "messages"][0])
+            param = "chat_template_kwargs" if error.key == TEMPLATE_ARGUMENTS else "messages"
+            return error_response(str(error), param=param)
 
-    async def _structure(self, seat: Seat, asked: Asked) -> Structure | None:
-        """Return what the reply has to be held to. Calls that cannot be forced are left to the policy, and counted."""
-        if asked.schema is None and not asked.forced:
+    async def _structure(self, seat: EpisodeSession, request: CompletionRequest) -> Structure | None:
+        """Return the structure that the reply must follow. Calls that cannot be forced are counted."""
+        if request.schema is None and not request.forced:
             return None
-        if asked.schema is None and (self.structures is None or self.structures.spelling is None):
+        if request.schema is None and (self.structures is None or self.structures.spelling is None):
             seat.overridden["tool_choice"] += 1
             return None
-        param = "tools" if asked.schema is None else "response_format"
+        param = "tools" if request.schema is None else "response_format"
         if self.structures is None:
-            raise Refused(
-                "this run's engine holds no reply to a format: leave it out, or set rollout.engine=vllm", param
-            )
-        structure = self.structures.of(asked.schema, asked.forced)
+            raise RequestError("this run's engine enforces no format: leave it out, or set rollout.engine=vllm", param)
+        structure = self.structures.of(request.schema, request.forced)
         if problem := await asyncio.to_thread(self.structures.problem, structure):
-            raise Refused(f"{param} has a schema that replies cannot be held to: {problem}", param)
+            raise RequestError(f"{param} has a schema that the engine cannot enforce: {problem}", param)
         return structure
 
-    def _told(self, asked: Asked, replies: list[Reply]) -> Response:
-        completion = completion_content(asked, replies, self.decode)
-        if not asked.stream:
+    def _response(self, request: CompletionRequest, replies: list[Reply]) -> Response:
+        completion = completion_content(request, replies, self.decode)
+        if not request.stream:
             return as_json(200, completion)
-        return Response(events(completion, with_usage=asked.stream_usage), media_type="text/event-stream")
+        return Response(server_events(completion, with_usage=request.stream_usage), media_type="text/event-stream")
 
 
-async def sample(policy: Policy, asked: Asked, parse: Parse, structure: Structure | None) -> list[Reply]:
-    worded = partial(reply_message, parse=parse, tools=asked.tools)
+async def sample(policy: Policy, request: CompletionRequest, parse: Parse, structure: Structure | None) -> list[Reply]:
+    worded = partial(reply_message, parse=parse, tools=request.tools)
     return await policy.replies(
-        asked.replies, asked.messages, asked.tools, worded, asked.stop, structure, asked.template_arguments
+        request.replies, request.messages, request.tools, worded, request.stop, structure, request.template_arguments
     )
 
 
@@ -222,12 +254,12 @@ def fingerprint(authorization: str) -> bytes:
     return hashlib.sha256(authorization.encode()).digest()
 
 
-async def unknown(request: Request, error: Exception) -> Response:
+async def reply_unknown(request: Request, error: Exception) -> Response:
     said = f"{request.url.path}: there are POST /v1/chat/completions and GET /v1/models"
     return error_response(said, status=404, code=CODES[404])
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return error_response(error.detail, status=error.status_code, code=CODES.get(error.status_code))
 

@@ -4,32 +4,32 @@ from typing import Any
 
 from trueline.data.messages import Talk, content_of
 from trueline.data.types import Prompt
-from trueline.environments.base import Ending, Environment, Policy, as_said
+from trueline.environments.base import Environment, EpisodeResult, Policy, as_said
 from trueline.rewards.base import Call
 from trueline.rewards.combined import CombinedReward
-from trueline.rewards.process import CONVERSATIONAL
+from trueline.rewards.scoring import CONVERSATIONAL
 
 
 class SingleTurn(Environment):
     def __init__(self, rewards: CombinedReward) -> None:
         self.rewards = rewards
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages, prompt.tools)
-        return await judged(self.rewards, prompt, reply.text)
+        return await score_reply(self.rewards, prompt, reply.text)
 
 
-async def judged(
+async def score_reply(
     rewards: CombinedReward, prompt: Prompt, reply: str, talk: Talk | None = None, earned: float = 0.0
-) -> Ending:
-    """Return the ending that the rewards of a run give a reply, beside what the episode has earned already."""
-    verdict = await rewards.verdict(reward_call(prompt, reply, talk))
-    parts = {f"reward/{name}": value for name, value in verdict.parts.items()}
-    return Ending(verdict.reward + earned, verdict.policy_error, parts)
+) -> EpisodeResult:
+    """Return the result of an episode: the reward of its reply, added to what it has earned already."""
+    result = await rewards.score(reward_call(prompt, reply, talk))
+    parts = {f"reward/{name}": value for name, value in result.parts.items()}
+    return EpisodeResult(result.reward + earned, result.policy_error, parts)
 
 
 def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:
-    """Return what a reward function may ask of a completion, by name; without a talk it answers the prompt itself."""
+    """Return the values for a reward function by name; without a talk, the reply follows the prompt."""
     talk = talk or Talk(prompt.messages, [as_said(reply)])
     return {
         **prompt.columns,
@@ -44,5 +44,5 @@ def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:
 
 
 def is_conversation(value: Any) -> bool:
-    """Tell whether a column holds messages, which is what TRL's reward functions are then given."""
+    """Return whether a column holds messages; TRL's reward functions then get messages."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]

@@ -1,4 +1,4 @@
-"""One episode with a made-up reply, before models load: what a run would stumble over at once is refused."""
+"""One episode with a made-up reply before models load: what would fail at once is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,14 +8,14 @@ from typing import Any
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Talk, Tool
 from trueline.data.types import Completion, Prompt
-from trueline.environments.base import EnvironmentFailure, OutOfBudget, Reply, Structure, WrongResult, as_said
-from trueline.environments.endpoint import Endpoint
-from trueline.environments.hosts import Hosts, Mistake
-from trueline.environments.played import Agent, Game, check_earned
-from trueline.environments.structures import Structures
+from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
+from trueline.environments.endpoint import PolicyEndpoint, Structures
+from trueline.environments.multi_turn import AgentEnvironment, StepEnvironment, check_earned
 from trueline.environments.tools.calls import SPELLINGS
 from trueline.environments.tools.formats import UNKNOWN, Parser
 from trueline.rewards.combined import CombinedReward
+from trueline.usercode.failures import PolicyError, UserCodeFailure, WrongResult
+from trueline.usercode.host import EpisodeHosts
 
 SECONDS, CLOSE_SECONDS = 10.0, 2.0
 MADE_UP = "I do not know."
@@ -23,7 +23,7 @@ LAST_LINES = 400  # characters of a log
 
 
 class MadeUpPolicy:
-    """Has one thing to say, once, and nothing where a format is asked for."""
+    """Replies once, and not where a format is required."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -60,40 +60,40 @@ class MadeUpPolicy:
         return Talk()
 
 
-async def try_episode(hosts: Hosts, prompt: Prompt, *, rewarded: bool) -> list[str]:
+async def try_episode(hosts: EpisodeHosts, prompt: Prompt, *, rewarded: bool) -> list[str]:
     """Refuse an environment that fails before its first reply or returns what none may; return other failures."""
-    words, policy = hosts.program.words(), MadeUpPolicy()
-    seconds = min(SECONDS, hosts.program.config.timeout_seconds)
-    async with opened_environment(hosts) as environment:
+    name, policy = hosts.code.name(), MadeUpPolicy()
+    seconds = min(SECONDS, hosts.code.timeout_seconds)
+    async with open_environment(hosts) as environment:
         try:
             async with asyncio.timeout(seconds):
                 place = await environment.place()
                 earned = await environment.take_turns(place, policy, prompt)
             check_earned(earned, place, rewarded or not policy.asked)
-        except (TimeoutError, OutOfBudget, Mistake):  # it needs longer, goes on, or blames the reply
+        except (TimeoutError, OutOfBudget, PolicyError):  # it needs longer, continues, or blames the reply
             return []
         except WrongResult as failure:
             raise ConfigError(str(failure)) from None
-        except EnvironmentFailure as failure:
+        except UserCodeFailure as failure:
             if not policy.asked:
-                raise ConfigError(str(failure).removesuffix(" (see the log)") + last_lines(hosts)) from None
-            why = str(failure).removeprefix(f"{words}: ").strip().rpartition("\n")[2]
-            return [f"{words} failed on the made-up reply {MADE_UP!r}: {why}; such episodes have no reward"]
+                raise ConfigError(f"{name}: {failure.reason}{last_lines(hosts)}") from None
+            why = failure.reason.strip().rpartition("\n")[2]
+            return [f"{name} failed on the made-up reply {MADE_UP!r}: {why}; such episodes have no reward"]
     if not policy.asked:
-        raise ConfigError(f"{words}: a trial episode ended before it asked the model for a reply{last_lines(hosts)}")
+        raise ConfigError(f"{name}: a trial episode ended before it asked the model for a reply{last_lines(hosts)}")
     return []
 
 
 @asynccontextmanager
-async def opened_environment(hosts: Hosts) -> AsyncIterator[Game | Agent]:
+async def open_environment(hosts: EpisodeHosts) -> AsyncIterator[StepEnvironment | AgentEnvironment]:
     """Open the environment of one episode as a run does, and give its place back."""
     rewards, endpoint = CombinedReward({}, 0.0), None
-    environment: Game | Agent = Game(hosts, rewards)
+    environment: StepEnvironment | AgentEnvironment = StepEnvironment(hosts, rewards)
     if hosts.hosts[0].about["plays"] == "itself":
         every = Structures(SPELLINGS["json"], lambda structure: "")  # which of them an engine can follow is the run's
-        endpoint = Endpoint(model="policy", decode=str, structures=every)
+        endpoint = PolicyEndpoint(model="policy", decode=str, structures=every)
         await endpoint.start()
-        environment = Agent(hosts, rewards, endpoint, Parser(UNKNOWN))
+        environment = AgentEnvironment(hosts, rewards, endpoint, Parser(UNKNOWN))
     try:
         yield environment
     finally:
@@ -104,7 +104,7 @@ async def opened_environment(hosts: Hosts) -> AsyncIterator[Game | Agent]:
             await endpoint.stop()
 
 
-def last_lines(hosts: Hosts) -> str:
-    """Return what the user's code printed last, for the log of a trial is gone with it."""
+def last_lines(hosts: EpisodeHosts) -> str:
+    """Return what the user's code printed last; the log of a trial is removed."""
     said = hosts.log.read_text(errors="replace").strip()[-LAST_LINES:]
     return f"; it printed: {said}" if said else ""

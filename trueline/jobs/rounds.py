@@ -1,4 +1,4 @@
-"""Recipes that run rounds: sample from the present model, train it on the best of that, and again."""
+"""Recipes in rounds: sample from the current model, train it on the best completions, and repeat."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,16 +14,23 @@ from trueline.config.rl import SamplingControls
 from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
-from trueline.jobs.plan import describe, plan_eval, plan_generate
 from trueline.jobs.sample_file import write_json
-from trueline.jobs.sampling import EVALUATION, SUMMARY, prepare_eval, prepare_generate, selection_warnings, shown
+from trueline.jobs.sampling import (
+    EVALUATION,
+    SUMMARY,
+    format_number,
+    prepare_eval,
+    prepare_generate,
+    selection_warnings,
+)
 from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.offline.launch import prepare_supervised
-from trueline.runs.engines import check_engines
+from trueline.offline.build import prepare_supervised
+from trueline.plan.describe import describe_rounds
+from trueline.plan.resolve import check_engines, rate_keys
+from trueline.plan.sampling import SamplingPlan, plan_eval, plan_generate
 from trueline.runs.launch import Job, Start, launch
-from trueline.runs.learning_rate import rate_keys, rate_line
 from trueline.training.export import Export, export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
@@ -77,7 +84,7 @@ class Recipe:
 
     def keys(self, number: int, name: str, rounds_before: int) -> Tree:
         """Return the keys that say where a stage lives and which model it has."""
-        model = self.config.model.replaced({"path": self.model_after(rounds_before)}).model_dump()
+        model = self.config.model.with_keys({"path": self.model_after(rounds_before)}).model_dump()
         return {"folder": str(self.folder / f"round_{number}"), "name": name, "model": model}
 
     def model_after(self, number: int) -> str:
@@ -93,33 +100,35 @@ class Recipe:
 
     def learnt(self, number: int) -> int:
         """Return how many rows a round's samples gave to train on."""
-        return int(read(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
+        return int(read_json(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
 
     def result(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = {"round": number}
         if self.config.evaluation.named_sets():
-            metrics = read(self.folder / f"round_{number}/eval" / EVALUATION)["metrics"]
+            metrics = read_json(self.folder / f"round_{number}/eval" / EVALUATION)["metrics"]
             found |= {name: value for name, value in metrics.items() if name.startswith("evaluation/reward")}
         if number > 0:
-            summary = read(self.folder / f"round_{number}/generate" / SUMMARY)
+            summary = read_json(self.folder / f"round_{number}/generate" / SUMMARY)
             found |= {name: summary.get(name) for name in ("reward_mean", "reward_best_mean")}
             found["learnt"] = self.learnt(number)
         return found
 
 
-def read(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     return json.loads(file.read_text())
 
 
 def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
-    recipe, about = plan_rounds(config, start.folder.path)
-    return Job(recipe.config, about, config.rounds, partial(run_rounds, recipe, start.verb))
+    recipe, plan = plan_rounds(config, start.folder.path)
+    text = describe_rounds(recipe.config, plan, recipe.prompts)
+    work = partial(run_rounds, recipe, start.verb)
+    return Job(recipe.config, text, config.rounds, work, findings=plan.findings)
 
 
 def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
     status = run_stages(recipe, verb, progress)
     if status:
-        progress.note(f"The rounds can go on with: {folder.resume_command()}")
+        progress.note(f"Continue with: {folder.resume_command()}")
         return status
     results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
     write_json(folder.path / ROUNDS, results)
@@ -128,12 +137,12 @@ def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress)
     return 0
 
 
-def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
-    """Plan the rounds and check whatever can be told of all stages before the first one starts."""
+def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, SamplingPlan[GenerateConfig]]:
+    """Check what can be known of all stages before the first one starts; return its plan as well."""
     check_engines(config, "training")
-    if config.trainer == "dpo" and not config.scored():
+    if config.trainer == "dpo" and not config.has_reward():
         raise ConfigError(
-            "reward.function is empty: iterative_dpo prefers answers by their rewards: name one with --reward"
+            "reward.function is empty: iterative_dpo prefers completions by their rewards: name one with --reward"
         )
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
@@ -141,18 +150,15 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, str]:
     check_model(plan.config.model)
     if config.evaluation.named_sets():
         plan_eval(first.evaluation(0))
-    size, task = plan.facts.parameters, config.trained.task
-    rate = rate_keys(size, task, config.model, config.training)
-    config = config.replaced({"model": {"path": plan.config.model.path}, "training": rate})
-    recipe = Recipe(config, folder, config.prompts_per_round or plan.prompts())
-    work = f"{config.rounds} rounds of {recipe.prompts} prompts, answers to each: {config.samples}; each round then "
-    work += f"{config.trainer} on {config.learnt}" + (" and eval" if config.evaluation.named_sets() else "")
-    return recipe, f"{describe(plan, work)}\n{rate_line(size, task, config.model, config.training)}"
+    rate = rate_keys(plan.facts.parameters, config.trained.task, config.model, config.training)
+    config = config.with_keys({"model": {"path": plan.config.model.path}, "training": rate})
+    every = sum(len(one.prompts) for one in plan.sets.values())
+    return Recipe(config, folder, config.prompts_per_round or every), plan
 
 
 def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
     """Run the stages that are not done yet; the first that does not come to its end gives the exit status."""
-    done = read(recipe.folder / DONE) if (recipe.folder / DONE).exists() else []
+    done = read_json(recipe.folder / DONE) if (recipe.folder / DONE).exists() else []
     for stage in recipe.stages():
         if stage.name in done:
             continue
@@ -164,7 +170,7 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
         if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
             assert isinstance(stage.config, GenerateConfig)
-            why = selection_warnings(read(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
+            why = selection_warnings(read_json(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
             learnt = f"{recipe.config.trainer} in {recipe.config.learnt}"
             progress.note(f"error: {stage.name} has nothing for {learnt}: {why}")
             return 1
@@ -178,12 +184,11 @@ def rounds_table(results: list[dict[str, Any]]) -> Table:
     for column in ("round", "held-out reward", "mean of samples", "mean of the best", "learnt"):
         table.add_column(column)
     for row in results:
-        width = row.get("evaluation/reward_ci95")
         table.add_row(
             str(row["round"]),
-            shown(row.get("evaluation/reward")) + (f" ± {width:.3f}" if width is not None else ""),
-            shown(row.get("reward_mean")),
-            shown(row.get("reward_best_mean")),
+            format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95")),
+            format_number(row.get("reward_mean")),
+            format_number(row.get("reward_best_mean")),
             str(row.get("learnt", "-")),
         )
     return table

@@ -1,4 +1,4 @@
-"""Sampled completions on disk: one line per prompt, safe from a kill at any moment, and what is selected from them."""
+"""Sampled completions on disk, one line per prompt and safe from a kill, and the selection from them."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.messages import Message, content_of
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.files import Row, atomic_path, rows_at, whole_lines
 from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.groups import Group
@@ -23,19 +24,18 @@ SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs not
 SHOWN_ERRORS = 3
 COUNTS = ("prompts", "completions", "failed", "empty", "truncated", "tokens")
 
-Row = dict[str, Any]  # a prompt and all its completions
 Sampled = dict[str, Any]
 
 
 def row_of(number: int, group: Group, *, scored: bool, played: bool = False) -> Row:
     """Describe a prompt and its completions, which are whole conversations where an environment was played."""
     completions = [completion_of(one, scored) | (conversations_of(one) if played else {}) for one in group]
-    return {"number": number, **described(group[0].prompt), "completions": completions}
+    return {"number": number, **prompt_row(group[0].prompt), "completions": completions}
 
 
-def described(prompt: Prompt) -> Row:
-    said = {"id": prompt.id, "source": prompt.source, "prompt": prompt.messages, "label": prompt.label}
-    return said | ({"tools": prompt.tools} if prompt.tools else {})
+def prompt_row(prompt: Prompt) -> Row:
+    row = {"id": prompt.id, "source": prompt.source, "prompt": prompt.messages, "label": prompt.label}
+    return row | ({"tools": prompt.tools} if prompt.tools else {})
 
 
 def learnt_rows(row: Row, completion: Sampled) -> list[Row]:
@@ -61,13 +61,13 @@ def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
 
 
 def conversations_of(trajectory: Trajectory) -> Sampled:
-    """Return what was said in an episode, and what the environment reports of it."""
-    said = [
+    """Return the conversations of an episode, and what the environment reports of it."""
+    conversations = [
         {"prompt": one.prompt, "completion": one.completion, **({"tools": one.tools} if one.tools else {})}
         for one in trajectory.dialogues
     ]
     metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith(PART)}
-    return {"conversations": said, "metrics": metrics}
+    return {"conversations": conversations, "metrics": metrics}
 
 
 class SampleFile:
@@ -83,7 +83,7 @@ class SampleFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # every row was flushed; what a full disk refused is told by the error under way
+        with suppress(OSError):  # every row was flushed; a full disk has raised its error already
             self.stream.close()
 
     def add(self, row: Row) -> None:
@@ -99,28 +99,23 @@ class SampleFile:
         self.places[row["number"]] = place
 
     def rows(self, numbers: Iterable[int]) -> Iterator[Row]:
-        """Yield the rows of these numbers in this order, whichever they were sampled in."""
-        with self.path.open("rb") as stream:
-            for number in numbers:
-                stream.seek(self.places[number])
-                yield json.loads(stream.readline())
+        """Read the rows of these numbers in this order, whichever they were sampled in."""
+        return rows_at(self.path, (self.places[number] for number in numbers))
 
 
 def find_rows(path: Path) -> dict[int, int]:
     places: dict[int, int] = {}
     end = 0
     with path.open("r+b") as stream:
-        for line in stream:
-            if not line.endswith(b"\n"):
-                break
+        for place, line in whole_lines(stream):
             try:
-                places[json.loads(line)["number"]] = end
+                places[json.loads(line)["number"]] = place
             except (ValueError, KeyError, TypeError):
                 raise ConfigError(
                     f"{path}, line {len(places) + 1} is not a row that was written here: remove the line to sample "
                     "its prompt again"
                 ) from None
-            end += len(line)
+            end = place + len(line)
         stream.truncate(end)
     return places
 
@@ -131,43 +126,41 @@ def line_of(row: Row) -> str:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[TextIO]:
+def write_aside(path: Path) -> Iterator[TextIO]:
     """Open a file that gets its name once it is whole."""
-    aside = path.with_name(path.name + ".unfinished")
     try:
-        with aside.open("w", encoding="utf-8") as stream:
+        with atomic_path(path) as aside, aside.open("w", encoding="utf-8") as stream:
             yield stream
-        aside.rename(path)
     except OSError as error:  # which names no file where a disk is full
         raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
-    with written_aside(path) as stream:
+    with write_aside(path) as stream:
         stream.write(json.dumps(value, indent=2) + "\n")
 
 
-def usable(completion: Sampled) -> bool:
+def is_usable(completion: Sampled) -> bool:
     """Tell whether a completion could be trained on: it has its reward, and says something."""
-    if not Outcome(completion["outcome"]).scored or not completion["reply"].strip():
+    if not Outcome(completion["outcome"]).is_scored or not completion["reply"].strip():
         return False
-    said = completion.get("conversations", [])
-    return all(readable(message) for one in said for message in (*one["prompt"], *one["completion"]))
+    talks = completion.get("conversations", [])
+    return all(is_readable(message) for one in talks for message in (*one["prompt"], *one["completion"]))
 
 
-def readable(message: Message) -> bool:
-    """Tell whether a trainer reads a message: it says something, calls a tool or is a tool's answer."""
+def is_readable(message: Message) -> bool:
+    """Tell whether a trainer reads a message: it has text, calls a tool or is a tool's result."""
     return bool(content_of(message).strip() or message.get("tool_calls") or message["role"] == "tool")
 
 
-def one_sequence(completion: Sampled) -> bool:
+def is_one_sequence(completion: Sampled) -> bool:
     """Tell whether a completion is one training sequence, as it has to be in a pair."""
     return bool(completion.get("metrics", {}).get("episode/sequences", 1) == 1)
 
 
-def eligible(completion: Sampled, config: GenerateConfig) -> bool:
+def is_eligible(completion: Sampled, config: GenerateConfig) -> bool:
     """Tell whether a completion could be learnt as a good one."""
-    return usable(completion) and (config.keep_truncated or not completion["truncated"])
+    return is_usable(completion) and (config.keep_truncated or not completion["truncated"])
 
 
 def best_of(completions: list[Sampled]) -> list[Sampled]:
@@ -179,8 +172,8 @@ def reward_of(completion: Sampled) -> float:
     return float(completion["reward"])
 
 
-def kept_of(row: Row, config: GenerateConfig) -> list[Sampled]:
-    completions = [completion for completion in row["completions"] if eligible(completion, config)]
+def select_kept(row: Row, config: GenerateConfig) -> list[Sampled]:
+    completions = [completion for completion in row["completions"] if is_eligible(completion, config)]
     if config.keep == "best":
         return best_of(completions)
     return [
@@ -190,25 +183,18 @@ def kept_of(row: Row, config: GenerateConfig) -> list[Sampled]:
 
 def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
     """Return the best and the worst completion of one prompt; None where they are equally good, or say the same."""
-    completions = [completion for completion in row["completions"] if usable(completion) and one_sequence(completion)]
-    best = best_of([completion for completion in completions if eligible(completion, config)])
+    completions = [
+        completion for completion in row["completions"] if is_usable(completion) and is_one_sequence(completion)
+    ]
+    best = best_of([completion for completion in completions if is_eligible(completion, config)])
     if not best:
         return None
     (better,) = learnt_rows(row, best[0])
     others = [(completion, *learnt_rows(row, completion)) for completion in completions]
-    worst, worse = min((one for one in others if same_prompt(one[1], better)), key=lambda one: reward_of(one[0]))
+    alike = [one for one in others if all(one[1].get(name) == better.get(name) for name in ("prompt", "tools"))]
+    worst, worse = min(alike, key=lambda one: reward_of(one[0]))  # of episodes that began with the same prompt
     differ = reward_of(best[0]) > reward_of(worst) and better["completion"] != worse["completion"]
     return (best[0], worst) if differ else None
-
-
-def same_prompt(one: Row, other: Row) -> bool:
-    """Tell whether two episodes began alike; an environment may say something else each time."""
-    return all(one.get(name) == other.get(name) for name in ("prompt", "tools"))
-
-
-def kept_rows(row: Row, completion: Sampled) -> list[Row]:
-    """Return a kept completion as rows that `sft` reads."""
-    return [{**learnt, "reward": completion["reward"]} for learnt in learnt_rows(row, completion)]
 
 
 def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
@@ -231,7 +217,7 @@ class Tally:
 
     def add(self, row: Row) -> None:
         completions = row["completions"]
-        failed = [completion for completion in completions if Outcome(completion["outcome"]).failed]
+        failed = [completion for completion in completions if Outcome(completion["outcome"]).is_failure]
         rewards = [reward_of(completion) for completion in completions if completion["reward"] is not None]
         if rewards:
             self.means.append(fmean(rewards))
@@ -258,13 +244,15 @@ def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -
     tally = Tally()
     selected = ("kept", "pairs", "prompts_without_pair") if config.pairs else ("kept",)
     tally.counts.update(dict.fromkeys((*COUNTS, *selected), 0))
-    wanted = written_aside(folder / "pairs.jsonl") if config.pairs else nullcontext()
-    with written_aside(folder / "kept.jsonl") as kept, wanted as pairs:
+    wanted = write_aside(folder / "pairs.jsonl") if config.pairs else nullcontext()
+    with write_aside(folder / "kept.jsonl") as kept, wanted as pairs:
         for row in rows:
             tally.add(row)
-            completions = kept_of(row, config)
+            completions = select_kept(row, config)
             tally.counts["kept"] += len(completions)
-            kept.writelines(line_of(one) for completion in completions for one in kept_rows(row, completion))
+            for completion in completions:
+                rewarded = ({**learnt, "reward": completion["reward"]} for learnt in learnt_rows(row, completion))
+                kept.writelines(map(line_of, rewarded))
             if pairs is not None:
                 pair = pair_of(row, config)
                 tally.counts["pairs" if pair else "prompts_without_pair"] += 1

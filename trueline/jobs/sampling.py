@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -14,44 +14,35 @@ from rich.table import Table
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
-from trueline.jobs.plan import Kind, SamplingPlan, chosen_prompts, describe, plan_eval, plan_generate
+from trueline.files import Row
 from trueline.jobs.sample_file import (
-    Row,
     SampleFile,
-    described,
     line_of,
+    prompt_row,
     row_of,
+    write_aside,
     write_json,
     write_selection,
-    written_aside,
 )
-from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
+from trueline.monitoring.findings import WATCH
+from trueline.monitoring.health import limits_in, truncation_findings
+from trueline.monitoring.limits import CUT_OFF
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.user_files import found_again
+from trueline.plan.describe import describe
+from trueline.plan.sampling import Kind, SamplingPlan, chosen_prompts, plan_eval, plan_generate
 from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator, environment_names, prefix_of
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start, movable
-from trueline.runs.processes import (
-    Needed,
-    Sampling,
-    budget_of,
-    open_environment,
-    opened,
-    opened_loop,
-    role_group,
-    sampling_of,
-    start_engines,
-    started,
-)
+from trueline.runs.processes import Sampling, engine_specs, open_loop, open_processes, open_sampling, role_group
 from trueline.runs.rewards import failure_files, open_rewards
-from trueline.runs.summary import warning_lines
-from trueline.runtime.placement import Processes
-from trueline.training.group import ModelGroup, start_groups
+from trueline.training.group import start_groups
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
@@ -71,42 +62,30 @@ ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever r
 
 
 @contextmanager
-def open_sampling(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Sampling]:
-    """Start engines and rewards, yield what samples with them, and end them."""
-    config = plan.config
-    needed = Needed([config.model.path, *(role.model.path for role in plan.reward_roles)])
+def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) -> Iterator[Sampling]:
+    """Start engines, reward models and rewards, yield what samples with them, and end them."""
+    config, rollout, played = plan.config, plan.rollout, plan.config.environment.plays()
+    models = [config.model.path, *(role.model.path for role in plan.reward_roles)]
     with ExitStack() as stack:
-        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime, needed))
-        loop = stack.enter_context(opened_loop(config.timeout_seconds))
+        processes = stack.enter_context(open_processes(plan.machine, plan.layout, folder.logs, config.runtime, models))
+        loop = stack.enter_context(open_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        played = config.environment.plays()
-        engines = start_engines(processes, config.model, plan.rollout, config.seed, structured=played)
-        pool = EnginePool(engines, plan.rollout.max_sequences)
-        reward_models = start_reward_models(plan, processes)
+        specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
+        engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
+        pool = EnginePool(engines, rollout.max_sequences)
+        seed, seconds = config.seed, config.timeout_seconds
+        reward_models = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
+        if reward_models:
+            start_groups(list(reward_models.values()))
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.
-        rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs)
-        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        environment = open_environment(config.environment, rewards, plan.chat, folder.logs, plan.rollout.engine)
-        stack.enter_context(started(environment, loop, progress.note))
-        yield sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
+        rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs, plan.rewards)
+        yield stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
 
 
-def start_reward_models(plan: SamplingPlan[Kind], processes: Processes) -> dict[str, ModelGroup]:
-    """Start the reward models on this machine, and return them by name."""
-    seed, seconds = plan.config.seed, plan.config.timeout_seconds
-    groups = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
-    if groups:
-        start_groups(list(groups.values()))
-    return groups
-
-
-Run = Callable[[SamplingPlan[Kind], RunFolder, Progress], int]
-
-
-def job_of(plan: SamplingPlan[Kind], work: str, total: int, run: Run[Kind]) -> Job:
-    about = [describe(plan, work), *warning_lines(plan.config, plan.layout, plan.machine)]
-    return Job(plan.config, "\n".join(about), total, partial(run, plan), reading=plan.reading())
+def job_of(plan: SamplingPlan[Kind], run: Callable[[SamplingPlan[Kind], RunFolder, Progress], int]) -> Job:
+    text, reading = describe(plan), plan.reading()
+    return Job(plan.config, text, plan.total, partial(run, plan), reading=reading, findings=plan.findings)
 
 
 # generate
@@ -114,16 +93,9 @@ def job_of(plan: SamplingPlan[Kind], work: str, total: int, run: Run[Kind]) -> J
 
 def prepare_generate(config: GenerateConfig, start: Start) -> Job:
     plan = plan_generate(config)
-    config, prompts = plan.config, chosen_prompts(plan)
     if start.resume:
-        check_unchanged(config, start.folder)
-    kept = {"all": "all answers", "best": "the best answer to each", "threshold": f"rewards from {config.threshold:g}"}
-    share = f" (share {config.shard} of {config.shards})" if config.shards > 1 else ""
-    work = f"{len(prompts)} prompts{share}, answers to each: {config.samples}; keep {kept[config.keep]}"
-    work += ", pairs of best and worst" if config.pairs else ""
-    if config.keep == "best" and config.samples == 1:
-        work += "\nwarning: samples=1 leaves keep=best nothing to choose from, so every answer is kept: raise samples"
-    return job_of(plan, work, len(prompts), generate)
+        check_unchanged(plan.config, start.folder)
+    return job_of(plan, generate)
 
 
 def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
@@ -133,8 +105,9 @@ def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
     for key in movable(config).leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
             raise ConfigError(
-                f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its answers would be "
-                "of two kinds; choose another --name"
+                f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its completions "
+                "would be of two kinds; choose another --name",
+                key=key.path,
             )
 
 
@@ -143,15 +116,13 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
     prompts = chosen_prompts(plan)
     with SampleFile(folder.path / SAMPLES) as file:
         left = [numbered for numbered in prompts if numbered[0] not in file.places]
-        check_answered(file, [numbered for numbered in prompts if numbered[0] in file.places])
+        check_sampled(file, [numbered for numbered in prompts if numbered[0] in file.places])
         if len(left) < len(prompts):
-            progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are answered")
-        pace = Pace(progress, len(prompts) - len(left), budget_for(plan.config, folder), plan.config.scored())
+            progress.note(f"resumed    {len(prompts) - len(left)} of {len(prompts)} prompts are sampled")
+        pace = Pace(progress, len(prompts) - len(left), budget_for(plan.config, folder), plan.config.has_reward())
         if left and not sample(plan, left, file, folder, pace):
-            progress.note(
-                "\n".join([*pace.budget.total(), f"stopped: {pace.done} of {len(prompts)} prompts are answered"])
-            )
-            progress.note(f"go on with: {folder.resume_command()}")
+            stopped = f"stopped: {pace.done} of {len(prompts)} prompts are sampled"
+            progress.note("\n".join([*pace.budget.total(), stopped, f"continue with: {folder.resume_command()}"]))
             return 130
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
@@ -164,16 +135,16 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
     return 0
 
 
-def check_answered(file: SampleFile, answered: list[Numbered]) -> None:
-    """Refuse changed data: a number is a place in an order, and may stand for another prompt now."""
-    rows = file.rows(number for number, _ in answered)
-    for (number, prompt), row in zip(answered, rows, strict=True):
-        now = json.loads(line_of(described(prompt)))
+def check_sampled(file: SampleFile, sampled: list[Numbered]) -> None:
+    """Refuse changed data: a number is a place in an order, and may mean another prompt now."""
+    rows = file.rows(number for number, _ in sampled)
+    for (number, prompt), row in zip(sampled, rows, strict=True):
+        now = json.loads(line_of(prompt_row(prompt)))
         moved = Path(row["source"]).name != Path(prompt.source).name
         if moved or any(row.get(key) != now.get(key) for key in ("id", "prompt", "tools")):
             raise ConfigError(
-                f'{file.path}: "number": {number} answers another prompt than {prompt.place()}, which has that '
-                "number now: the data has changed since this run began; choose another --name"
+                f'{file.path}: "number": {number} is another prompt than {prompt.place()}, which has that number now: '
+                "the data has changed since this run began; choose another --name"
             )
 
 
@@ -192,10 +163,10 @@ class Pace:
     tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    said: float = field(default_factory=time.monotonic)
+    reported: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        self.started = self.said = self.progress.started = time.monotonic()
+        self.started = self.reported = self.progress.started = time.monotonic()
         self.progress.first_step = self.done
 
     def add(self, group: Group) -> None:
@@ -203,35 +174,34 @@ class Pace:
         self.tokens += sum(one.sampled_tokens() for one in group)
         self.rewards += [one.reward for one in group if one.reward is not None and self.scored]
         self.budget.add(group)
-        if time.monotonic() - self.said > REPORT_SECONDS or self.done == self.progress.total:
-            self.said = time.monotonic()
-            mean = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
-            self.progress.step(self.done, mean | {"speed/tokens_per_second": self.tokens / (self.said - self.started)})
+        if time.monotonic() - self.reported > REPORT_SECONDS or self.done == self.progress.total:
+            self.reported = time.monotonic()
+            metrics = {"reward/mean": fmean(self.rewards)} if self.rewards else {}
+            metrics["speed/tokens_per_second"] = self.tokens / (self.reported - self.started)
+            self.progress.step(self.done, metrics)
             for line in self.budget.news():
                 self.progress.note(line)
 
     def speed(self) -> Row:
         """Return seconds and tokens per second; nothing where nothing was left to sample."""
-        seconds = self.said - self.started
+        seconds = self.reported - self.started
         return {"seconds": seconds, "tokens_per_second": self.tokens / seconds} if self.tokens else {}
 
 
 def sample(
     plan: SamplingPlan[GenerateConfig], left: list[Numbered], file: SampleFile, folder: RunFolder, pace: Pace
 ) -> bool:
-    """Sample what is left; tell whether all is done. An interrupt gives up what is under way, to be sampled later."""
+    """Sample what is left, and return whether all is done; an interrupt drops what is in flight."""
     config, rollout = plan.config, plan.rollout
-    under_way = 2 * rollout.max_sequences * plan.layout.engines
-
-    def told(message: str) -> None:
-        pace.progress.note("stopping as soon as one more prompt is answered; interrupt again to stop at once")
-
-    with open_sampling(plan, folder, pace.progress) as sampling, pace.progress, Interrupts(told) as interrupts:
+    in_flight = 2 * rollout.max_sequences * plan.layout.engines
+    stopping = "stopping as soon as one more prompt is sampled; interrupt again to stop at once"
+    interrupts = Interrupts(lambda message: pace.progress.note(stopping))
+    with open_job(plan, folder, pace.progress) as sampling, pace.progress, interrupts:
         seed, played = config.seed if rollout.seeded else None, bool(config.environment.kind())
         sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
-        for place, group in sampler.each(left, sampling.loop, under_way=under_way):
-            file.add(row_of(left[place][0], group, scored=config.scored(), played=played))
+        for place, group in sampler.each(left, sampling.loop, in_flight=in_flight):
+            file.add(row_of(left[place][0], group, scored=config.has_reward(), played=played))
             pace.add(group)
             if interrupts.requested:
                 break
@@ -241,36 +211,34 @@ def sample(
 def warn_of_limits(
     progress: Progress, plan: SamplingPlan[Kind], share: float, limits: dict[str, float], place: str = ""
 ) -> None:
-    """Name the limits that cut most answers off."""
+    """Name the limits that cut most completions off."""
     if share > CUT_OFF:
-        values = {key.path: key.default for key in plan.config.leaves()}
-        progress.note(f"warning: {place}{cut_off_words(share, limits, values)}")
+        found = truncation_findings(WATCH, share, limits, plan.config)
+        progress.report(replace(found, what=f"{place}{found.what}"))
 
 
 def summary_line(summary: Row) -> str:
     counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
-    said = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
+    parts = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
     rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
-    said += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
-    return "summary    " + ", ".join(said)
+    parts += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
+    return "summary    " + ", ".join(parts)
 
 
 def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
     """Say why nothing was selected, where that is so."""
-    found = []
-    best = (
-        f" (the best answers have {summary['reward_best_mean']:.3f} on average)"
-        if "reward_best_mean" in summary
-        else ""
-    )
-    if not summary["kept"]:
-        low = f"no reward reached threshold={config.threshold:g}{best}: lower it, or raise samples"
-        bad = "every answer failed, was empty or was cut off (rollout.max_new_tokens, keep_truncated)"
-        found.append(f"nothing was kept: {low if config.keep == 'threshold' and best else bad}")
+    found, best = [], summary.get("reward_best_mean")
+    if not summary["kept"] and config.keep == "threshold" and best is not None:
+        found.append(
+            f"nothing was kept: no reward reached threshold={config.threshold:g} (mean of the best {best:.3f}): lower "
+            "it, or raise samples"
+        )
+    elif not summary["kept"]:
+        found.append("nothing was kept: every completion failed, was empty or was cut off (rollout.max_new_tokens)")
     if config.pairs and not summary["pairs"]:
         found.append(
-            "no prompt has a pair, for its answers have equal rewards or equal words, or failed: raise samples or "
-            "rollout.temperature, or take a reward that tells answers apart"
+            "no prompt has a pair: its completions have equal rewards or equal texts, or failed: raise samples or "
+            "rollout.temperature, or use a reward that tells completions apart"
         )
     return found
 
@@ -280,24 +248,21 @@ def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
 
 def prepare_eval(config: EvalConfig, start: Start) -> Job:
     """Prepare an evaluation; one that is resumed begins anew."""
-    plan = plan_eval(config)
-    evaluation = plan.config.evaluation
-    work = f"{plan.prompts()} prompts, answers to each: {evaluation.samples}, temperature {evaluation.temperature:g}"
-    return job_of(plan, work, plan.prompts(), evaluate)
+    return job_of(plan_eval(config), evaluate)
 
 
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
     config, evaluation = plan.config, plan.config.evaluation
     sets = {name: one.prompts for name, one in plan.sets.items()}
     pace = Pace(progress, 0, budget_for(config, folder))
-    with open_sampling(plan, folder, progress) as sampling, progress:
+    with open_job(plan, folder, progress) as sampling, progress:
         longest = plan.rollout.max_new_tokens
         sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
-    with written_aside(folder.transcripts) as stream:
+    with write_aside(folder.transcripts) as stream:
         rows = (row_of(at, group, scored=True, played=played) for at, group in enumerate(groups))
         stream.writelines(map(line_of, rows))
     counts = {name: len(prompts) for name, prompts in sets.items()}
@@ -310,7 +275,7 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         warn_of_limits(
             progress, plan, metrics[f"{prefix_of(name)}truncated_share"], shares, f"{name}: " if name else ""
         )
-    done = f"done: {folder.path / EVALUATION}, answers in {folder.transcripts.name}"
+    done = f"done: {folder.path / EVALUATION}, completions in {folder.transcripts.name}"
     progress.note("\n".join([*pace.budget.total(), done]))
     return 0
 
@@ -326,8 +291,10 @@ def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples
         found = {
             key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")
         }
-        mean = shown(found["reward"]) + (f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else "")
-        passes = [shown(found[key]) for key in at_k]
+        mean = format_number(found["reward"]) + (
+            f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else ""
+        )
+        passes = [format_number(found[key]) for key in at_k]
         table.add_row(name or "evaluation", str(count), mean, *passes, f"{found['failed_share']:.1%}")
     return table
 
@@ -338,9 +305,9 @@ def environment_table(metrics: dict[str, float], sets: list[str], names: list[st
     for column in ("mean of an episode", *(name or "evaluation" for name in sets)):
         table.add_column(column, overflow="fold")
     for name in names:
-        table.add_row(name, *(shown(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
+        table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
     return table
 
 
-def shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def format_number(value: float | None, width: float | None = None) -> str:
+    return "-" if value is None else f"{value:.3f}" + (f" ± {width:.3f}" if width is not None else "")

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: loaded as a run loads it, and served until it is told to stop."""
+"""A reward model behind HTTP: loaded as a run loads it, and served until a signal stops it."""
 
 import asyncio
 import os
@@ -14,18 +14,19 @@ from trueline.config.base import ConfigError
 from trueline.config.reward import RewardPartConfig
 from trueline.config.sampling import ServingConfig
 from trueline.models.loading import check_model, load_chat
+from trueline.plan.describe import model_line
+from trueline.plan.inputs import resolve_run_as_model
+from trueline.plan.resolve import check_engines, check_model_keys, check_ranks, rank_count, resolve_dtype, resolve_path
+from trueline.plan.roles import RoleModel
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
-from trueline.rewards.server import RewardServer, open_port
-from trueline.runs.engines import check_engines, check_ranks
-from trueline.runs.preflight import chained, check_parallel, rank_count, resolve_dtype, resolve_path
-from trueline.runs.processes import opened, role_group
-from trueline.runs.roles import RoleModel
-from trueline.runs.summary import model_line
+from trueline.rewards.server import RewardServer
+from trueline.runs.processes import open_processes, role_group
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout
 from trueline.training.group import ModelGroup
+from trueline.usercode.http_server import open_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,13 @@ class ServingPlan:
 
 
 def serve(config: ServingConfig) -> int:
-    """Load the model and answer requests until Ctrl-C or SIGTERM; return 1 if the model's processes fail."""
-    config, taken = chained(config)
+    """Load the model and serve requests until Ctrl-C or SIGTERM; return 1 if the model's processes fail."""
+    config, taken = resolve_run_as_model(config)
     plan = plan_serving(config)
     with ExitStack() as stack:
         # While the model loads, both signals end it the same way.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
-        listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is told before the load
+        listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is refused before the load
         say("\n".join([*taken, model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype)]))
         try:
             group = start_model(plan, stack)
@@ -69,8 +70,8 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
     facts, machine = check_model(model, served_head(model.path)), machine_at_hand()
-    check_parallel(model, facts)
-    model = model.replaced(
+    check_model_keys(config.ranks, model, facts, "ranks")
+    model = model.with_keys(
         {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}
     )
     part = RewardPartConfig(
@@ -89,14 +90,14 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
         )
     if machine.gpus and world > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
-    ranks = config.ranks.replaced({"placement": "separate"})  # there is no policy to share with
+    ranks = config.ranks.with_keys({"placement": "separate"})  # there is no policy to share with
     role = RoleModel("reward_model", "ranks", model, ranks, reward_model_head(model.path), facts, world)
     return ServingPlan(config, role, part, machine, config.max_tokens or limit)
 
 
 def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
     config, layout = plan.config, Layout(0, roles=(plan.role.layout(),))
-    processes = stack.enter_context(opened(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
+    processes = stack.enter_context(open_processes(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
     group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
     group.start()
     return group

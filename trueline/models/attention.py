@@ -1,10 +1,12 @@
-"""Attention over packed sequences, for every Hugging Face decoder that asks transformers' attention interface.
+"""How the sequences of a batch share a forward pass (packed, padded or in a ring), and packed attention.
 
-The layout of the forward pass under way is one object that the attention function reads. It stays until the next
-forward pass, because gradient checkpointing computes attention again during the backward pass.
+Packed attention works for every Hugging Face decoder that uses transformers' attention interface. The current layout
+stays until the next forward pass, because gradient checkpointing computes attention again in the backward pass.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trueline.config.base import ConfigError
+from trueline.data.types import UNKNOWN_EXPERT, to_device
 from trueline.models.attention_blocks import boundaries, takes_flash
-from trueline.models.ring_attention import Ring, ring_attention
+from trueline.models.ring_attention import RingGroup, gather_ring, local_positions, padded_lengths, ring_attention
 
 NAME = "trueline_packed"
-REFUSED = {  # what some architectures hand to their attention function, and what it is called
+REFUSED = {  # arguments of some architectures' attention functions
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -28,18 +31,18 @@ REFUSED = {  # what some architectures hand to their attention function, and wha
 
 
 @dataclass(slots=True)
-class Layout:
+class PackedLayout:
     """How the tokens of one forward pass are divided into sequences."""
 
     lengths: list[int]  # on this rank
-    ring: Ring | None = None  # other ranks hold the rest of each sequence
+    ring: RingGroup | None = None  # other ranks hold the rest of each sequence
     calls: int = 0  # of the attention function, during this pass
 
 
 class Current:
-    """The layout of this process's forward pass under way."""
+    """The layout of this process's current forward pass."""
 
-    layout = Layout([])
+    layout = PackedLayout([])
 
 
 def packed_attention(
@@ -62,12 +65,13 @@ def packed_attention(
         limit = max(layout.lengths) * layout.ring.size
         if window is not None and window < limit:
             raise ConfigError(
-                f"model.context_parallel={layout.ring.size}: this model's attention window of {window} tokens is "
-                f"shorter than a sequence of {limit}; windows are not divided over a ring: set model.context_parallel=1"
+                f"model.context_parallel={layout.ring.size} does not support this model's attention window of {window} "
+                f"tokens, shorter than a sequence of {limit}: set model.context_parallel=1"
             )
         out = ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
     else:
-        out = whole_attention(parts, layout.lengths, scale, window)
+        attend = varlen_attention if takes_flash(parts[0]) else sequence_by_sequence
+        out = attend(parts[0], parts[1], parts[2], layout.lengths, scale, window)
     return out[None], None
 
 
@@ -75,21 +79,15 @@ def refuse(others: dict[str, Any]) -> None:
     found = [what for name, what in REFUSED.items() if others.get(name) is not None]
     if found:
         raise ConfigError(
-            f"this architecture uses {found[0]}, which packed attention does not know: "
-            "set training.packing=false (and model.context_parallel=1)"
+            f"this architecture uses {found[0]}, which packed attention does not support: set training.packing=false "
+            "(and model.context_parallel=1)"
         )
-
-
-def whole_attention(parts: list[Tensor], lengths: list[int], scale: float, window: int | None) -> Tensor:
-    query, key, value = parts
-    attend = varlen_attention if takes_flash(query) else sequence_by_sequence
-    return attend(query, key, value, lengths, scale, window)
 
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Run torch's flash kernels over sequences of different lengths; several heads may share one of keys."""
+    """Run torch's flash kernels over sequences of different lengths, with grouped heads too."""
     ends, longest = boundaries(tuple(lengths), query.device), max(lengths)
     near = window is not None and window < longest
     span = {"window_size_left": window - 1, "window_size_right": 0} if near else {}  # type: ignore[operator]
@@ -102,7 +100,7 @@ def varlen_attention(
 def sequence_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Attend causally in one sequence after the other, which is exact on every device."""
+    """Attend causally in one sequence after the other, exact on every device."""
     pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     return torch.cat([one_sequence(*piece, scale=scale, window=window) for piece in pieces])
 
@@ -123,3 +121,89 @@ def one_sequence(query: Tensor, key: Tensor, value: Tensor, *, scale: float, win
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+class Arrangement(ABC):
+    """Convert between the flat axis [N] of a batch and the input of one rank's model."""
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return the model's arguments."""
+
+    def hidden_rows(self, states: Tensor) -> Tensor:
+        """Return the last hidden states as [n, H], one row per local position."""
+        return states[0]
+
+    def local(self, values: Tensor) -> Tensor:
+        """Take this rank's part, [N] -> [n]."""
+        return values
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Join the parts of all ranks, [n, ...] -> [N, ...]."""
+        return values
+
+    def expert_rows(self, experts: Tensor) -> Tensor:
+        """Arrange experts as routers see tokens: one list, padding included, [N, ...] -> [rows, ...]."""
+        return experts
+
+
+@dataclass(frozen=True)
+class Packed(Arrangement):
+    lengths: list[int]
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        Current.layout = PackedLayout(self.lengths)
+        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
+
+
+@dataclass(frozen=True)
+class Padded(Arrangement):
+    """Sequences padded on the right, so that causal attention needs no mask."""
+
+    lengths: list[int]
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
+
+    def hidden_rows(self, states: Tensor) -> Tensor:
+        return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
+
+    def expert_rows(self, experts: Tensor) -> Tensor:
+        parts = experts.split(self.lengths)
+        return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=UNKNOWN_EXPERT).flatten(0, 1)
+
+
+class Ringed(Arrangement):
+    """Each sequence is padded to a length that the ring divides; added tokens are last and dropped."""
+
+    def __init__(self, lengths: list[int], ring: RingGroup, device: torch.device) -> None:
+        self.ring, self.stretched = ring, padded_lengths(lengths, ring.size)
+        *starts, self.total = accumulate(self.stretched, initial=0)
+        real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+        here = local_positions(self.stretched, ring.rank, ring.size)
+        cpu = torch.device("cpu")
+        self.real = {cpu: real, device: to_device(real, device)}
+        self.here = {cpu: here, device: to_device(here, device)}
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        Current.layout = PackedLayout([length // self.ring.size for length in self.stretched], self.ring)
+        places = positions(self.stretched, tokens.device)[self.here[tokens.device]]
+        return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
+
+    def local(self, values: Tensor) -> Tensor:
+        return self._divide(values, 0)
+
+    def expert_rows(self, experts: Tensor) -> Tensor:
+        return self._divide(experts, UNKNOWN_EXPERT)
+
+    def _divide(self, values: Tensor, added: int) -> Tensor:
+        stretched = values.new_full((self.total, *values.shape[1:]), added)
+        stretched[self.real[values.device]] = values
+        return stretched[self.here[values.device]]
+
+    def whole(self, values: Tensor) -> Tensor:
+        return gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
+
+
+def positions(lengths: list[int], device: torch.device) -> Tensor:
+    return to_device(torch.cat([torch.arange(length) for length in lengths]), device)

@@ -1,4 +1,4 @@
-"""Attention of packed sequences to one block of keys: results of several blocks merge to the whole, exactly."""
+"""Attention of packed sequences to blocks of keys; results of several blocks merge exactly."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trueline.data.types import moved
+from trueline.data.types import to_device
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
-FLASH_MULTIPLE, FLASH_HEAD_SIZE = 8, 256  # head sizes that torch's flash kernels take
+FLASH_MULTIPLE, FLASH_HEAD_SIZE = 8, 256  # head sizes that torch's flash kernels support
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where the sequences of a pack lie: sequence i of the queries sees sequence i of the keys only."""
+    """The sequences of a pack: sequence i of the queries sees only sequence i of the keys."""
 
     query_lengths: list[int]
     key_lengths: list[int]
@@ -26,11 +26,11 @@ class Spans:
 
     def __post_init__(self) -> None:
         if self.causal and self.query_lengths != self.key_lengths:
-            raise ValueError("causal attention needs as many keys as queries in every sequence")
+            raise ValueError("causal attention needs equally many keys and queries in every sequence")
 
 
 class Attended(NamedTuple):
-    """What a block gives, in float32 (float64 for float64 inputs); `lse` weighs it against other blocks."""
+    """The result of a block, in float32 (float64 for float64 inputs); `lse` weights it against other blocks."""
 
     out: Tensor  # [n, H, D]
     lse: Tensor  # [n, H]
@@ -45,7 +45,7 @@ def block_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale
 def block_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
 ) -> Gradients:
-    """Compute gradients, exact for a part of the keys too, if `attended` is the merged result of all blocks."""
+    """Compute gradients; they are exact for a part of the keys if `attended` merges all blocks."""
     kernel = flash_backward if takes_flash(query) else math_backward
     heads, key_heads = query.shape[1], key.shape[1]
     repeated = repeat_heads(key, heads), repeat_heads(value, heads)
@@ -109,7 +109,7 @@ def math_backward(
 
 
 def pieces(values: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Cut [n, H, D] into [H, length, D] of each sequence, wide enough to compute with."""
+    """Split [n, H, D] into [H, length, D] of each sequence, in float32 or more."""
     return [wide(piece).transpose(0, 1) for piece in values.split(lengths)]
 
 
@@ -137,22 +137,10 @@ def flash_backward(
 ) -> Gradients:
     bounds = flash_bounds(spans, query.device)
     out, lse = attended.out.to(query.dtype), attended.lse.transpose(0, 1).contiguous()
-    dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # not read: there is no dropout
+    dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # unused without dropout
     unused = torch.empty(0, device=query.device)
-    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(
-        dout.to(query.dtype),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        *bounds,
-        0.0,
-        spans.causal,
-        dropout_state,
-        unused,
-        scale=scale,
-    )
+    arguments = dout.to(query.dtype), query, key, value, out, lse, *bounds, 0.0, spans.causal, dropout_state, unused
+    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(*arguments, scale=scale)
     return dquery.float(), dkey.float(), dvalue.float()
 
 
@@ -163,5 +151,5 @@ def flash_bounds(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, in
 
 @lru_cache(maxsize=64)
 def boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where sequences start and end; cached, as all layers ask."""
-    return moved(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+    """Return where sequences start and end, cached for all layers."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)

@@ -1,26 +1,33 @@
-"""Compute log-probs, entropy and variance from hidden states, slice by slice: a [T, V] tensor never exists."""
+"""The LM head in slices: log-probs, entropies and divergences without ever holding all logits."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; what was quickest
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+from trueline.config.supervised import DistillConfig
+from trueline.models.loading import load_model, shape_of
+
+HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; the fastest
 
 
 class HeadWork(NamedTuple):
-    """What is asked of the head."""
+    """What the head computes, and how."""
 
     temperature: float
     chunk: int  # rows of logits held at a time
-    entropy: bool  # and the variance of log p
+    entropy: bool  # also the variance of log p
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Compute each target's log-prob from hidden states and head weight and, if asked for, each position's moments: the
-    entropy, which is -E[log p], and Var[log p], which has no gradient.
+    """Compute each target's log-prob and, on request, each position's entropy and Var[log p], which has no gradient.
 
-    Both passes hold logits for `chunk` rows only; the backward pass computes them again.
+    Both passes hold logits of only `chunk` rows; the backward pass computes them again.
     """
 
     @staticmethod
@@ -32,7 +39,7 @@ class ChunkedHead(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if work.entropy else None
         variance = torch.empty_like(logprobs) if work.entropy else None
         for rows in slices(len(targets), work.chunk):
-            logits = tempered(hidden[rows], weight, bias, work.temperature)
+            logits = temper(hidden[rows], weight, bias, work.temperature)
             normalizers[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normalizers[rows]
             if entropy is not None and variance is not None:
@@ -53,7 +60,7 @@ class ChunkedHead(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for rows in slices(len(targets), work.chunk):
-            scores = tempered(hidden[rows], weight, bias, work.temperature).sub_(normalizers[rows, None])
+            scores = temper(hidden[rows], weight, bias, work.temperature).sub_(normalizers[rows, None])
             if to_entropy is None:
                 flow = scores.exp_().mul_(-to_logprob[rows, None])
             else:
@@ -70,7 +77,7 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def moments(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return entropy and variance of log p, [T] each, from log-probs [T, V]; logits would lose digits to their size."""
+    """Return entropy and variance of log p, [T] each, from log-probs [T, V], which are more precise than logits."""
     weighted = scores.exp().mul_(scores)
     entropy = -weighted.sum(-1)
     return entropy, torch.linalg.vecdot(weighted, scores) - entropy.square()
@@ -82,7 +89,7 @@ def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, en
     return -scores.exp() * factors
 
 
-def tempered(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Return logits in float32, divided by the temperature."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     return logits if temperature == 1 else logits.div_(temperature)
@@ -90,3 +97,60 @@ def tempered(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 
 def slices(total: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    model: Any
+    config: DistillConfig
+
+
+def load_teacher(config: DistillConfig, source: ModelConfig, student: Any, dtype: torch.dtype, packed: bool) -> Teacher:
+    """Load the teacher on the student's device; it must have the student's vocabulary."""
+    model = load_model(source, dtype, packed=packed).to(student.device).requires_grad_(False)
+    known, taught = (shape_of(one.get_output_embeddings().weight)[0] for one in (student, model))
+    if known != taught:
+        raise ConfigError(
+            f"distill.teacher={source.path} has {taught} tokens and the student {known}: choose models with the same "
+            "vocabulary"
+        )
+    return Teacher(model, config)
+
+
+def chunked_divergence(
+    hidden: Tensor, head: nn.Linear, teacher: tuple[Tensor, Any], config: DistillConfig, chunk: int
+) -> Tensor:
+    """Compute divergences [n] in slices; the backward pass computes each slice's logits again."""
+    taught, teacher_head = teacher
+    compute = partial(checkpoint, slice_divergence, use_reentrant=False)
+    parts = [
+        compute(hidden[rows], head.weight, head.bias, (taught[rows], teacher_head), config)
+        for rows in slices(len(hidden), chunk)
+    ]
+    return torch.cat(parts) if parts else hidden.sum(-1).float()
+
+
+def slice_divergence(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, teacher: tuple[Tensor, Any], config: DistillConfig
+) -> Tensor:
+    student_logits = nn.functional.linear(hidden, weight, bias).float() / config.temperature
+    with torch.no_grad():
+        teacher_logits = nn.functional.linear(teacher[0], teacher[1].weight, teacher[1].bias).float()
+        teacher_logits = teacher_logits / config.temperature
+    if config.top_k is not None:
+        teacher_logits, likeliest = teacher_logits.topk(min(config.top_k, teacher_logits.shape[-1]))
+        student_logits = student_logits.gather(-1, likeliest)
+    return DIVERGENCES[config.divergence](teacher_logits.log_softmax(-1), student_logits.log_softmax(-1))
+
+
+def kl(one: Tensor, other: Tensor) -> Tensor:
+    """Compute KL(one || other) of log-probs [n, V]."""
+    return (one.exp() * (one - other)).sum(-1)
+
+
+def jensen_shannon(teacher: Tensor, student: Tensor) -> Tensor:
+    mixture = torch.logaddexp(teacher, student) - torch.log(torch.tensor(2.0))
+    return 0.5 * (kl(teacher, mixture) + kl(student, mixture))
+
+
+DIVERGENCES = {"forward": kl, "reverse": lambda teacher, student: kl(student, teacher), "jsd": jensen_shannon}

@@ -1,4 +1,4 @@
-"""Check Hugging Face models and tokenizers before anything heavy starts, then load them."""
+"""Check Hugging Face models and tokenizers before anything expensive starts, then load them."""
 
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -16,14 +16,7 @@ from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
 from trueline.models.shapes import PAPER, SHAPES, shape_settings
-from trueline.models.suitability import (
-    check_file,
-    check_folder,
-    check_kind,
-    check_quantized,
-    read_header,
-    unpackable,
-)
+from trueline.models.suitability import GGUF, check_folder, check_kind, check_quantized, read_header, unpackable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -32,15 +25,15 @@ CLASSES = {  # kind of head -> class of transformers
     "value": "AutoModelForSequenceClassification",
     "steps": "AutoModelForTokenClassification",
 }
-HEADS = ("score", "classifier")  # what architectures call a layer that scores
+HEADS = ("score", "classifier")  # names of scoring layers
 LABELS = {"reward": 1, "value": 1, "steps": 2}
-THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # set: Transformers reads weights one after the other
+THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # makes Transformers read weights one after the other
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configurations call them
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations
 DAMAGED = "copy or download it again, or name another model"
-ShareOut = Callable[[nn.Parameter], None]  # leaves this rank its part of a parameter; all ranks call it at once
-WHOLE = ("architectures", "quantization_config", "is_encoder_decoder")  # said of a model, not of its text part
-RESCALED_LOGITS = (  # the chunked head knows none
+ShareOut = Callable[[nn.Parameter], None]  # keeps this rank's part of a parameter; all ranks call it together
+WHOLE = ("architectures", "quantization_config", "is_encoder_decoder")  # keys of a model, not of its text part
+RESCALED_LOGITS = (  # not supported by the chunked head
     "final_logit_softcapping",
     "logit_scale",
     "logits_scaling",
@@ -52,7 +45,7 @@ RESCALED_LOGITS = (  # the chunked head knows none
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What can be told of a model without loading it."""
+    """What is known of a model without loading it."""
 
     parameters: int
     context: int
@@ -62,31 +55,34 @@ class ModelFacts:
     vocabulary: int
     hidden_size: int
     layers: int
-    intermediate_size: int  # of the MLP; of all experts that see one token
+    intermediate_size: int  # of the MLP, or of all experts of one token
     experts: int = 0  # in a layer; 0: a dense model
-    balanced: bool = False  # transformers has the auxiliary loss of its routers
+    balanced: bool = False  # transformers has its router auxiliary loss
     kind: str = ""  # model_type of its configuration
-    unpackable: str = ""  # what it has that sequences laid end to end would see each other through
+    unpackable: str = ""  # why its sequences cannot be packed
 
 
-def check_model(config: ModelConfig, head: str = "language", *, quantized: bool = False) -> ModelFacts:
-    """Refuse a model that cannot have this head here, by name and with the remedy; on paper, read its shape alone.
-
-    Weights may be `quantized` where engines alone load them.
-    """
+def check_model(
+    config: ModelConfig, head: str = "language", *, quantized: bool = False, key: str = "model.path"
+) -> ModelFacts:
+    """Refuse a model that does not work with this head; `quantized` ones work if only engines load them."""
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
     folder = Path(config.path.removeprefix(PAPER)).expanduser()
     if config.path.startswith(PAPER):
-        return check_settings(config, folder, paper_settings(config))
-    named = f"model.path={config.path}"
-    check_file(folder, named)
+        name = config.path.removeprefix(PAPER)
+        is_real = name not in SHAPES and (hub_name(name) or folder.is_dir())
+        settings = load_settings(config.with_keys({"path": name})) if is_real else shape_settings(name)
+        return check_settings(config, folder, settings)
+    named = f"{key}={config.path}"
+    if folder.suffix == ".gguf":
+        raise ConfigError(f"{named}: {GGUF}")
+    if folder.is_file():
+        raise ConfigError(f"{named} is a file: name the model folder, such as {folder.parent}")
     if folder.is_dir():
         check_folder(folder)
     elif not hub_name(config.path):
-        raise ConfigError(
-            f"{named}: there is no such folder or run (looked in {Path.cwd()}); a model of the hub is named owner/name"
-        )
+        raise ConfigError(f"{named}: no such folder or run in {Path.cwd()}; hub models are named owner/name")
     else:
         try_hub()
     settings = load_settings(config)
@@ -100,22 +96,16 @@ def check_model(config: ModelConfig, head: str = "language", *, quantized: bool 
     return check_settings(config, folder, settings)
 
 
-def paper_settings(config: ModelConfig) -> dict[str, Any]:
-    name = config.path.removeprefix(PAPER)
-    known = name in SHAPES or not (hub_name(name) or Path(name).expanduser().is_dir())
-    return shape_settings(name) if known else load_settings(config.replaced({"path": name}))
-
-
 def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) -> ModelFacts:
     rescaled = [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]
     if rescaled:
         raise ConfigError(
-            f"model.path={config.path}: this architecture rescales its logits ({rescaled[0]}), "
-            "which the chunked head does not do; choose another model"
+            f"model.path={config.path}: its config.json rescales logits ({rescaled[0]}), which is not supported: "
+            "choose another model"
         )
     missing = [name for name in SHAPE if name not in settings]
     if missing:
-        raise ConfigError(f"model.path={config.path}: its config.json does not tell {missing[0]}; is it a decoder?")
+        raise ConfigError(f"model.path={config.path}: its config.json has no {missing[0]}: choose a decoder")
     heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     return ModelFacts(
@@ -147,11 +137,11 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        wrong = isinstance(error, StrictDataclassError)  # which names the value in its second line
+        wrong = isinstance(error, StrictDataclassError)  # it names the value in its second line
         said = " ".join(str(error).split()) if wrong else first_line(error)
         raise ConfigError(f"model.path={config.path}: cannot be opened ({said}); {remedy(error, config)}") from error
     text = loaded.get_text_config()
-    # Some architectures spell these otherwise (n_head, n_embd); the object knows them by their common names.
+    # Some architectures have other names (n_head, n_embd); the object maps them to the common ones.
     settings, whole = dict(text.to_dict()), loaded.to_dict()
     common = {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
     own = {key: whole[key] for key in WHOLE if key in whole}
@@ -159,20 +149,20 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
 
 
 def remedy(error: Exception, config: ModelConfig) -> str:
-    """Propose what a configuration that Transformers cannot read needs."""
+    """Suggest how to fix a configuration that Transformers cannot read."""
     if "trust_remote_code" in str(error) and not config.trust_remote_code:
-        return "set model.trust_remote_code=true if you trust its authors, for their Python code would run here"
+        return "set model.trust_remote_code=true if you trust its authors: their Python code would run here"
     if "does not recognize this architecture" in str(error):
         return "install a newer transformers, or choose another model"
     if Path(config.path).expanduser().is_dir():
         return "save or download its config.json again"
-    return "name a folder that holds a model, or one of the hub that can be reached"
+    return "name a model folder, or a hub model that can be reached"
 
 
 def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
-    """Count parameters by the headers of the weight files; those of a model not on disk by its shape, MLPs gated."""
+    """Count parameters from the headers of weight files; without files, from the shape, with gated MLPs."""
     if files := list(folder.glob("*.safetensors")):
-        return sum(safetensors_numel(file) for file in files)
+        return sum(torch.Size(entry["shape"]).numel() for file in files for entry in read_header(file).values())
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 1)
@@ -182,30 +172,23 @@ def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
     return int(settings["num_hidden_layers"] * layer + tables * settings["vocab_size"] * hidden)
 
 
-def safetensors_numel(file: Path) -> int:
-    return sum(torch.Size(entry["shape"]).numel() for entry in read_header(file).values())
-
-
 def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={config.path}: its tokenizer cannot be loaded ({first_line(error)})") from error
+        raise ConfigError(f"model.path={config.path}: cannot load its tokenizer ({first_line(error)})") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"model.path={config.path}: its tokenizer has no end-of-sequence token: set eos_token in its "
+            f"model.path={config.path}: its tokenizer has no end-of-sequence token: set eos_token in "
             "tokenizer_config.json"
         )
     return tokenizer
 
 
 def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | None = None) -> ChatFormat:
-    """Load a tokenizer's chat format; `template` is data.chat_template, and a file's replaces the tokenizer's own.
-
-    `arguments` is data.chat_template_kwargs.
-    """
+    """Load a tokenizer's chat format; `template` is data.chat_template, `arguments` data.chat_template_kwargs."""
     tokenizer = load_tokenizer(config)
     if template not in ("auto", "never"):
         try:
@@ -214,14 +197,14 @@ def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | No
             raise ConfigError(f"data.chat_template={template}: cannot be read ({error}); name a Jinja file") from None
     if arguments and (template == "never" or not tokenizer.chat_template):
         raise ConfigError(
-            f"data.chat_template_kwargs={arguments}: no chat template reads them here; leave them out, or name "
-            "one with data.chat_template=FILE"
+            f"data.chat_template_kwargs={arguments}: there is no chat template to read them: remove them, or set "
+            "data.chat_template=FILE"
         )
     return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer), arguments)
 
 
 def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
-    """Return every token that ends a completion: the tokenizer's, and those of the model's generation settings."""
+    """Return every token that ends a completion: the tokenizer's, and those of the generation config."""
     return sorted({tokenizer.eos_token_id, *generation_ends(config)})
 
 
@@ -243,10 +226,7 @@ def load_model(
     packed: bool = False,
     share_out: ShareOut | None = None,
 ) -> Any:
-    """Load the model with dropout off everywhere: scoring and training must see the same function.
-
-    `share_out` gets weights as they are read, so that this process never has them all.
-    """
+    """Load the model without dropout, so that scoring and training agree; `share_out` gets weights as they are read."""
     import transformers  # noqa: PLC0415
 
     from trueline.models import attention, lora  # noqa: PLC0415  (transformers and peft take seconds to import)
@@ -272,13 +252,13 @@ def load_model(
                 quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
             )
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"model.path={config.path}: its weights cannot be read ({error}); {DAMAGED}") from error
+        raise ConfigError(f"model.path={config.path}: its weights cannot be read ({error}): {DAMAGED}") from error
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
     check_complete(config, head, found["missing_keys"])
     if head == "value" and not str(settings.architectures).endswith("ForSequenceClassification']"):
-        torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic knows nothing, rather than noise
+        torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic predicts zero, not noise
     if config.lora.quantize:
         lora.keep_gradients(model)
     if config.gradient_checkpointing:
@@ -287,20 +267,20 @@ def load_model(
 
 
 def check_complete(config: ModelConfig, head: str, missing: Collection[str]) -> None:
-    """Refuse weights that no file holds, which would be random; a new scoring head is meant to be."""
+    """Refuse weights that no file contains, which would be random; a new scoring head may be."""
     lost = sorted(name for name in missing if head == "language" or name.partition(".")[0] not in HEADS)
     if lost:
         raise ConfigError(
-            f"model.path={config.path}: its files lack {len(lost)} of the model's tensors, {lost[0]} for one, and "
-            "those would be random: name a folder with all of its weights"
+            f"model.path={config.path}: its files lack {len(lost)} of the model's tensors, such as {lost[0]}, which "
+            "would be random: name a folder with all weights"
         )
 
 
 @contextmanager
 def one_by_one(share_out: ShareOut) -> Iterator[None]:
-    """Let `from_pretrained` read and convert one weight at a time, from mapped files, and share it out at once.
+    """Let `from_pretrained` read and convert one weight at a time, and share it out at once.
 
-    Transformers 5 has no hook for this. It still compares tied weights, and a critic's head may still be zeroed: those
+    Transformers 5 has no hook for this. Tied weights, which it still compares, and scoring heads, which may be zeroed,
     stay whole for the caller to share out.
     """
     from transformers import core_model_loading  # noqa: PLC0415
@@ -328,21 +308,21 @@ def one_by_one(share_out: ShareOut) -> Iterator[None]:
 
 
 def shape_of(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, of which ZeRO 3 may have left this rank a part."""
+    """Return the shape of a whole parameter, of which this rank may have only a part (ZeRO 3)."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def scoring_head(model: Any) -> tuple[str, Any]:
-    """Return the name of the layer that turns hidden states into scores, and that layer."""
+    """Return the name of the scoring layer, and the layer."""
     layers = dict(model.named_children())
     for name in HEADS:
         if name in layers:
             return name, layers[name]
-    raise ConfigError(f"{type(model).__name__} has no layer named score or classifier; choose another model")
+    raise ConfigError(f"{type(model).__name__} has no layer named score or classifier: choose another model")
 
 
 def padding_token(tokenizer: Any) -> int:
-    """Choose another than the end token: plain transformers reads a score at the last token that is not padding."""
+    """Choose a token other than the end token: transformers reads a score at the last token that is not padding."""
     end = tokenizer.eos_token_id
     known = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, 0, 1]
     return next(int(token) for token in known if token is not None and token != end)

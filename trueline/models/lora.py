@@ -1,4 +1,4 @@
-"""Add, merge, switch off and export low-rank adapters beside frozen weights."""
+"""Low-rank adapters: add, merge, switch off and export them."""
 
 import difflib
 import math
@@ -18,22 +18,27 @@ from trueline.models.loading import CLASSES, HEADS, scoring_head, shape_of
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
-SETTINGS = "settings"  # folder with the adapted model's config.json, which peft would take for a whole model's
-EXPERT_LAYERS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")  # as experts were called before fusing
+SETTINGS = "settings"  # folder with the model's config.json; elsewhere peft would take it for a whole model's
+EXPERT_LAYERS = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")  # names of unfused experts
 FRACTION_BITS = {"float32": 23, "bfloat16": 7}
-DEVIATION = 0.02  # of weights that are not at hand
+DEVIATION = 0.02  # of weights, if they are unknown
 TASKS = {"language": "CAUSAL_LM", "reward": "SEQ_CLS", "steps": "TOKEN_CLS"}
 
 
 def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
-    """Freeze all weights but the added ones and a new scoring head; return peft's description of them."""
+    """Add adapters, freeze all weights but these and a new scoring head, and return peft's configuration."""
     import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
 
+    targets = config.peft_targets()
+    if targets == "all-linear" and has_fused_experts(
+        model
+    ):  # peft 0.21 would take some layers for parts of the experts
+        targets = [name for name in linear_layers(model) if name.rpartition(".")[2] not in EXPERT_LAYERS]
     described = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
-        target_modules=adapted_layers(config.peft_targets(), model),
+        target_modules=targets,
         task_type=TASKS[head],
         base_model_name_or_path=path,
         exclude_modules=None if head == "language" else ["score", "classifier"],
@@ -45,17 +50,8 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
     if head != "language":
         name, layer = scoring_head(model)
         layer.requires_grad_(True)
-        described.modules_to_save = [name]  # said afterwards: peft would wrap the layer, and its name would change
+        described.modules_to_save = [name]  # set afterwards: peft would wrap the layer and change its name
     return described
-
-
-def adapted_layers(targets: str | list[str], model: Any) -> str | list[str]:
-    """Return what peft is told to adapt: of a mixture with fused experts, linear layers by name, and none that peft
-    0.21 would take for parts of the experts.
-    """
-    if targets != "all-linear" or not has_fused_experts(model):
-        return targets
-    return [name for name in linear_layers(model) if name.rpartition(".")[2] not in EXPERT_LAYERS]
 
 
 def has_fused_experts(model: Any) -> bool:
@@ -63,7 +59,7 @@ def has_fused_experts(model: Any) -> bool:
 
 
 def check_targets(config: ModelConfig, head: str) -> None:
-    """Refuse a target that is no linear layer of the model, though others may be."""
+    """Refuse targets that are not linear layers of the model."""
     targets = config.lora.peft_targets()
     if targets == "all-linear":
         return
@@ -77,36 +73,31 @@ def check_targets(config: ModelConfig, head: str) -> None:
         if not found:
             near = difflib.get_close_matches(target, [*known.split(", "), "all-linear"], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            problem = f"no layer of the model has the name {target!r}; {hint}"
+            problem = f"no layer is named {target!r}; {hint}"
         elif expert:
-            problem = (
-                f"{target!r} takes {expert[0]}, a name that peft takes for the experts, which are fused and have no "
-                "adapters here; "
-            )
+            problem = f"{target!r} matches {expert[0]}, an expert layer; fused experts have no adapters; "
         elif wrong:
             kind = type(layers[wrong[0]]).__name__
-            problem = (
-                f"{target!r} takes {wrong[0]} ({kind}), and adapters go beside linear layers below the head only; "
-            )
+            problem = f"{target!r} matches {wrong[0]} ({kind}), not a linear layer below the head; "
         else:
             continue
         raise ConfigError(
-            f"model.lora.targets={config.lora.targets}: {problem}its linear layers are {known} (all-linear)"
+            f"model.lora.targets={config.lora.targets}: {problem}set all-linear, or linear layers: {known}"
         )
 
 
 def matching(target: str, targets: str | list[str], names: Iterable[str]) -> list[str]:
-    """Return the layers that peft takes for a target: by a pattern of the whole name, or by its last words."""
+    """Return the layers that peft matches: by a pattern of the whole name, or by its last parts."""
     if isinstance(targets, str):
         try:
             return [name for name in names if re.fullmatch(target, name)]
         except re.error as error:
-            raise ConfigError(f"model.lora.targets={target}: not a regular expression ({error})") from None
+            raise ConfigError(f"model.lora.targets={target} is not a regular expression ({error}): fix it") from None
     return [name for name in names if name == target or name.endswith(f".{target}")]
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the names of the layers that adapters can stand beside: all linear ones but the head."""
+    """Return the names of the layers that can have adapters: all linear ones except the head."""
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
 
     head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
@@ -115,7 +106,7 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def empty_model(config: ModelConfig, head: str) -> Any:
-    """Make the model without its weights."""
+    """Make the model without weights."""
     import transformers  # noqa: PLC0415
 
     trusted = config.trust_remote_code
@@ -126,7 +117,7 @@ def empty_model(config: ModelConfig, head: str) -> Any:
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """Switch adapters off: inside, the model is the one that training started from."""
+    """Switch adapters off, so that the model is the one that training started from."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -139,11 +130,8 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Turn tensors with adapters among them into those of a plain model: W + scale * B A, under the plain names.
-
-    A layer's frozen tensors come first, then A, then B. Sums are float32, and the receiver rounds them.
-    """
+def merge_adapters(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Merge adapters into plain tensors, W + scale * B A in float32; a layer's frozen tensors come before A and B."""
     waiting: list[tuple[str, Tensor]] = []
     low: Tensor | None = None
     for name, tensor in weights:
@@ -162,18 +150,14 @@ def merged(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tupl
 
 
 def first_change(lora: LoraConfig, learning_rate: float, width: int) -> float:
-    """Return the deviation of what AdamW's first step makes of a layer's product: B moves by the rate, from zero, and
-    peft draws A evenly within 1 / sqrt(width).
+    """Return the deviation of a layer's product after AdamW's first step: B moves from zero by the rate, and peft draws
+    A uniformly within 1 / sqrt(width).
     """
     return lora.scale() * learning_rate * math.sqrt(lora.rank / (3 * width))
 
 
 def arriving_share(change: float, dtype: str, deviation: float = DEVIATION) -> float:
-    """Return one minus the relative error of a change that is added to weights and rounded with them to `dtype`.
-
-    Change and weights are normal. Between two powers of two weights lie `step` changes apart, and a change of less than
-    half of that is lost.
-    """
+    """Return one minus the relative error of a change that is added to weights and rounded; both are normal."""
     error = 0.0
     for power in range(-60, 8):
         low, high = (math.erf(2.0**edge / deviation / math.sqrt(2)) for edge in (power, power + 1))
@@ -182,7 +166,7 @@ def arriving_share(change: float, dtype: str, deviation: float = DEVIATION) -> f
 
 
 def rounding_error(step: float) -> float:
-    """Return the mean square error of a standard normal number that is rounded to multiples of `step`."""
+    """Return the mean squared error of rounding a standard normal number to multiples of `step`."""
     if step < 0.5:
         return step**2 / 12
     edges = [(2 * k + 1, (k + 0.5) * step) for k in range(math.ceil(8 / step) + 1)]
@@ -191,20 +175,20 @@ def rounding_error(step: float) -> float:
     return square - 2 * product + 1
 
 
-def frozen(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what adapters stand beside, under the plain names."""
+def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the frozen tensors under their plain names."""
     return ((name.replace(BASE, "."), tensor) for name, tensor in weights if not name.endswith((A, B)))
 
 
-def scaled(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield adapters alone, under peft's names, so that their product needs no scaling any more."""
+def scale_adapters(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield only adapters, under peft's names, scaled so that their product needs no factor."""
     for name, tensor in weights:
         if name.endswith((A, B)):
             yield peft_name(name), tensor.float() * scale if name.endswith(B) else tensor
 
 
-def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, those in 4 bits as plain numbers."""
+def dequantize(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, with 4-bit ones dequantized."""
     from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415  (an optional package)
     from bitsandbytes.nn.modules import Params4bit  # noqa: PLC0415
 
@@ -218,12 +202,12 @@ def dequantized(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[t
 
 
 def peft_name(name: str) -> str:
-    """Return what a trained tensor is called in a folder that peft opens."""
+    """Return a tensor's name in a folder of peft."""
     return PEFT_PREFIX + name.replace(".default.", ".")
 
 
 def save_adapter(folder: Path, described: Any, trained: dict[str, Tensor]) -> None:
-    """Write a folder that peft, and transformers with peft installed, opens."""
+    """Write a folder that peft and transformers open."""
     tensors = {peft_name(name): tensor.contiguous() for name, tensor in trained.items()}
     save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
     described.save_pretrained(folder)
@@ -241,7 +225,7 @@ def load_adapter(folder: Path) -> tuple[dict[str, Tensor], Any]:
 
 
 def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
-    """Return the base model that an adapter folder names, at full precision, with the adapter's product added."""
+    """Return the base model of an adapter folder, at full precision, with the adapter merged."""
     import peft  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
@@ -257,7 +241,7 @@ def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
 
 
 def keep_gradients(model: Any) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights for bfloat16 inference on CPUs: no gradient gets through those."""
+    """Stop bitsandbytes from repacking 4-bit weights for inference on CPUs, which would block gradients."""
     from bitsandbytes.nn.modules import Linear4bit  # noqa: PLC0415
 
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A short comparison at the start: does the scorer say what the plain model says, and do neighbours stay apart?"""
+"""A check at the start: training computes what the plain model computes, and packed sequences stay separate."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,66 +9,64 @@ import torch
 from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
-from trueline.models.attention import Current, Layout
+from trueline.models.attention import Current, PackedLayout
 
 LENGTHS = (7, 5)
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
-NOISE = 5.0  # times what one rounding of the embeddings does: every layer rounds, and real faults do far more
+NOISE = 5.0  # times the effect of rounding the embeddings once: every layer rounds, and real faults do far more
 REMEDY = "set training.packing=false and model.context_parallel=1, or choose another model"
 
 
 class Probe:
-    """Compare the model as it was loaded with what training has made of it: packed, cut, sharded."""
+    """Compare the model as loaded with the model as trained: packed, parallel, sharded."""
 
-    def __init__(self, model: Any, device: torch.device, packed: bool, speaks: bool) -> None:
+    def __init__(self, model: Any, device: torch.device, packed: bool, has_language_head: bool) -> None:
         random = torch.Generator().manual_seed(0)
         highest = model.get_input_embeddings().num_embeddings
         self.name, self.packed = type(model).__name__, packed
         self.tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random).to(device)
         self.expected: Tensor | None = None
-        if speaks:
+        if has_language_head:
             self.expect(partial(plain_logprobs, model))
 
     @torch.no_grad()
     def expect(self, plain: Callable[[Tensor], Tensor]) -> None:
         """Remember the log-probs of transformers' own forward pass over each sequence."""
-        self.expected = torch.cat([self.guarded(plain, part) for part in self.parts()]).float()
+        self.expected = torch.cat([self._call(plain, part) for part in self.parts()]).float()
 
     def parts(self) -> tuple[Tensor, ...]:
         return self.tokens.split(LENGTHS)
 
     @torch.no_grad()
     def compare(self, forward: Callable[[Tensor, list[int]], Tensor], embeddings: nn.Module) -> None:
-        """Refuse a model that differs; `forward` takes tokens and their sequences' lengths, on every rank."""
-        together = self.guarded(forward, self.tokens, list(LENGTHS)).float()
-        alone = torch.cat([self.guarded(forward, part, [len(part)]) for part in self.parts()]).float()
+        """Refuse a model that differs; `forward` takes tokens and sequence lengths, on every rank."""
+        together = self._call(forward, self.tokens, list(LENGTHS)).float()
+        alone = torch.cat([self._call(forward, part, [len(part)]) for part in self.parts()]).float()
         with one_rounding(embeddings):
             rounded = forward(self.tokens, list(LENGTHS)).float()
         limit = max(LEAST, NOISE * mean_gap(together, rounded))
         gap = mean_gap(together, alone)
         if not gap < limit:
             raise ConfigError(
-                f"{self.name}: sequences in one pass influence each other (mean gap {gap:.2g}, at most {limit:.2g} "
-                f"are rounding): {REMEDY}"
+                f"{self.name}: packed sequences influence each other (mean gap {gap:.2g}, limit {limit:.2g}): {REMEDY}"
             )
         if self.expected is None:
             return
         gap = mean_gap(together, self.expected)
         if not gap < limit:
             raise ConfigError(
-                f"{self.name}: its log-probs in training differ from plain transformers' by {gap:.2g} (at most "
-                f"{limit:.2g} are rounding); it does more between its last hidden states and its logits than one "
-                "linear layer: choose another model"
+                f"{self.name}: log-probs in training differ from plain transformers' by {gap:.2g} (limit {limit:.2g}), "
+                "because its head is more than one linear layer: choose another model"
             )
 
-    def guarded(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Make the call; where an architecture cannot take packed sequences, say so in our words, not its own."""
+    def _call(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Make the call; explain errors of architectures that do not support packed sequences."""
         try:
             return call(*args)
         except (KeyError, AttributeError, TypeError, NotImplementedError) as error:
             if not self.packed:
                 raise
-            raise ConfigError(f"{self.name} cannot take packed sequences ({error!r}): {REMEDY}") from error
+            raise ConfigError(f"{self.name} does not support packed sequences ({error!r}): {REMEDY}") from error
 
 
 def mean_gap(one: Tensor, other: Tensor) -> float:
@@ -77,9 +75,7 @@ def mean_gap(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def one_rounding(embeddings: nn.Module) -> Iterator[None]:
-    """Move every embedded number, inside, by the last bit of its type, up or down: what this does to the output is
-    what rounding does to it.
-    """
+    """Change every embedded number by its last bit, up or down, to measure what rounding does to the output."""
     random = torch.Generator().manual_seed(1)
 
     def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -95,8 +91,8 @@ def one_rounding(embeddings: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def plain_logprobs(model: Any, tokens: Tensor) -> Tensor:
-    """Return log-probs [T] as transformers' own forward pass gives them; zero at the first token."""
-    Current.layout = Layout([len(tokens)])
+    """Return log-probs [T] of transformers' own forward pass; zero at the first token."""
+    Current.layout = PackedLayout([len(tokens)])
     scores = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
     found = scores[:-1].gather(-1, tokens[1:, None])[:, 0]
     return torch.cat([torch.zeros_like(found[:1]), found])

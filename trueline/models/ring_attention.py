@@ -1,7 +1,7 @@
-"""Causal attention over sequences cut among the ranks of a ring, each with an equal share of the work.
+"""Ring attention: causal attention over sequences divided among ranks, with equal work for each.
 
-Every sequence is padded and cut into 2R chunks; rank r holds chunks r and 2R-1-r, sequence after sequence.
-Keys and values travel round the ring; in the backward pass their gradients travel with them.
+Every sequence is padded and split into 2R chunks; rank r has chunks r and 2R-1-r of each sequence.
+Keys and values circulate in the ring; in the backward pass their gradients circulate with them.
 """
 
 from collections.abc import Iterator
@@ -18,26 +18,23 @@ from trueline.models.attention_blocks import Attended, Spans, block_backward, bl
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingGroup:
     rank: int  # in the group
     size: int
     group: dist.ProcessGroup
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: Ring, scale: float
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: RingGroup, scale: float
 ) -> Tensor:  # [n, H, D]; query: [n, H, D], key and value: [n, Hkv, D]
-    """Attend over a whole ring; `lengths` are this rank's shares of the sequences, and the same on all of its ranks."""
+    """Attend over a whole ring; `lengths` are the local parts of the sequences, equal on all ranks."""
     if sum(lengths) != len(query) or any(length % 2 for length in lengths):
-        raise ValueError(f"{len(query)} positions do not make up sequences of two equal chunks each: {lengths}")
+        raise ValueError(f"{len(query)} positions are not sequences of two equal chunks each: {lengths}")
     return RingAttention.apply(query, key, value, lengths, ring, scale)  # type: ignore[no-any-return]
 
 
-def gather_ring(values: Tensor, lengths: list[int], ring: Ring) -> Tensor:
-    """Gather [n, ...] of each rank into [N, ...] on every rank, in the padded sequences' order; `lengths` are whole.
-
-    All ranks must go on to the same loss: each then has the gradient of its own values, and nothing is summed.
-    """
+def gather_ring(values: Tensor, lengths: list[int], ring: RingGroup) -> Tensor:
+    """Gather [n, ...] of each rank into [N, ...] on all ranks; all must compute one loss: gradients stay local."""
     return GatherRing.apply(values, lengths, ring)  # type: ignore[no-any-return]
 
 
@@ -47,7 +44,7 @@ def padded_lengths(lengths: list[int], size: int) -> list[int]:
 
 
 def local_positions(lengths: list[int], ring_rank: int, size: int) -> Tensor:  # [n] int64
-    """Return where this rank's values stand on the axis of all padded sequences; `lengths` may be padded or not."""
+    """Return the positions of this rank's values among all padded sequences; `lengths` may be padded or not."""
     padded = padded_lengths(lengths, size)
     found = []
     for end, length in zip(accumulate(padded), padded, strict=True):
@@ -58,15 +55,15 @@ def local_positions(lengths: list[int], ring_rank: int, size: int) -> Tensor:  #
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The part of the local queries that sees keys of one rank, and the part of those keys that is seen."""
+    """Local queries that see keys of one rank, and the keys that they see."""
 
     query_rows: Tensor | slice
     key_rows: Tensor | slice
     spans: Spans
 
 
-def blocks(lengths: list[int], ring: Ring, device: torch.device) -> Iterator[Block]:
-    """Yield one block for each step; at step s the keys are those of the rank s places back."""
+def blocks(lengths: list[int], ring: RingGroup, device: torch.device) -> Iterator[Block]:
+    """Yield a block for each step; at step s the keys are those of the rank s places before."""
     everything = slice(None)
     halves = [length // 2 for length in lengths]
     yield Block(everything, everything, Spans(lengths, lengths, causal=True))
@@ -80,7 +77,7 @@ def blocks(lengths: list[int], ring: Ring, device: torch.device) -> Iterator[Blo
 
 @lru_cache(maxsize=64)
 def half_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows of the first and of the second half of every sequence; they are cached for the other layers."""
+    """Return the rows of the first and second half of every sequence, cached for all layers."""
     rows = torch.arange(sum(lengths)).split(lengths)
     first, second = zip(*(part.chunk(2) for part in rows), strict=True)
     return torch.cat(first).to(device), torch.cat(second).to(device)
@@ -88,7 +85,7 @@ def half_rows(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer under way to the next rank; it holds both buffers, which must live until it is done."""
+    """A transfer to the next rank; it keeps both buffers alive until it is done."""
 
     sent: Tensor
     received: Tensor
@@ -100,7 +97,7 @@ class Transfer:
         return self.received
 
 
-def pass_on(values: Tensor, ring: Ring) -> Transfer:
+def pass_on(values: Tensor, ring: RingGroup) -> Transfer:
     received = torch.empty_like(values)
     following = dist.get_global_rank(ring.group, (ring.rank + 1) % ring.size)
     preceding = dist.get_global_rank(ring.group, (ring.rank - 1) % ring.size)
@@ -111,8 +108,8 @@ def pass_on(values: Tensor, ring: Ring) -> Transfer:
     return Transfer(values, received, dist.batch_isend_irecv(pair))
 
 
-def travelling(values: Tensor, ring: Ring) -> Iterator[Tensor]:
-    """Yield the values of this rank, then of each rank before it; the next are on their way while these are used."""
+def pass_around(values: Tensor, ring: RingGroup) -> Iterator[Tensor]:
+    """Yield the values of this rank, then of each rank before it; the next ones arrive meanwhile."""
     for _ in range(ring.size - 1):
         coming = pass_on(values, ring)
         yield values
@@ -123,7 +120,7 @@ def travelling(values: Tensor, ring: Ring) -> Iterator[Tensor]:
 class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: Ring, scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: RingGroup, scale: float
     ) -> Tensor:
         out, lse = ring_forward(query, torch.stack([key, value]), lengths, ring, scale)
         out = out.to(query.dtype).contiguous()
@@ -140,8 +137,8 @@ class RingAttention(torch.autograd.Function):
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None
 
 
-def ring_forward(query: Tensor, pair: Tensor, lengths: list[int], ring: Ring, scale: float) -> Attended:
-    steps = zip(blocks(lengths, ring, query.device), travelling(pair, ring), strict=True)
+def ring_forward(query: Tensor, pair: Tensor, lengths: list[int], ring: RingGroup, scale: float) -> Attended:
+    steps = zip(blocks(lengths, ring, query.device), pass_around(pair, ring), strict=True)
     block, (key, value) = next(steps)
     total = block_forward(query, key, value, block.spans, scale)
     for block, (key, value) in steps:
@@ -153,13 +150,13 @@ def ring_forward(query: Tensor, pair: Tensor, lengths: list[int], ring: Ring, sc
 
 
 def ring_backward(
-    queries: tuple[Tensor, Tensor, Attended], pair: Tensor, lengths: list[int], ring: Ring, scale: float
+    queries: tuple[Tensor, Tensor, Attended], pair: Tensor, lengths: list[int], ring: RingGroup, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of queries [n, H, D] and of keys and values [2, n, Hkv, D], the latter back from their way."""
+    """Return gradients of queries [n, H, D], and of keys and values [2, n, Hkv, D] back on their rank."""
     dout, query, (out, lse) = queries
     dquery, dpair = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(pair, dtype=lse.dtype)
     arriving = None
-    for block, (key, value) in zip(blocks(lengths, ring, query.device), travelling(pair, ring), strict=True):
+    for block, (key, value) in zip(blocks(lengths, ring, query.device), pass_around(pair, ring), strict=True):
         rows, key_rows = block.query_rows, block.key_rows
         attended = Attended(out[rows], lse[rows])
         found = block_backward(dout[rows], query[rows], key[key_rows], value[key_rows], attended, block.spans, scale)
@@ -173,10 +170,14 @@ def ring_backward(
 
 class GatherRing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, lengths: list[int], ring: Ring) -> Tensor:
+    def forward(ctx: Any, values: Tensor, lengths: list[int], ring: RingGroup) -> Tensor:
         ctx.settings = lengths, ring
         whole = values.new_empty(len(values) * ring.size, *values.shape[1:])
-        for rank, part in enumerate(all_parts(values.contiguous(), ring)):
+        parts = [values := values.contiguous()]
+        if ring.size > 1:
+            parts = [torch.empty_like(values) for _ in range(ring.size)]
+            dist.all_gather(parts, values, group=ring.group)
+        for rank, part in enumerate(parts):
             whole[local_positions(lengths, rank, ring.size).to(values.device)] = part
         return whole
 
@@ -185,11 +186,3 @@ class GatherRing(torch.autograd.Function):
         lengths, ring = ctx.settings
         rows = local_positions(lengths, ring.rank, ring.size)
         return gradients[0][rows.to(gradients[0].device)], None, None
-
-
-def all_parts(values: Tensor, ring: Ring) -> list[Tensor]:
-    if ring.size == 1:
-        return [values]
-    parts = [torch.empty_like(values) for _ in range(ring.size)]
-    dist.all_gather(parts, values, group=ring.group)
-    return parts

@@ -1,9 +1,8 @@
-"""Routing replay: each token of a mixture goes to the experts that the engine chose when it was sampled.
+"""Routing replay: each token of a mixture goes to the experts that the engine chose (arXiv:2510.11370).
 
-Engine and trainer round differently, and the trainer's weights move on: near a tie a router chooses other experts, and
-the log-prob jumps. The chosen experts are the engine's, their weights the trainer's own, from its own router logits, so
-gradients flow as ever (arXiv:2510.11370). Token for token the engine's choice has a row in `experts`, a column for each
-decoder layer; layers without a router read nothing of theirs.
+Engine and trainer round differently, so near a tie their routers choose different experts, and log-probs jump. Replay
+takes the engine's experts with the trainer's own router weights, so gradients flow as usual. `experts` has a row for
+each token and a column for each decoder layer.
 """
 
 import re
@@ -16,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
-from trueline.data.types import UNTOLD
+from trueline.data.types import UNKNOWN_EXPERT
 
 KEY = "training.replay_routing"
 LAYER = re.compile(r"\blayers\.(\d+)\.")
-NEAR = 1e-3  # between weights of experts that are computed in one precision, and lie between 0 and 1
-Routed = tuple[Tensor, Tensor, Tensor]  # a router's logits [n, E], and the weights and numbers of its experts [n, k]
+NEAR = 1e-3  # tolerance of expert weights, which are between 0 and 1
+Routed = tuple[Tensor, Tensor, Tensor]  # logits [n, E], and weights and numbers of the chosen experts [n, k]
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]  # router, logits [n, E], experts [n, k] -> their weights [n, k]
 
 
 def shares(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return probabilities over all experts, scaled to a sum of 1 over the chosen ones."""
+    """Return the chosen experts' probabilities, normalized to a sum of 1."""
     chosen = logits.float().softmax(-1).gather(-1, experts)
     return chosen / chosen.sum(-1, keepdim=True)
 
 
 def probabilities(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return probabilities over all experts, as they are or scaled, as the configuration says."""
+    """Return the chosen experts' probabilities, normalized if the model does so."""
     return shares(router, logits, experts) if router.norm_topk_prob else logits.float().softmax(-1).gather(-1, experts)
 
 
@@ -41,7 +40,7 @@ def softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def sigmoids(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return DeepSeek V3's weights; the bias that spreads its load only chooses."""
+    """Return DeepSeek V3's weights; its load-balancing bias affects only the choice."""
     chosen = logits.sigmoid().gather(-1, experts)
     if router.norm_topk_prob:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
@@ -50,7 +49,7 @@ def sigmoids(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router of a model, and where it stands."""
+    """A router and its layer."""
 
     layer: int  # of the decoder
     module: nn.Module
@@ -58,29 +57,24 @@ class Router:
 
 
 def routers_of(model: Any) -> list[Router]:
-    """Find the routers, in the order of layers, or refuse a model that has none or has others."""
+    """Find the routers, in the order of layers, or refuse a model without known ones."""
     kind = str(model.config.get_text_config().model_type)
     check_kind(kind)
     name, weigh = ROUTERS[kind]
     named = [(LAYER.search(path), module) for path, module in model.named_modules() if type(module).__name__ == name]
     found = [Router(int(match[1]), module, weigh) for match, module in named if match]
     if not found:
-        raise ConfigError(
-            f"{KEY}: {type(model).__name__} has no {name} in this version of transformers; set it to false"
-        )
+        raise ConfigError(f"{KEY}: {type(model).__name__} has no {name} in this transformers: set it to false")
     return found
 
 
 def check_kind(kind: str) -> None:
     if kind not in ROUTERS:
-        raise ConfigError(
-            f"{KEY}: how {kind} weighs the experts of a token is not known here; set it to false, or train one of "
-            + ", ".join(ROUTERS)
-        )
+        raise ConfigError(f"{KEY} does not support {kind}: set it to false, or train one of {', '.join(ROUTERS)}")
 
 
 class Recorder:
-    """The experts that an engine's own model chooses, pass by pass."""
+    """Records the experts that an engine's model chooses in each pass."""
 
     def __init__(self, model: Any) -> None:
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -92,21 +86,18 @@ class Recorder:
         self.chosen[layer] = found[2]
 
     def of_pass(self, rows: int) -> Tensor:
-        """Return what was chosen in the pass that has just ended, of so many sequences: [rows, n, layers, k]."""
+        """Return the choices of the last pass over this many sequences: [rows, n, layers, k]."""
         one = next(iter(self.chosen.values()))
-        nothing = torch.full_like(one, UNTOLD)
+        nothing = torch.full_like(one, UNKNOWN_EXPERT)
         stacked = torch.stack([self.chosen.get(layer, nothing) for layer in range(self.layers)], dim=1)
         return stacked.view(rows, -1, *stacked.shape[1:]).cpu()
 
 
 class Replay:
-    """The engine's choices for the forward pass under way.
-
-    They stay until the next one, because gradient checkpointing asks the routers again during the backward pass.
-    """
+    """The engine's choices for the current pass; they stay, because gradient checkpointing runs routers again."""
 
     def __init__(self, model: Any, *, follows: bool) -> None:
-        self.follows = follows  # False: routers choose by themselves, and are only compared
+        self.follows = follows  # False: only compare
         self.routers = routers_of(model)
         self.experts: Tensor | None = None  # [n, layers, k] of this rank's tokens, as routers see them
         self.agreed: dict[int, Tensor] = {}  # [n] by layer
@@ -115,50 +106,50 @@ class Replay:
             router.module.register_forward_hook(partial(self._route, router))
 
     def begin(self, experts: Tensor | None) -> None:
-        """Take what the next pass is to follow; None lets routers choose by themselves."""
+        """Set the choices of the next pass; None lets routers choose."""
         self.experts, self.agreed = experts, {}
 
-    def compared(self) -> Iterator[Tensor]:
-        """Yield for each token of the pass how many of its routers' choices are the engine's, and how many could be."""
+    def count_agreement(self) -> Iterator[Tensor]:
+        """Yield for each token how many of its routers' choices match the engine's, and how many could."""
         assert self.experts is not None
         yield torch.stack([self.agreed[router.layer] for router in self.routers]).sum(0)
         slots = self.experts.shape[-1] * len(self.routers)
-        yield slots * (self.experts[:, self.routers[0].layer, 0] != UNTOLD)
+        yield slots * (self.experts[:, self.routers[0].layer, 0] != UNKNOWN_EXPERT)
 
     def _route(self, router: Router, module: nn.Module, given: Any, found: Routed) -> Routed | None:
         if self.experts is None:
             return None
         logits, weights, own = found
-        told = self._told(router.layer, own)
-        self.agreed[router.layer] = (own[:, :, None] == told[:, None, :]).any(-1).sum(-1)
+        reported = self._engine_experts(router.layer, own)
+        self.agreed[router.layer] = (own[:, :, None] == reported[:, None, :]).any(-1).sum(-1)
         if not self.follows:
             return None
         self._prove(router, found)
-        experts = torch.where(told == UNTOLD, own, told)
+        experts = torch.where(reported == UNKNOWN_EXPERT, own, reported)
         return logits, router.weigh(module, logits, experts).to(weights.dtype), experts
 
-    def _told(self, layer: int, own: Tensor) -> Tensor:
+    def _engine_experts(self, layer: int, own: Tensor) -> Tensor:
         assert self.experts is not None
         count, layers, slots = self.experts.shape
         if (count, slots) != own.shape or layer >= layers:
             raise ValueError(
-                f"the engine told {slots} experts of {count} tokens in {layers} layers, the router of layer {layer} "
-                f"chooses {own.shape[1]} of {own.shape[0]} tokens: engine and trainer have different models"
+                f"the engine reported {slots} experts of {count} tokens in {layers} layers, but the router of layer "
+                f"{layer} chooses {own.shape[1]} of {own.shape[0]} tokens: engine and trainer have different models"
             )
         return self.experts[:, layer].long()
 
     @torch.no_grad()
     def _prove(self, router: Router, found: Routed) -> None:
-        """Make sure, once, that the router's own experts get the weights that transformers gives them."""
+        """Check once that the router's own experts get the weights that transformers computes."""
         if router.layer in self.proven:
             return
         logits, weights, own = found
         gap = (router.weigh(router.module, logits, own).float() - weights.float()).abs().max()
-        near = max(NEAR, torch.finfo(weights.dtype).eps)  # of bfloat16 weights, half of it is rounding
+        near = max(NEAR, torch.finfo(weights.dtype).eps)  # bfloat16 rounds by half of it
         if gap > near * max(float(weights.float().abs().max()), 1.0):
             raise ConfigError(
-                f"{KEY}: this version of transformers weighs the experts of {type(router.module).__name__} otherwise "
-                f"(by up to {float(gap):.2g}); set it to false"
+                f"{KEY}: this version of transformers computes other expert weights in {type(router.module).__name__} "
+                f"(by up to {float(gap):.2g}): set it to false"
             )
         self.proven.add(router.layer)
 

@@ -1,22 +1,13 @@
-"""Shapes of published models, for plans of runs whose model is not at hand."""
+"""Shapes of published models, for plans without the model itself."""
 
 from typing import Any
 
 from trueline.config.base import ConfigError
 
-PAPER = "shape:"  # in front of model.path: a name of this table, or a model of which only the configuration is read
+PAPER = "shape:"  # prefix of model.path: a name of this table, or a model of which only config.json is read
 
-KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "max_position_embeddings",
-)
+ATTENTION_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS = (*ATTENTION_KEYS, "intermediate_size", "vocab_size", "tie_word_embeddings", "max_position_embeddings")
 
 # From published files config.json: SmolLM2, Llama 3.1 (8b, 70b, 405b) and 3.2 (1b, 3b), Qwen 2.5 (Instruct) and 3.
 SHAPES = {
@@ -43,7 +34,7 @@ KINDS = {"smollm2": "llama", "llama": "llama", "qwen2.5": "qwen2", "qwen3": "qwe
 
 
 def shape_settings(name: str) -> dict[str, Any]:
-    """Return a shape of the table in the words of a config.json."""
+    """Return a shape of the table as keys of config.json."""
     if name not in SHAPES:
-        raise ConfigError(f"--model-shape {name}: not known; choose from {', '.join(SHAPES)}, or give --model FOLDER")
+        raise ConfigError(f"--model-shape {name} is unknown: choose from {', '.join(SHAPES)}, or use --model FOLDER")
     return dict(zip(KEYS, SHAPES[name], strict=True)) | {"model_type": KINDS[name.partition("-")[0]]}

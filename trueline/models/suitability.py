@@ -1,4 +1,4 @@
-"""Refuse models that cannot be what they are named for, by their files and what config.json says of them."""
+"""Refuse models that do not fit their role, by their files and config.json."""
 
 import json
 import struct
@@ -17,76 +17,68 @@ SINKS = ("gpt_oss",)  # model types whose attention has sinks
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 POINTER = b"version https://git-lfs"
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
-GGUF = "GGUF weights are made for llama.cpp: name the model that they were converted from"
-
-
-def check_file(path: Path, named: str) -> None:
-    """Refuse a file that is named in place of the folder it lies in."""
-    if path.suffix == ".gguf":
-        raise ConfigError(f"{named}: {GGUF}")
-    if path.is_file():
-        raise ConfigError(f"{named} is a file: name the folder that holds the model, such as {path.parent}")
+GGUF = "GGUF weights are for llama.cpp: name the model that they were converted from"
 
 
 def check_folder(folder: Path) -> None:
     named = f"model.path={folder}"
     if not (folder / "config.json").is_file():
         adapter = (
-            "it holds a LoRA without its model: merge the two, with `trueline export RUN FOLDER --merge` or peft's "
+            "it contains only a LoRA adapter: merge it with `trueline export RUN FOLDER --merge` or peft's "
             "merge_and_unload, and name that folder"
         )
         lora = (folder / "adapter_config.json").is_file()
         remedy = adapter if lora else "name a folder that `save_pretrained` wrote, or a run with a checkpoint"
-        raise ConfigError(f"{named}: no config.json, so this is not a Hugging Face model folder; {remedy}")
+        raise ConfigError(f"{named}: no config.json, so this is not a Hugging Face model: {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{named}: no tokenizer ({', '.join(TOKENIZER_FILES)}); save one into the folder")
+        raise ConfigError(f"{named}: no tokenizer ({', '.join(TOKENIZER_FILES)}): save one in the folder")
     check_listed(folder, named)
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{named}: {unsafe_weights(folder)}")
 
 
 def unsafe_weights(folder: Path) -> str:
-    """Describe what a folder has in place of safetensors, and the way out."""
+    """Describe what a folder has instead of safetensors, and the remedy."""
     if (folder.parent / MANIFEST).is_file():
         return (
-            "this checkpoint holds the training state alone (checkpoint.model=last); make a model of it with `trueline "
-            f"export {folder.parent} FOLDER` and name that folder"
+            "this checkpoint has only the training state (checkpoint.model=last): run `trueline export "
+            f"{folder.parent} FOLDER` and name that folder"
         )
     if list(folder.glob("*.gguf")):
         return GGUF
     pickled = [file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
     if pickled:
         return (
-            f"no .safetensors weights, and {pickled[0]} is not loaded, for unpickling runs code: convert it with "
+            f"no .safetensors weights, and {pickled[0]} is not loaded, because unpickling runs code: convert it with "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) and name the new folder"
         )
     return "no .safetensors weights: download them, or name another folder"
 
 
 def check_listed(folder: Path, named: str) -> None:
-    """Refuse a folder without some of the weight files that its index, or the manifest of its checkpoint, lists."""
+    """Refuse a folder that lacks weight files of its index or of its checkpoint's manifest."""
     try:
         listed = json.loads((folder / INDEX).read_text())["weight_map"].values() if (folder / INDEX).is_file() else []
     except (ValueError, KeyError, AttributeError):
-        raise ConfigError(f"{named}: {INDEX} is damaged; download it again") from None
+        raise ConfigError(f"{named}: {INDEX} is damaged: download it again") from None
     if (folder.parent / MANIFEST).is_file():
         saved = json.loads((folder.parent / MANIFEST).read_text())
         listed = [*listed, *(name.removeprefix("model/") for name in saved if name.startswith("model/"))]
     files = {name for name in listed if name.endswith(".safetensors")}
     if missing := sorted(name for name in files if not (folder / name).is_file()):
         raise ConfigError(
-            f"{named}: {len(missing)} of {len(files)} weight files are missing, {missing[0]} for one: copy or download "
+            f"{named}: {len(missing)} of {len(files)} weight files are missing, such as {missing[0]}: copy or download "
             "them again, or name another model"
         )
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of its tensors, or refuse one that does not hold them."""
+    """Return a safetensors file's description of its tensors; refuse a damaged file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         if (start + stream.read(len(POINTER) - 8)).startswith(POINTER):
-            raise ConfigError(f"{file} is a pointer of git-lfs, not the weights: fetch them with `git lfs pull`")
+            raise ConfigError(f"{file} is a git-lfs pointer: fetch the weights with `git lfs pull`")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         stream.seek(8)
         try:
@@ -94,11 +86,11 @@ def read_header(file: Path) -> dict[str, Any]:
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        raise ConfigError(f"{file} is no safetensors file, or damaged: download it again")
+        raise ConfigError(f"{file} is not a safetensors file, or damaged: download it again")
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size < whole:
-        raise ConfigError(f"{file} has {size} of its {whole} bytes: it was cut off, so download or save it again")
+        raise ConfigError(f"{file} has only {size} of its {whole} bytes: download or save it again")
     return tensors
 
 
@@ -111,7 +103,7 @@ def is_damaged(file: Path) -> bool:
 
 
 def check_kind(named: str, settings: dict[str, Any], head: str) -> None:
-    """Refuse a model that does not continue a text; one that scores may stand where scores are learnt."""
+    """Refuse a model that is not a language model; a scoring model may train scores."""
     architecture = (settings.get("architectures") or [""])[0]
     scorer = next((row for ending, row in SCORERS.items() if architecture.endswith(ending)), None)
     if scorer is None:
@@ -121,46 +113,46 @@ def check_kind(named: str, settings: dict[str, Any], head: str) -> None:
         return
     what, heads, labels = scorer
     found = settings.get("num_labels", labels)
-    is_one = f"{named} is {what} (its config.json says {architecture} with {found} label{'s' * (found > 1)})"
+    is_one = f"{named} is {what} ({architecture} with {found} label{'s' * (found > 1)} in config.json)"
     if head == "language":
         raise ConfigError(
-            f"{is_one}, which writes no text: name the model that it was trained from, or give this one as --reward"
+            f"{is_one}, which generates no text: name the model that it was trained from, or use this one as --reward"
         )
     if head not in heads or found != labels:
-        raise ConfigError(f"{is_one}, and its head has another shape than the one to train: name a language model")
+        raise ConfigError(f"{is_one}, whose head has the wrong shape: name a language model")
 
 
 def other_kind(settings: dict[str, Any], architecture: str, head: str) -> str:
-    """Say what a model is that is no decoder with a language head; empty: it may be one."""
+    """Describe a model that is not a decoder with a language head; empty if it may be one."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
-    kind, speaks = settings.get("model_type", ""), architecture.endswith(LANGUAGE_HEADS)
+    kind, has_language_head = settings.get("model_type", ""), architecture.endswith(LANGUAGE_HEADS)
     known = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if settings.get("is_encoder_decoder"):
-        return "an encoder-decoder, which translates a text rather than continues it"
-    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not speaks:
-        return "an encoder, which fills gaps and does not continue a text"
+        return "an encoder-decoder, which does not continue a text"
+    if kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not has_language_head:
+        return "an encoder, which does not continue a text"
     if not known and kind in modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return "a vision model"
-    bare = architecture.endswith("Model") and not speaks and not settings.get("tie_word_embeddings")
+    bare = architecture.endswith("Model") and not has_language_head and not settings.get("tie_word_embeddings")
     return "a model without its language head" if bare and head == "language" else ""
 
 
 def check_quantized(named: str, settings: dict[str, Any]) -> None:
-    """Refuse quantised weights, which have no gradients and no exact copy in an engine."""
+    """Refuse quantised weights, which have no gradients and no exact copy in engines."""
     found = settings.get("quantization_config")
     if found:
         method = dict(found).get("quant_method", "some way")
         raise ConfigError(
-            f"{named}: its weights are quantised ({method}), which can be sampled with rollout.engine=vllm "
-            "but not trained: name the model that it was made from; model.lora.quantize=true holds that in 4 bits"
+            f"{named}: its weights are quantised ({method}), so it can be sampled (rollout.engine=vllm) but not "
+            "trained: name the original model; model.lora.quantize=true keeps that in 4 bits"
         )
 
 
 def unpackable(settings: dict[str, Any]) -> str:
-    """Say what a model has that packed attention cannot keep apart; empty: nothing that config.json tells of."""
+    """Describe what packed attention does not support in a model, by its config.json; empty if nothing."""
     if settings.get("model_type") in SINKS:
         return "attention sinks"
     kinds = dict.fromkeys(settings.get("layer_types") or ())
     other = [kind for kind in kinds if kind not in ATTENTION_LAYERS]
-    return f"layers that are no attention ({other[0]})" if other else ""
+    return f"layers other than attention ({other[0]})" if other else ""

@@ -1,4 +1,4 @@
-"""Weights under the names, and in the pieces, that checkpoints and engines know; Transformers may hold them fused."""
+"""Weights under their names in checkpoints and engines; Transformers may hold them fused."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -12,58 +12,54 @@ from trueline.config.base import ConfigError
 from trueline.models.loading import shape_of
 
 Named = Iterator[tuple[str, Tensor]]
-Group = tuple[str, ...]  # the model's own names of tensors that become others only together
+Group = tuple[str, ...]  # a model's own names of tensors that are converted together
 
 
 class WeightNames:
-    """Transformers' own conversion on saving, a few tensors at a time: a model is never whole in one place.
-
-    It is made of a model as it was loaded, before adapters or ranks change what its layers hold.
-    """
+    """Transformers' conversion on saving, a few tensors at a time; made before adapters or sharding change layers."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        # What files hold beside parameters, such as the bias of DeepSeek's routers: no training changes it.
+        # Files may contain buffers, such as the bias of DeepSeek's routers; training does not change them.
         self.buffers = {name: tensor.clone() for name, tensor in saved_buffers(model).items()}
-        shapes = {name: shape_of(tensor) for name, tensor in (*model.named_parameters(), *self.buffers.items())}
-        self.shapes = shapes
-        self.groups: dict[str, Group] = {}  # of the names that are not the same on disk
-        self.owners: dict[str, Group] = {}  # of a name on disk: where it comes from
-        self.places: tuple[Group, dict[str, Tensor]] = ((), {})  # of the group that was asked for last
+        self.shapes = {name: shape_of(tensor) for name, tensor in (*model.named_parameters(), *self.buffers.items())}
+        self.groups: dict[str, Group] = {}  # of names that differ on disk
+        self.owners: dict[str, Group] = {}  # of names on disk
+        self.places: tuple[Group, dict[str, Tensor]] = ((), {})  # of the group that was loaded last
         for group in self._groups():
             self.groups |= dict.fromkeys(group, group)
-            self.owners |= dict.fromkeys(self._reverted({name: self._empty(name) for name in group}), group)
+            self.owners |= dict.fromkeys(self._to_disk({name: self._empty(name) for name in group}), group)
         fixed = ((name, self._empty(name)) for name in self.buffers)
-        self.fixed = {name for name, _ in self.on_disk(fixed)}  # names on disk of what is no parameter
+        self.fixed = {name for name, _ in self.on_disk(fixed)}  # names of buffers on disk
 
     def _empty(self, name: str) -> Tensor:
         return torch.empty(self.shapes[name], device="meta")
 
-    def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _to_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
         return revert_weight_conversion(self.model, tensors)
 
     def _groups(self) -> Iterable[Group]:
-        """Return which names belong together: those that alone would become the same tensor on disk."""
+        """Return which names belong together: those that become the same tensor on disk."""
         empty = {name: self._empty(name) for name in self.shapes}
-        whole = self._reverted(dict(empty))
+        whole = self._to_disk(dict(empty))
         members: dict[str, list[str]] = {}  # by a tensor on disk
         for name in [name for name, tensor in empty.items() if whole.get(name) is not tensor]:
-            found = next(iter(self._reverted({name: empty[name]})))
+            found = next(iter(self._to_disk({name: empty[name]})))
             members.setdefault(found, []).append(name)
         groups = [tuple(names) for names in members.values()]
         kept = [name for name in empty if name not in {one for group in groups for one in group}]
-        told = set(kept).union(*(self._reverted({name: empty[name] for name in group}) for group in groups))
-        if told != set(whole):
+        known = set(kept).union(*(self._to_disk({name: empty[name] for name in group}) for group in groups))
+        if known != set(whole):
             raise ConfigError(
-                f"{type(self.model).__name__}: its weights cannot be saved a few at a time, for "
-                f"{min(told ^ set(whole))} is made of more than what belongs to it by name: choose another model"
+                f"{type(self.model).__name__}: its weights cannot be saved a few at a time, because "
+                f"{min(known ^ set(whole))} depends on other tensors: choose another model"
             )
         return groups
 
     def on_disk(self, weights: Named) -> Named:
-        """Turn a model's own tensors into those on disk, in the same order; only parts of a group wait for the rest."""
+        """Convert a model's tensors to those on disk, in order; only parts of a group wait for the rest."""
         waiting: dict[Group, dict[str, Tensor]] = {}
         for name, tensor in weights:
             group = self.groups.get(name)
@@ -73,28 +69,28 @@ class WeightNames:
             parts = waiting.setdefault(group, {})
             parts[name] = tensor if len(group) == 1 else tensor.clone()
             if len(parts) == len(group):
-                yield from self._reverted(waiting.pop(group)).items()
-        assert not waiting, f"{next(iter(waiting))} came only in part: {list(waiting)}"
+                yield from self._to_disk(waiting.pop(group)).items()
+        assert not waiting, f"{next(iter(waiting))} is incomplete: {list(waiting)}"
 
-    def saved(self, weights: Named) -> Named:
-        """Turn a model's parameters into all that its files hold."""
+    def file_tensors(self, weights: Named) -> Named:
+        """Convert a model's parameters to all tensors of its files, buffers included."""
         yield from self.on_disk(weights)
         yield from self.on_disk(iter(self.buffers.items()))
 
     def restore_buffers(self) -> None:
-        """Give the model its buffers again in the precision of its files, which an engine in bfloat16 takes away."""
+        """Restore the model's buffers in the precision of its files, which a bfloat16 engine loses."""
         held = dict(self.model.named_buffers())
         for name, tensor in self.buffers.items():
             held[name].data = tensor.to(held[name].device)
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor that has its name on disk where the model, which must be whole, holds its numbers."""
+        """Load a tensor by its name on disk into the model, which must not be sharded."""
         group = self.owners.get(name)
         if group is None:
             self._own(name).copy_(tensor)
             return
         if self.places[0] != group:
-            self.places = group, self._reverted(self._numbered(group))
+            self.places = group, self._to_disk(self._number_places(group))
         places, start = self.places[1][name], 0
         for own in map(self._own, group):
             here = (places >= start) & (places < start + own.numel())
@@ -106,8 +102,8 @@ class WeightNames:
         module = self.model.get_submodule(layer)
         return (module._parameters.get(leaf) if leaf in module._parameters else module._buffers[leaf]).data
 
-    def _numbered(self, group: Group) -> dict[str, Tensor]:
-        """Return the places of all numbers of a group in place of the numbers: conversions only move them."""
+    def _number_places(self, group: Group) -> dict[str, Tensor]:
+        """Return the index of every number of a group in its place: conversions only move numbers."""
         parts, start = {}, 0
         for name in group:
             own = self._own(name)
@@ -117,15 +113,13 @@ class WeightNames:
 
 
 def saved_buffers(model: Any) -> dict[str, Tensor]:
-    """Return what a model's files hold beside its parameters."""
+    """Return the buffers that a model's files contain."""
     saved = model.state_dict().keys()
     return {name: tensor for name, tensor in model.named_buffers() if name in saved and tensor.is_floating_point()}
 
 
 def described_model(folder: Path) -> Any | None:
-    """Return the model that a folder's config.json names, without weights, or None where it is no class of
-    Transformers' own: such a model is saved as it is.
-    """
+    """Return the model of a folder's config.json without weights; None if it is not a class of Transformers."""
     import transformers  # noqa: PLC0415
 
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]

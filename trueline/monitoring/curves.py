@@ -19,14 +19,14 @@ TITLE, LEGEND, FOOT = 44, 20, 48  # heights around the plot; the legend's is tha
 MARKED = 20  # a series of at most this many points shows each of them
 
 
-def smoothed(points: Sequence[Point], window: int) -> list[Point]:
+def smooth(points: Sequence[Point], window: int) -> list[Point]:
     """Each value becomes the mean of the last `window` values up to it."""
-    kept = finite(points)
+    kept = finite_points(points)
     means = [fmean(y for _, y in kept[max(0, end - window) : end]) for end in range(1, len(kept) + 1)]
     return [(x, mean) for (x, _), mean in zip(kept, means, strict=True)]
 
 
-def finite(points: Iterable[Point]) -> list[Point]:
+def finite_points(points: Iterable[Point]) -> list[Point]:
     """What can be drawn, from left to right."""
     return sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
 
@@ -40,7 +40,7 @@ def bounds(values: Iterable[float]) -> tuple[float, float]:
 
 def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height: int = 12) -> str:
     """One series in braille dots; below the title no line is wider than `width`."""
-    kept = finite(points)
+    kept = finite_points(points)
     if not kept:
         return f"{title}: no points"
     (left, right), (low, high) = (bounds(axis) for axis in zip(*kept, strict=True))
@@ -58,12 +58,12 @@ def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height:
 def braille(dots: list[tuple[int, int]], columns: int, height: int) -> list[str]:
     """Lines of text, the top one first; dots are counted from the lower left."""
     codes = [[0] * columns for _ in range(height)]
-    for x, y in joined(dots):
+    for x, y in join_dots(dots):
         codes[height - 1 - y // 4][x // 2] |= DOTS[x % 2][y % 4]
     return ["".join(chr(BRAILLE + code) if code else " " for code in line) for line in codes]
 
 
-def joined(dots: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def join_dots(dots: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The dots, and those of the straight lines between them."""
     yield dots[0]
     for (x, y), (to_x, to_y) in pairwise(dots):
@@ -73,7 +73,7 @@ def joined(dots: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def svg_curve(series: Mapping[str, Sequence[Point]], title: str, x_label: str = "step") -> str:
     """Several named series in one picture, which needs no other file and has no background of its own."""
-    kept = {name: finite(points) for name, points in series.items()}
+    kept = {name: finite_points(points) for name, points in series.items()}
     frame = Frame.around([point for points in kept.values() for point in points])
     top = TITLE + LEGEND * len(kept)
     coloured = list(zip(kept, cycle(COLOURS), strict=False))

@@ -1,4 +1,4 @@
-"""Who did what from when to when: spans of the driver's work, merged as they come, and written as a row per step."""
+"""The timeline of a run: spans of the driver's activities, merged as they end, one row per step."""
 
 import time
 from collections import Counter
@@ -9,8 +9,7 @@ from typing import Any
 
 import psutil
 
-from trueline.monitoring.beats import RUN, WORK, Doing, Work
-from trueline.monitoring.stacks import other_beats, process_of
+from trueline.monitoring.heartbeat import RUN, WORK, Activity, ActivityLog, other_beats, process_of
 
 MOST_SPANS = 200  # of a step; beyond, gaps are closed, the shortest first
 GAP_SECONDS = 0.002  # between two spans that count as one
@@ -29,7 +28,7 @@ ROWS: dict[str, Callable[[str, str], Key]] = {  # of a timeline, by the kind of 
 
 
 class Lane:
-    """Spans of one process and one thing that it does: apart from each other, the earliest first."""
+    """Spans of one activity of one process, disjoint, the earliest first."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -55,9 +54,9 @@ class Lane:
 
 
 class Events:
-    """All that the driver's work has ended since the last row; what is under way is cut where a row ends."""
+    """The activities since the last row; those in flight are split where a row ends."""
 
-    def __init__(self, logs: Path, work: Work = WORK) -> None:
+    def __init__(self, logs: Path, work: ActivityLog = WORK) -> None:
         self.logs, self.work = logs, work
         self.lanes: dict[Key, Lane] = {}
         self.start = time.time()
@@ -68,12 +67,12 @@ class Events:
         if self.work.recorder == self.add:
             self.work.recorder = None
 
-    def add(self, doing: Doing) -> None:
-        """Take what ends now; the caller holds the lock of the work."""
+    def add(self, doing: Activity) -> None:
+        """Add an activity that ends now; the caller holds the lock."""
         if doing.kind in ROWS:
-            self._put(doing, time.time())
+            self._record(doing, time.time())
 
-    def _put(self, doing: Doing, ended: float) -> None:
+    def _record(self, doing: Activity, ended: float) -> None:
         key = ROWS[doing.kind](doing.who, doing.what)
         lane = self.lanes.get(key)
         if lane is None:
@@ -82,14 +81,14 @@ class Events:
         lane.add(since, max(since, ended))
 
     def row(self) -> dict[str, Any]:
-        """Return what was done since the last row, in seconds from its start on, and the memory of the processes."""
+        """Return the spans since the last row, in seconds from its start, and the memory of the processes."""
         with self.work.lock:
             now = time.time()
             for one in (one for one in list(self.work.all) if one.kind in ROWS):
-                self._put(one, now)
+                self._record(one, now)
             start, self.start = self.start, now
             lanes, self.lanes = self.lanes, {}
-        spans, left_out = bounded(lanes)
+        spans, left_out = limit_spans(lanes)
         shown = [[*key, round(since - start, 3), round(ended - start, 3)] for key, since, ended in spans]
         row: dict[str, Any] = {"start": round(start, 3), "seconds": round(now - start, 3), "spans": shown}
         return row | ({"left_out": left_out} if left_out else {}) | self._memory(now)
@@ -98,11 +97,11 @@ class Events:
         if now - self.looked < MEMORY_SECONDS:
             return {}
         self.looked = now
-        return {"memory": resident(self.logs)}
+        return {"memory": resident_memory(self.logs)}
 
 
-def bounded(lanes: dict[Key, Lane]) -> tuple[list[tuple[Key, float, float]], int]:
-    """Return the spans of all lanes, few enough, and how many were left out because there are too many lanes."""
+def limit_spans(lanes: dict[Key, Lane]) -> tuple[list[tuple[Key, float, float]], int]:
+    """Return the spans of all lanes, few enough, and how many were left out."""
     gaps = sorted((gap, key) for key, lane in lanes.items() for gap in lane.gaps())
     excess = max(len(gaps) + len(lanes) - MOST_SPANS, 0)
     for key, count in Counter(key for _, key in gaps[:excess]).items():
@@ -112,8 +111,8 @@ def bounded(lanes: dict[Key, Lane]) -> tuple[list[tuple[Key, float, float]], int
     return sorted(found[:MOST_SPANS], key=lambda one: one[1]), max(len(found) - MOST_SPANS, 0)
 
 
-def resident(logs: Path) -> dict[str, float]:
-    """Return the GiB that the driver and the processes that tell of themselves hold on this machine."""
+def resident_memory(logs: Path) -> dict[str, float]:
+    """Return the GiB of the driver and of all processes with a heartbeat on this machine."""
     found = {RUN: gib_of(psutil.Process())}
     for beat in other_beats(logs, RUN):
         process = process_of(beat)

@@ -1,30 +1,75 @@
-"""The health of a run: rules over the metrics of its steps, each OK, WATCH or BAD."""
+"""The health of a run: rules over the metrics of its steps, each of which gives findings."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import exp, isclose, isfinite, log
-from statistics import fmean
-from types import MappingProxyType
+from math import copysign, exp, inf, isclose, isfinite, log, sqrt
+from statistics import fmean, median
 
-from trueline.monitoring.series import WINDOW, Series
+from trueline.config.rl import RLConfig
+from trueline.config.run import RunConfig
+from trueline.monitoring import limits
+from trueline.monitoring.findings import BAD, FINE, HEALTH_LEVELS, WATCH, Finding
+from trueline.monitoring.limits import STREAK, WINDOW, Limits
 
-OK, WATCH, BAD = 0, 1, 2
-LEVELS = ("OK", "WATCH", "BAD")
-# Standard errors that a change is beyond chance, for whoever looks after each of 300 steps: docs/metrics.md has the
-# shares of sound runs that get there.
-SURE, LIKELY, GAINED = 5.0, 3.5, 3.0
-HELD_OUT_SURE = 4.5  # as above, for the few looks at evaluations
-STREAK = 2 * WINDOW  # steps in a row
-RARE = 1e-5  # chance of a streak
-SPIKE = 10.0  # times what gradients seldom exceed
+LONGEST_WINDOW = 20  # steps at the end, in longer runs
+REMEMBERED = 100  # steps
+MEDIAN_ERROR = 1.2533  # standard error of a median, in that of a mean
+MEAN_CHANGE = 1.1284  # mean distance of two normal numbers, in their standard deviation
 LEAST_GAP = 1e-8  # nats; smaller ones are rounding
 GAP, UNIFORM = "mismatch/logprob_gap_mean", "reward/uniform_groups_share"
-CUT_OFF, CUT_BY = 0.5, "cut_by/"  # share of answers that is warned of; before the key of a limit, in metrics
-NOTHING: Mapping[str, object] = MappingProxyType({})
+TRUNCATED, CUT_BY = "response_length/truncated_share", "cut_by/"  # the latter before the key of a limit, in metrics
+RATE = "training.learning_rate"
 Row = dict[str, float]
-Verdict = tuple[int, str]  # level, and why
-FINE: Verdict = (OK, "")
+
+
+@dataclass(slots=True)
+class Series:
+    """One metric over the steps of a run: where it began, where it is now, and whether chance explains the change."""
+
+    first: list[float] = field(default_factory=list)
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    count: int = 0
+    changes: float = 0.0  # sum of what changed from step to step
+    window: int = WINDOW
+    recent: float = 0.0  # median of the last window
+    lowest: float = inf
+    best: float = -inf  # highest median of a window
+
+    def add(self, value: float) -> None:
+        if self.last:
+            self.changes += abs(value - self.last[-1])
+        if self.count < WINDOW:
+            self.first.append(value)
+        self.last.append(value)
+        self.count += 1
+        self.window = min(max(self.count // 4, WINDOW), LONGEST_WINDOW)
+        self.recent = median(self.values()[-self.window :])
+        self.lowest = min(self.lowest, value)
+        if self.count >= 2 * WINDOW:
+            self.best = max(self.best, self.recent)
+
+    def values(self) -> list[float]:
+        return list(self.last)
+
+    def start(self) -> float:
+        return median(self.first)
+
+    def noise(self) -> float:
+        """Return the standard deviation of a step, from the changes between steps: a slow trend is no noise."""
+        return self.changes / max(self.count - 1, 1) / MEAN_CHANGE
+
+    def sigmas(self, change: float, steps_before: int = WINDOW) -> float:
+        """Return a change from the median of `steps_before` to that of the last window, in its standard errors.
+
+        Few steps give an uncertain noise: early changes count for less, and for nothing before two windows.
+        """
+        if change == 0 or self.count < 2 * WINDOW:
+            return 0.0
+        steps = 1 / steps_before + 1 / self.window
+        error = MEDIAN_ERROR * self.noise() * sqrt(steps) * (1 + WINDOW / self.count)
+        return change / error if error else copysign(inf, change)
 
 
 @dataclass(slots=True)
@@ -35,10 +80,15 @@ class History:
     series: dict[str, Series] = field(default_factory=dict)
     last: Row = field(default_factory=dict)
     equal: int = 0  # steps in which all rewards are equal
-    still: int = 0  # such steps in a row, up to the last, with one and the same reward
+    still: int = 0  # such steps in a row, up to the last, with the same reward in all
+    uniform: int = 0  # such steps in a row, whatever the reward
 
     def add(self, row: Row) -> None:
-        self._count_equal(row)
+        if row.get("reward/std") == 0:
+            same = isclose(row["reward/mean"], self.last.get("reward/mean", row["reward/mean"]), abs_tol=1e-12)
+            self.equal, self.uniform, self.still = self.equal + 1, self.uniform + 1, self.still + 1 if same else 1
+        else:
+            self.uniform = self.still = 0
         self.last = row
         for key in WATCHED:
             if key in row and isfinite(row[key]):
@@ -46,13 +96,6 @@ class History:
                 if key not in self.series:
                     self.series[key] = Series()
                 self.series[key].add(value)
-
-    def _count_equal(self, row: Row) -> None:
-        if row.get("reward/std") != 0:
-            self.still = 0
-            return
-        same = isclose(row["reward/mean"], self.last.get("reward/mean", row["reward/mean"]), abs_tol=1e-12)
-        self.equal, self.still = self.equal + 1, self.still + 1 if same else 1
 
     def values(self, key: str) -> list[float]:
         return self.series[key].values() if key in self.series else []
@@ -63,224 +106,235 @@ class History:
     def recent(self, key: str) -> float:
         return self.series[key].recent if key in self.series else 0.0
 
+    def change(self, key: str) -> str:
+        return f"{key} went from {self.start(key):.3g} to {self.recent(key):.3g}"
+
     def gains(self) -> bool:
-        """Tell whether the reward was ever above that of the first steps; who cannot know yet is given credit."""
+        """Tell whether the reward was ever above its start; while it is too early to tell, assume so."""
         series = self.series.get("reward/mean")
         if series is None or series.count < 2 * WINDOW:
             return True
-        return series.sigmas(series.best - series.start()) > GAINED
+        return series.sigmas(series.best - series.start()) > limits.GAINED
 
 
-def moved(history: History, key: str) -> str:
-    return f"{key} went from {history.start(key):.3g} to {history.recent(key):.3g}"
+# Rules of every step
 
 
-def reward(history: History) -> Verdict:
+def reward(history: History) -> Finding:
     key = "reward/mean"
     series, spread = history.series[key], history.start("reward/std")
     start, recent = series.start(), series.recent
     fall, lost = series.sigmas(start - recent), series.sigmas(series.best - recent)
-    if fall > SURE and start - recent > 0.2 * spread:
-        return BAD, f"{moved(history, key)}: lower training.learning_rate, and look at what the reward says"
-    if fall > LIKELY and start - recent > 0.1 * spread:
-        return WATCH, f"{moved(history, key)}: lower training.learning_rate"
-    if lost > SURE and recent < (start + series.best) / 2:
-        return WATCH, f"{key} had {series.best:.3g} and has {recent:.3g}: lower training.learning_rate"
-    return FINE
+    remedy, level = "lower the learning rate", FINE
+    what = history.change(key)
+    if fall > limits.SIGMAS.bad and start - recent > limits.REWARD_FALL.bad * spread:
+        level, remedy = BAD, "lower the learning rate, and check the reward"
+    elif fall > limits.SIGMAS.watch and start - recent > limits.REWARD_FALL.watch * spread:
+        level = WATCH
+    elif lost > limits.SIGMAS.bad and recent < (start + series.best) / 2:
+        level, what = WATCH, f"{key} was {series.best:.3g} and is {recent:.3g}"
+    return Finding(level, "reward", what, remedy, RATE)
 
 
-def entropy(history: History) -> Verdict:
+def entropy(history: History) -> Finding:
     key = "policy/entropy"
     start, recent, values = history.start(key), history.recent(key), history.values(key)
-    lower, risen = "lower training.learning_rate", history.gains()
     before = min(values[-WINDOW - 2 : -WINDOW])
-    if before > 0.1 * start and max(values[-2:]) < 0.01 * before:
-        return BAD, f"{key} fell from {before:.3g} to {values[-1]:.3g} in {WINDOW} steps: {lower}"
-    if recent > 1.5 * start + 0.5:
-        return (WATCH if risen else BAD), f"{moved(history, key)}, towards chance: {lower}"
-    if recent < 0.1 * start:
-        remedy = f"{lower}, or set algorithm.entropy_coefficient"
-        return (WATCH if risen else BAD), f"{moved(history, key)}, nothing is tried any more: {remedy}"
-    return FINE
+    level, what, remedy = WATCH if history.gains() else BAD, history.change(key), "lower the learning rate"
+    factor, nats = limits.ENTROPY_RISE
+    if before > limits.ENTROPY_FALL * start and max(values[-2:]) < limits.ENTROPY_COLLAPSE * before:
+        level, what = BAD, f"{key} fell from {before:.3g} to {values[-1]:.3g} in {WINDOW} steps"
+    elif recent > factor * start + nats:
+        what += ", towards random tokens"
+    elif recent < limits.ENTROPY_FALL * start:
+        what, remedy = f"{what}, so nothing new is tried", f"{remedy}, or set algorithm.entropy_coefficient"
+    else:
+        level = FINE
+    return Finding(level, "entropy", what, remedy, RATE)
 
 
-def gap(history: History) -> Verdict:
-    """Compare the gap with that of the first step, whose weights are proven, and of the first window."""
-    if history.last.get("rollout/staleness_max", 0.0) > 0:
-        return FINE  # what is stale differs by right
+def gap(history: History) -> Finding:
+    """Compare the gap with that of the first step, whose weights are verified, and of the first window."""
     series = history.series[GAP]
-    recent, found = series.recent, FINE
+    recent, found = series.recent, Finding(FINE, "gap", "")
+    if history.last.get("rollout/staleness_max", 0.0) > 0:
+        return found  # stale completions differ by design
     for start, steps in ((series.first[0], 1), (series.start(), WINDOW)):
-        beyond = series.sigmas(recent - start, steps)
-        level = min(gap_level(exp(recent), exp(start)), BAD if beyond > SURE else WATCH if beyond > LIKELY else OK)
-        words = f"differ by {exp(recent):.2g} nats a token, {exp(start):.2g} at the start: see mismatch/ and sync/"
-        found = max(found, (level, f"engine and trainer {words}" if level else ""))
+        beyond = limits.SIGMAS.above(series.sigmas(recent - start, steps))
+        level = min(gap_level(exp(recent), exp(start)), beyond, key=HEALTH_LEVELS.index)
+        what = (
+            f"log-probs of engine and trainer differ by {exp(recent):.2g} nats per token, {exp(start):.2g} at the start"
+        )
+        if HEALTH_LEVELS.index(level) >= HEALTH_LEVELS.index(found.level):
+            found = Finding(level, "gap", what, "look at the mismatch/ and sync/ metrics")
     return found
 
 
-def gap_level(found: float, floor: float) -> int:
-    """Judge a mean gap of log-probs by that on weights which are known to be the same."""
-    if found > 5 * floor + 0.02:
+def gap_level(found: float, floor: float) -> str:
+    """Compare a mean gap of log-probs with that on weights which are known to be the same."""
+    if found > limits.GAP_FACTOR.bad * floor + limits.GAP_EXTRA.bad:
         return BAD
-    return WATCH if found > 2 * floor + 0.01 or found > 10 * floor + 1e-4 else OK
+    factor, nats = limits.GAP_TINY
+    watched = found > limits.GAP_FACTOR.watch * floor + limits.GAP_EXTRA.watch or found > factor * floor + nats
+    return WATCH if watched else FINE
 
 
-def sampler(history: History) -> Verdict:
-    """Judge the draws of the last step and of the run by their effect: rounding alone makes z grow with the tokens."""
+def sampler(history: History) -> Finding:
+    """Test the draws of the last step and of the run by their effect: rounding alone makes z grow with the tokens."""
     last = history.last
     step = last["mismatch/sampler_z"], last["mismatch/sampler_effect"]
     run = last["mismatch/sampler_z_run"], last["mismatch/sampler_effect_run"]
-    z, effect = max(step, run, key=lambda test: draw_level(*test))
-    why = (
-        f"tokens are not drawn from the policy at rollout.temperature (effect {effect:+.2f}, z {z:+.1f}), whatever the "
-        "log-probs say: see to the engine's version and options, speculation above all"
-    )
-    level = draw_level(z, effect)
-    return (level, why) if level else FINE
+    z, effect = max(step, run, key=lambda test: HEALTH_LEVELS.index(draw_level(*test)))
+    what = f"tokens are not drawn from the policy at rollout.temperature (effect {effect:+.2f}, z {z:+.1f})"
+    why = "whatever the log-probs say: check the engine's version and options, speculative decoding above all"
+    return Finding(draw_level(z, effect), "sampler", what, why, "rollout.temperature")
 
 
-def draw_level(z: float, effect: float) -> int:
-    """Judge draws that are off by more than chance; z / effect is the root of their variance, below 10 too few."""
-    if abs(z) < SURE or abs(z) < 10 * abs(effect):
-        return OK
-    return BAD if abs(effect) > 0.1 else WATCH if abs(effect) > 0.03 else OK
+def draw_level(z: float, effect: float) -> str:
+    """Test draws that are off by more than chance; z / effect is the root of their variance."""
+    if abs(z) < limits.DRAWS_SIGMAS or abs(z) < limits.DRAWS_ROOT * abs(effect):
+        return FINE
+    return limits.DRAWS.above(abs(effect))
 
 
-def staleness(history: History) -> Verdict:
-    values, most = history.values("rollout/staleness_max"), history.max_staleness
-    lag, always = max(values[-WINDOW:]), min(values[-WINDOW:]) > most
-    why = f"answers lag {lag:.0f} versions behind, and rollout.max_staleness={most}: engines miss new weights"
-    return (BAD, why) if always else (WATCH, why) if lag > most else FINE
+def staleness(history: History) -> Finding:
+    values, most = history.values("rollout/staleness_max")[-WINDOW:], history.max_staleness
+    what = f"completions are {max(values):.0f} policy versions old, and rollout.max_staleness={most}"
+    level = BAD if min(values) > most else WATCH if max(values) > most else FINE
+    return Finding(level, "staleness", what, "engines miss new weights", "rollout.max_staleness")
 
 
-def effective_samples(history: History) -> Verdict:
+def effective_samples(history: History) -> Finding:
     recent = history.recent("mismatch/effective_share")
-    why = f"the tokens weigh as much as {recent:.0%} of them: lower rollout.max_staleness"
-    return (BAD, why) if recent < 0.1 else (WATCH, why) if recent < 0.5 else FINE
+    what = f"after importance weighting, the tokens count as much as {recent:.0%} of them"
+    return Finding(limits.EFFECTIVE.below(recent), "effective_samples", what, "lower it", "rollout.max_staleness")
 
 
-def equal_rewards(history: History) -> Verdict:
-    """Judge rewards that say one thing; groups of one answer have no spread, and report no share of uniform groups."""
+def equal_rewards(history: History) -> Finding:
+    """Find rewards that never differ; groups of one completion report no share of uniform groups."""
     still, before = history.still, history.series["reward/std"].count - history.still
+    level, why, key = WATCH, "check it with `trueline reward try`", "reward.function"
+    share, equal = history.recent(UNIFORM), history.values("reward/std")[-limits.EQUAL_OF :].count(0.0)
+    what = f"in {equal} of {limits.EQUAL_OF} steps all rewards are equal"
     if still >= STREAK:
-        chance = ((history.equal - still + 1) / (before + 2)) ** still  # by how often all were equal before
+        chance = ((history.equal - still + 1) / (before + 2)) ** still  # from how often all were equal before
         found = history.last["reward/mean"]
-        why = f"all rewards of {still} steps are {found:.3g}: "
-        if not before or (chance < RARE and found < history.start("reward/mean")):
-            return BAD, f"{why}`trueline reward try`"
-        return WATCH, f"{why}harder prompts, or the run is done"
-    share = history.recent(UNIFORM)
-    if share > 0.9:
-        return WATCH, f"in {share:.0%} of the groups all rewards are equal: easier or harder prompts"
-    equal = history.values("reward/std")[-2 * STREAK :].count(0.0)
-    if equal >= 0.2 * 2 * STREAK:
-        return WATCH, f"in {equal} of {2 * STREAK} steps all rewards are equal: `trueline reward try`"
-    return FINE
+        what = f"all rewards of the last {still} steps are {found:.3g}"
+        if not before or (chance < limits.RARE and found < history.start("reward/mean")):
+            level = BAD
+        else:
+            why, key = "use harder prompts, or end the run", "data.path"
+    elif share > limits.UNIFORM:
+        what, why, key = f"in {share:.0%} of the groups all rewards are equal", "easier or harder prompts", "data.path"
+    elif equal < limits.EQUAL_STEPS:
+        level = FINE
+    return Finding(level, "equal_rewards", what, why, key)
 
 
 def limits_in(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the share of answers that each limit cut off, by its key."""
+    """Return the share of completions that each limit truncated, by its key."""
     prefix += CUT_BY
     return {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
 
 
-def cut_off_words(share: float, limits: Mapping[str, float], values: Mapping[str, object] = NOTHING) -> str:
-    """Say how many answers are cut off and which limits to raise, the most frequent first, with their `values`."""
-    frequent = sorted(limits, key=lambda key: limits[key], reverse=True) or ["rollout.max_new_tokens"]
-    named = [f"{key}={values[key]}" if key in values else key for key in frequent]
+def truncation_findings(
+    level: str, share: float, found: Mapping[str, float], config: RunConfig | None = None
+) -> Finding:
+    """Report truncated completions and the limits to raise, the most frequent first, with their values."""
+    keys = sorted(found, key=lambda key: found[key], reverse=True) or ["rollout.max_new_tokens"]
+    values = {key.path: key.default for key in config.leaves()} if config is not None else {}
+    named = [f"{key}={values[key]}" if key in values else key for key in keys]
     if len(named) > 1:
-        named = [f"{name} ({limits[key]:.0%})" for name, key in zip(named, frequent, strict=True)]
-    return f"{share:.0%} of the answers are cut off: raise {', '.join(named)}"
+        named = [f"{name} ({found[key]:.0%})" for name, key in zip(named, keys, strict=True)]
+    return Finding(
+        level, "truncation", f"{share:.0%} of the completions are truncated", f"raise {', '.join(named)}", keys[0]
+    )
 
 
-def truncation(history: History) -> Verdict:
-    key = "response_length/truncated_share"
-    series = history.series[key]
+def truncation(history: History) -> Finding:
+    series = history.series[TRUNCATED]
     start, recent = series.start(), series.recent
-    limits = limits_in(history.last, "response_length/")
-    never = series.lowest == 1 and series.count >= STREAK
-    if never or (recent > 0.8 and recent > start + 0.5):
-        why = f"{cut_off_words(recent, limits)}, or see whether they can end"
-        return (WATCH if history.gains() else BAD), why
-    if recent > start + 0.3:
-        return WATCH, f"{moved(history, key)}: answers stop ending"
-    if recent > 0.2:
-        return WATCH, cut_off_words(recent, limits)
-    return FINE
+    found, rise = limits_in(history.last, "response_length/"), limits.TRUNCATED_RISE
+    never_ends = series.lowest == 1 and series.count >= STREAK
+    if never_ends or (recent > limits.TRUNCATED.bad and recent > start + rise.bad):
+        return truncation_findings(WATCH if history.gains() else BAD, recent, found)
+    if recent > start + rise.watch:
+        why = "completions no longer end"
+        return Finding(WATCH, "truncation", history.change(TRUNCATED), why, "rollout.max_new_tokens")
+    return truncation_findings(WATCH if recent > limits.TRUNCATED.watch else FINE, recent, found)
 
 
-def repetition(history: History) -> Verdict:
+def repetition(history: History) -> Finding:
     key = "response_length/repeated_share"
     start, recent = history.start(key), history.recent(key)
-    if recent < start + 0.2:
-        return FINE
-    bad = recent > 0.6 and not history.gains()
-    return (BAD if bad else WATCH), f"{moved(history, key)}, answers go round in circles: lower training.learning_rate"
+    level = FINE if recent < start + limits.REPEATED else WATCH
+    if level == WATCH and recent > limits.MOSTLY_REPEATED and not history.gains():
+        level = BAD
+    why = "completions repeat themselves: lower the learning rate"
+    return Finding(level, "repetition", history.change(key), why, RATE)
 
 
-def held_out(history: History) -> Verdict:
+def held_out(history: History) -> Finding:
     """Compare the last two evaluations with the first two and with the best two, by the noise of one."""
     key = "evaluation/reward"
     values, series = history.values(key), history.series[key]
     if series.count < 4:
-        return FINE
+        return Finding(FINE, "held_out", "")
     first, last = fmean(series.first[:2]), fmean(values[-2:])
     best = max(fmean(pair) for pair in pairwise(values))
     error = held_out_error(history, series)
-    if history.gains() and first - last > HELD_OUT_SURE * error:
-        return (
-            BAD,
-            f"held-out reward had {first:.3g} and has {last:.3g} while the reward in training rises: it is gamed",
+    if history.gains() and first - last > limits.HELD_OUT_SIGMAS * error:
+        why = "the training reward rises meanwhile: the policy exploits the reward"
+        return Finding(
+            BAD, "held_out", f"the held-out reward was {first:.3g} and is {last:.3g}", why, "reward.function"
         )
-    return (
-        (WATCH, f"held-out reward had {best:.3g} and has {last:.3g}") if best - last > HELD_OUT_SURE * error else FINE
-    )
+    level = WATCH if best - last > limits.HELD_OUT_SIGMAS * error else FINE
+    return Finding(level, "held_out", f"the held-out reward was {best:.3g} and is {last:.3g}")
 
 
 def held_out_error(history: History, series: Series) -> float:
-    """Return the standard error of an evaluation: as it was reported, or by what changes from one to the next."""
+    """Return the standard error of an evaluation: as reported, or from the changes between evaluations."""
     interval = history.series.get("evaluation/reward_ci95")
     if interval is None:
         return series.noise() * (1 + WINDOW / series.count)
     return max(*interval.first[:2], *interval.values()[-2:]) / 1.96
 
 
-def gradient(history: History) -> Verdict:
+def gradient(history: History) -> Finding:
     values = history.values("grad_norm")
-    if len(values) < 4 * WINDOW:
-        return FINE  # gradients grow while the rate warms up
-    usual = sorted(values[:-WINDOW])[-len(values) // 10]  # where rewards are sparse most steps have none
-    spikes = [value for value in values[-WINDOW:] if value > SPIKE * usual > 0]
-    why = f"gradients of {max(values[-WINDOW:]):.3g} beside {usual:.3g}: lower training.learning_rate"
-    return (BAD, why) if len(spikes) >= 3 else (WATCH, why) if spikes else FINE
+    if len(values) < limits.GRADIENT_STEPS:
+        return Finding(FINE, "gradient", "")  # gradients grow while the rate warms up
+    usual = sorted(values[:-WINDOW])[-len(values) // 10]  # with sparse rewards most steps have no gradient
+    spikes = [value for value in values[-WINDOW:] if value > limits.SPIKE * usual > 0]
+    level = BAD if len(spikes) >= limits.SPIKES else WATCH if spikes else FINE
+    what = f"gradient norm {max(values[-WINDOW:]):.3g}, seldom above {usual:.3g} before"
+    return Finding(level, "gradient", what, "lower the learning rate", RATE)
 
 
-def clipping(history: History) -> Verdict:
+def clipping(history: History) -> Finding:
     share = history.recent("policy/clip_fraction")
-    why = f"{share:.0%} of the tokens are clipped: lower training.learning_rate, or fewer epochs or minibatches"
-    return (BAD, why) if share > 0.6 else (WATCH, why) if share > 0.3 else FINE
+    why = "lower the learning rate, or use fewer epochs or minibatches"
+    return Finding(limits.CLIPPED.above(share), "clipping", f"{share:.0%} of the tokens are clipped", why, RATE)
 
 
-def length(history: History) -> Verdict:
+def length(history: History) -> Finding:
     key = "response_length/mean"
-    if history.recent(key) > 2 * history.start(key) and not history.gains():
-        return WATCH, f"{moved(history, key)}, the reward does not: algorithm.shaping.overlong_factor"
-    return FINE
+    longer = history.recent(key) > limits.LONGER * history.start(key) and not history.gains()
+    what = f"{history.change(key)}, and the reward does not rise"
+    return Finding(WATCH if longer else FINE, "length", what, key="algorithm.shaping.overlong_factor")
 
 
-def loss(history: History) -> Verdict:
-    """Judge a task's own loss, which has to fall; that of a policy has no such meaning."""
-    if "reward/mean" in history.last:
-        return FINE
+def loss(history: History) -> Finding:
+    """Check a task's own loss, which has to fall; that of a policy has no such meaning."""
     series = history.series["loss"]
-    rise = series.recent - series.start()
-    if series.sigmas(rise) > SURE and rise > 0.1 * abs(series.start()):
-        bad = rise > 0.3 * abs(series.start())
-        return (BAD if bad else WATCH), f"{moved(history, 'loss')}: lower training.learning_rate"
-    return FINE
+    start, rise, level = series.start(), series.recent - series.start(), FINE
+    if "reward/mean" not in history.last and series.sigmas(rise) > limits.SIGMAS.bad:
+        level = Limits(*(share * abs(start) for share in limits.LOSS_RISE)).above(rise)
+    return Finding(level, "loss", history.change("loss"), "lower the learning rate", RATE)
 
 
-RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the metric that it needs, and the rule
+Rule = Callable[[History], Finding]
+RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric that it needs, and the rule
     "reward": ("reward/mean", reward),
     "entropy": ("policy/entropy", entropy),
     "gap": (GAP, gap),
@@ -288,7 +342,7 @@ RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the me
     "staleness": ("rollout/staleness_max", staleness),
     "effective_samples": ("mismatch/effective_share", effective_samples),
     "equal_rewards": ("reward/std", equal_rewards),
-    "truncation": ("response_length/truncated_share", truncation),
+    "truncation": (TRUNCATED, truncation),
     "repetition": ("response_length/repeated_share", repetition),
     "held_out": ("evaluation/reward", held_out),
     "gradient": ("grad_norm", gradient),
@@ -299,44 +353,90 @@ RULES: dict[str, tuple[str, Callable[[History], Verdict]]] = {  # name -> the me
 WATCHED = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
 
 
-class Health:
-    """Judge each step by the steps before it; say what changes."""
+# Rules of the first step, and of steps in a row
 
-    def __init__(self, note: Callable[[str], None], max_staleness: int = 0) -> None:
-        self.note, self.history = note, History(max_staleness)
-        self.known: dict[str, int] = {}  # levels of the last step, by rule
 
-    def judge(self, step: int, metrics: Row) -> Row:
-        """Return the verdicts on a step as metrics: the level of each rule that is not OK, and the worst of all."""
+def first_step(metrics: Row, config: RLConfig) -> Iterator[Finding]:
+    """Yield the signs of a first step that a run will not learn."""
+    if metrics[TRUNCATED] > limits.CUT_OFF:
+        yield truncation_findings(WATCH, metrics[TRUNCATED], limits_in(metrics, "response_length/"), config)
+    if metrics.get("tools/errors"):
+        what = f"{metrics['tools/errors']:.2g} tool calls per episode raised an exception"
+        yield Finding(WATCH, "tool_errors", what, "the model sees it, and logs/environment.log has the tracebacks")
+    algorithm = config.algorithm
+    if config.has_reward() and metrics.get(UNIFORM, 0.0) > limits.UNIFORM:
+        what = f"in {metrics[UNIFORM]:.0%} of the groups all completions have the same reward"
+        why = (
+            f"there is nothing to learn (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, another "
+            f"reward, or a larger algorithm.group_size={algorithm.group_size}"
+        )
+        yield Finding(WATCH, "uniform_groups", what, why, "algorithm.group_size")
+    alpha, mean = algorithm.length_adaptive, metrics["response_length/mean"]
+    if "critic/explained_variance" in metrics and alpha and alpha * mean <= 1:
+        key = "algorithm.length_adaptive"
+        what = f"{key}={alpha:g} makes lambda 0 for responses of up to {1 / alpha:g} tokens; their mean is {mean:.0f}"
+        yield Finding(
+            WATCH, "length_adaptive", what, "only the critic credits tokens before the last: set it to null", key
+        )
+    if algorithm.shaping.overlong_filter and algorithm.shaping.overlong_factor:
+        key = "algorithm.shaping.overlong_filter"
+        what = f"{key} leaves truncated completions out of the loss, so overlong_factor has no effect on them"
+        yield Finding(WATCH, "overlong", what, "keep one of the two", key)
+
+
+def reward_streak(history: History, step: int, steps: int) -> Iterator[Finding]:
+    """Yield a finding after some numbers of steps in a row in which all completions had the same reward."""
+    if history.uniform in limits.UNIFORM_STEPS or (step >= steps and history.uniform >= 2):
+        mean = history.last["reward/mean"]
+        what = f"in {history.uniform} steps in a row all completions had the same reward, {mean:.3f}"
+        why = "nothing was learnt: check the reward with `trueline reward try`, and transcripts.jsonl"
+        yield Finding(WATCH, "constant_rewards", what, why, "reward.function")
+
+
+class RunMonitor:
+    """Check each step with the rules, and report each finding that is new or worse."""
+
+    def __init__(self, report: Callable[[Finding, int], object], config: RunConfig | None = None) -> None:
+        self.report, self.config = report, config
+        self.history = History(config.rollout.max_staleness if isinstance(config, RLConfig) else 0)
+        self.known: dict[str, Finding] = {}  # of the last step, by rule; those that are fine are left out
+
+    def check(self, step: int, metrics: Row) -> Row:
+        """Return the levels of a step as metrics: of each rule that is not fine, and the worst of all."""
         self.history.add(metrics)
-        found = {name: self._verdict(name, key, rule) for name, (key, rule) in RULES.items()}
-        for name, (level, why) in found.items():
-            if level > self.known.get(name, OK):
-                self.note(f"health     {LEVELS[level]} in step {step}, {name}: {why}")
-        self.known = {name: level for name, (level, _) in found.items() if level}
-        return {"health/level": float(max(self.known.values(), default=OK))} | {
-            f"health/{name}": float(level) for name, level in self.known.items()
-        }
+        found = [self._apply(name, key, rule) for name, (key, rule) in RULES.items()]
+        worse = [one for one in found if HEALTH_LEVELS.index(one.level) > self._number(one.code)]
+        if isinstance(self.config, RLConfig):
+            worse += first_step(metrics, self.config) if step == 1 else ()
+            worse += reward_streak(self.history, step, self.config.steps)
+        for one in worse:
+            self.report(one, step)
+        self.known = {one.code: one for one in found if one.level != FINE}
+        numbers = {f"health/{name}": self._number(name) for name in self.known}
+        return {"health/level": max(numbers.values(), default=0.0)} | numbers
 
-    def _verdict(self, name: str, key: str, rule: Callable[[History], Verdict]) -> Verdict:
+    def _number(self, name: str) -> float:
+        return float(HEALTH_LEVELS.index(self.known[name].level)) if name in self.known else 0.0
+
+    def _apply(self, name: str, key: str, rule: Rule) -> Finding:
+        fine = Finding(FINE, name, "")
         if key not in self.history.last:
-            return self.known.get(name, OK), ""  # no evaluation in this step: the last one counts
+            return self.known.get(name, fine)  # no evaluation in this step: the last one counts
         series = self.history.series.get(key)
-        judged = series is not None and (series.count > WINDOW or key.startswith("evaluation/"))
-        return rule(self.history) if judged else FINE
+        ready = series is not None and (series.count > WINDOW or key.startswith("evaluation/"))
+        return rule(self.history) if ready else fine
 
     def recall(self, rows: Iterable[Row]) -> None:
-        """Take up what a run that goes on has reported before."""
+        """Add what a resumed run has reported before."""
         for row in rows:
             self.history.add(row)
 
     def bad(self) -> list[str]:
-        return [name for name, level in self.known.items() if level == BAD]
+        return [name for name, one in self.known.items() if one.level == BAD]
 
 
-def verdict_words(metrics: Row) -> str:
-    """Return the verdict on a step in a word or two, with the rules behind it."""
-    level = int(metrics.get("health/level", OK))
-    rules = [name.removeprefix("health/") for name, value in metrics.items() if name.startswith("health/") and value]
-    named = [rule for rule in rules if rule != "level" and metrics[f"health/{rule}"] == level]
-    return f"{LEVELS[level]} ({', '.join(named)})" if level else ""
+def describe_health(metrics: Row) -> str:
+    """Return the level of a step, unless it is fine, with the rules behind it."""
+    level = int(metrics.get("health/level", 0))
+    rules = [name for name in RULES if metrics.get(f"health/{name}") == level]
+    return f"{HEALTH_LEVELS[level]} ({', '.join(rules)})" if level else ""

@@ -1,6 +1,8 @@
-"""What a person sees of a run: a live panel in a terminal, plain lines elsewhere."""
+"""The progress of a run on the screen: a live panel in a terminal, plain lines elsewhere."""
 
+import json
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -12,48 +14,30 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trueline.monitoring.health import verdict_words
-
-# key in the metrics, name on the screen, format
-SHOWN = (
-    ("reward/mean", "reward", ".3f"),
-    ("loss", "loss", ".4f"),
-    ("preference/accuracy", "accuracy", ".0%"),
-    ("preference/margin", "margin", ".3f"),
-    ("reward_model/accuracy", "accuracy", ".0%"),
-    ("reward_model/margin", "margin", ".3f"),
-    ("process_reward/accuracy", "accuracy", ".0%"),
-    ("kto/accuracy", "accuracy", ".0%"),
-    ("evaluation/loss", "eval loss", ".4f"),
-    ("response_length/mean", "length", ".0f"),
-    ("response_length/truncated_share", "truncated", ".0%"),
-    ("policy/kl", "kl", ".4f"),
-    ("policy/sequence_kl", "kl/response", ".3f"),
-    ("distill/kl_per_token", "kl to teacher", ".4f"),
-    ("critic/explained_variance", "critic", ".2f"),
-    ("policy/entropy", "entropy", ".3f"),
-    ("mismatch/logprob_gap_mean", "gap", ".1e"),
-    ("grad_norm", "grad", ".2f"),
-    ("evaluation/reward", "eval", ".3f"),
-    ("skipped_steps", "skipped", ".0f"),
-    ("speed/tokens_per_second", "tok/s", ".0f"),
-    ("speed/mfu", "mfu", ".0%"),
-)
+from trueline.monitoring.findings import Finding
+from trueline.monitoring.health import describe_health
+from trueline.monitoring.metrics import SHOWN
+from trueline.monitoring.run_folder import RunFolder
 
 
-def shown_keys(metrics: dict[str, float]) -> list[tuple[str, str, str]]:
-    """Return the entries of SHOWN that these metrics have; skipped steps are shown once there is one."""
-    return [entry for entry in SHOWN if entry[0] in metrics and (entry[0] != "skipped_steps" or metrics[entry[0]])]
+def shown_metrics(metrics: dict[str, float]) -> dict[str, str]:
+    """Return what the screen shows of these metrics, by label; skipped steps once there is one."""
+    return {
+        one.label: f"{metrics[one.name]:{one.form}}"
+        for one in SHOWN
+        if one.name in metrics and (one.name != "skipped_steps" or metrics[one.name])
+    }
 
 
 class Progress:
-    """The progress of a run on the screen: a context manager around the loop; `note` prints a line that stays."""
+    """A context manager around the loop; what it prints is also written to the run's log."""
 
-    def __init__(self, title: str, total: int, console: Console | None = None, log: Path | None = None) -> None:
-        self.title, self.total, self.log = title, total, log
+    def __init__(self, title: str, total: int, console: Console | None = None, folder: RunFolder | None = None) -> None:
+        self.title, self.total, self.folder = title, total, folder
         self.console = console or Console(highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self.first_step: int | None = None
+        self.last_step = 0
         self.started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -69,13 +53,25 @@ class Progress:
     def note(self, message: str) -> None:
         with suppress(OSError):  # the screen may be gone, or a file on a full disk
             self.console.print(message, markup=False, soft_wrap=True)
-        with suppress(OSError):
-            if self.log is not None:
-                with self.log.open("a", encoding="utf-8") as lines:
-                    lines.write(message + "\n")
+        if self.folder is not None:
+            add_line(self.folder.log, message)
+
+    def report(self, finding: Finding, step: int | None = None) -> None:
+        """Print a finding and record it."""
+        self.note(finding.line())
+        self.record([finding], step)
+
+    def record(self, findings: Iterable[Finding], step: int | None = None) -> None:
+        """Write findings to findings.jsonl, with the step after which they were found."""
+        if self.folder is None:
+            return
+        for one in findings:
+            row = {"step": self.last_step if step is None else step, **one.row()}
+            add_line(self.folder.findings, json.dumps(row, ensure_ascii=False))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        if self.first_step is None:  # what came before the first step, starting processes above all, is no guide
+        self.last_step = step
+        if self.first_step is None:  # the time before the first step says little about the others
             self.first_step = step - 1
             self.started = time.monotonic() - metrics.get("time/step", 0.0)
         if self.live is None:
@@ -85,18 +81,19 @@ class Progress:
                 self.live.update(self.panel(step, metrics))
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
-        numbers = "  ".join(f"{name} {metrics[key]:{form}}" for key, name, form in shown_keys(metrics))
-        verdict = verdict_words(metrics)
-        said = f"  health {verdict}" if verdict else ""
-        return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}{said}"
+        numbers = "  ".join(f"{label} {number}" for label, number in shown_metrics(metrics).items())
+        health = f"  health {found}" if (found := describe_health(metrics)) else ""
+        return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}{health}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
-        """Return the panel, as wide as the screen at most; numbers that do not fit beside each other go below."""
+        """Return the panel, which wraps at the width of the screen."""
         # No markup: a note printed above the panel has the panel drawn again as the note is, without markup.
-        head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   {verdict_words(metrics)}"
+        head = (
+            f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   {describe_health(metrics)}"
+        )
         numbers = [
-            Text.assemble((name, "dim"), "\n", (f"{metrics[key]:{form}}", "bold"), no_wrap=True)
-            for key, name, form in shown_keys(metrics)
+            Text.assemble((label, "dim"), "\n", (number, "bold"), no_wrap=True)
+            for label, number in shown_metrics(metrics).items()
         ]
         panel, bar = Table.grid(), ProgressBar(total=self.total, completed=step, width=60)
         for part in (Text.assemble((self.title, "bold"), head), bar, Columns(numbers, padding=(0, 2))):
@@ -113,3 +110,8 @@ def phases(metrics: dict[str, float]) -> str:
     names = [key for key in metrics if key.startswith("time/") and key != "time/step"]
     parts = " ".join(f"{key.removeprefix('time/')} {metrics[key]:.1f}" for key in names)
     return f"{metrics['time/step']:.1f} s ({parts})" if "time/step" in metrics else ""
+
+
+def add_line(file: Path, line: str) -> None:
+    with suppress(OSError), file.open("a", encoding="utf-8", errors="backslashreplace") as lines:
+        lines.write(line + "\n")

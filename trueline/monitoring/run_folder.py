@@ -1,4 +1,4 @@
-"""The folder of a run: made once, never overwritten, taken up again by --resume."""
+"""The folder of a run: made once, never overwritten, continued by --resume."""
 
 import fcntl
 import json
@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any, Self
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.run import RunConfig
+from trueline.files import UNFINISHED, read_rows, write_atomically
+from trueline.monitoring.findings import REFUSED, WATCH, Finding
 from trueline.monitoring.user_files import changed_files, fingerprints, keep_fingerprints
 
-UNFINISHED = ".unfinished"
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
-FOLDER = "run        "  # line of run.log that ends the plan, with the folder
 RUNS = Path(RunConfig.model_fields["folder"].default)
-PRIVATE = 0o700  # transcripts, rows and logs are for who made them
+PRIVATE = 0o700  # transcripts, rows and logs are for their owner
 LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 
 
@@ -32,17 +32,21 @@ class RunFolder:
         self.transcripts = path / "transcripts.jsonl"
         self.ledger = path / "ledger.jsonl"  # which prompts each step trained on, and what became of the others
         self.events = path / "events.jsonl"  # who did what from when to when, step by step
+        self.findings = path / "findings.jsonl"
+        self.plan = path / "plan.json"  # its text and its findings
         self.logs = path / "logs"
-        self.log = self.logs / "run.log"  # what was said of the run
+        self.log = self.logs / "run.log"  # what was printed
         self.checkpoints = path / "checkpoints"
         self.code = path / "code.json"  # SHA-256 of the user's files, as of the last start
         self.lock = path / "lock"  # names the process that runs this run, and is locked by it
 
     def open(self, config: RunConfig, verb: str, *, resume: bool) -> Self:
-        """Make the folder, or try the one to go on with by writing to it before anything starts."""
+        """Make the folder, or test that the one to resume can be written, before anything starts."""
         with self._writing(config.folder):
             if resume:
-                self._touch()
+                trial = self.path / f"trial{UNFINISHED}"
+                trial.write_text("a full disk takes no byte\n")
+                trial.unlink()
             else:
                 self._make(config, verb)
         return self
@@ -54,13 +58,13 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(
                 f"folder={base}: {self.path} cannot be written ({error.strerror}): choose another place "
-                "with folder=..., or see to its permissions and to room on the disk"
+                "with folder=..., or check its permissions and the space on the disk"
             ) from error
 
     def _make(self, config: RunConfig, verb: str) -> None:
         if self.path.exists():
-            raise ConfigError(f"{self.path} exists: add --resume to go on with that run, or choose another --name")
-        # Made aside: a folder with the run's name can always be resumed.
+            raise ConfigError(f"{self.path} exists: add --resume to continue that run, or choose another --name")
+        # Made under another name: a folder with the run's name can always be resumed.
         aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
         shutil.rmtree(aside.path, ignore_errors=True)
         aside.path.mkdir(PRIVATE, parents=True)
@@ -68,53 +72,62 @@ class RunFolder:
         aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
         aside.path.rename(self.path)
 
-    def _touch(self) -> None:
-        trial = self.path / f"trial{UNFINISHED}"
-        trial.write_text("a full disk takes no byte\n")
-        trial.unlink()
-
-    def changed_files(self, tree: Tree) -> list[str]:
-        """Warn of the user's files that have changed since the last start, and keep what they are now."""
+    def changed_files(self, tree: Tree) -> list[Finding]:
+        """Return the user's files that changed since the last start, and remember their present state."""
         now = fingerprints(tree)
-        warnings = changed_files(self.code, now)
+        found = changed_files(self.code, now)
         with suppress(OSError):
             keep_fingerprints(self.code, now)
-        return warnings
+        return found
+
+    def write_plan(self, text: str, findings: Iterable[Finding]) -> None:
+        with suppress(OSError):  # the report does without it
+            self.plan.write_text(json.dumps({"text": text, "findings": [one.row() for one in findings]}, indent=1))
+
+    def read_findings(self) -> list[tuple[int, Finding]]:
+        """Read all findings so far, each with its step."""
+        rows = read_rows(self.findings)
+        return [(row.pop("step"), Finding(**row)) for row in rows]
+
+    def last_error(self) -> Finding | None:
+        """Return what ended the run, unless it was started again since."""
+        found = None
+        for _, one in self.read_findings():
+            found = one if one.level == REFUSED else None if one.code == "started" else found
+        return found
 
     @contextmanager
-    def locked(self) -> Iterator[str]:
-        """Hold the run's lock, or refuse where another process does; give a warning where the disk knows no locks."""
+    def hold_lock(self) -> Iterator[list[Finding]]:
+        """Hold the run's lock, or refuse if another process does; yield a finding if the disk has no locks."""
         with self._writing(str(self.path.parent)):
             descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o600)
         LOCKS.add(descriptor)
         try:
-            warning = self._claim(descriptor)
+            found = self._claim(descriptor)
             about = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
-            with suppress(OSError):  # a full disk is told of by what is written next
+            with suppress(OSError):  # a full disk is reported by what is written next
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(about).encode() + b"\n", 0)
-            yield warning
+            yield found
         finally:
             LOCKS.discard(descriptor)
             os.close(descriptor)
 
     def check_idle(self) -> None:
-        """Refuse a run that another process is running at this moment."""
+        """Refuse a run that another process is running."""
         if self.lock.is_file():
             with self.lock.open("rb+") as file:
                 self._claim(file.fileno())
 
-    def _claim(self, descriptor: int) -> str:
+    def _claim(self, descriptor: int) -> list[Finding]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(self._holder()) from None
         except OSError as error:
-            return (
-                f"warning: {self.lock} cannot be locked ({error.strerror}), as on some network file systems: nothing "
-                "keeps a second --resume from this run while it lasts"
-            )
-        return ""
+            what = f"{self.lock} cannot be locked ({error.strerror}), as on some network file systems"
+            return [Finding(WATCH, "no_file_locks", what, "do not resume this run a second time while it runs")]
+        return []
 
     def _holder(self) -> str:
         try:
@@ -125,15 +138,15 @@ class RunFolder:
             process, since, stop = "another process", "", "stop it"
         return (
             f"{self.path} is being run by {process}{since}: wait for its end, or {stop} and wait for its last "
-            "checkpoint; then give --resume again. For another run choose its --name"
+            "checkpoint; then --resume it. To start another run, choose another --name"
         )
 
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
-        """Find the run to resume: the named one, or that of this verb which was touched last."""
+        """Find the run to resume: the named one, or the one of this verb that changed last."""
         base = Path(folder).resolve()
         if name is not None:
-            return cls(base / name)._checked(verb)
+            return cls(base / name)._check_verb(verb)
         runs = [run for run in cls.all_in(base) if run.verb() == verb]
         if not runs:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
@@ -141,50 +154,48 @@ class RunFolder:
 
     @classmethod
     def all_in(cls, base: Path) -> "list[RunFolder]":
-        """Return the runs of a folder, those that were touched last first."""
+        """Return the runs of a folder, the last changed first."""
         found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
-        return sorted(found, key=RunFolder.touched, reverse=True)
+        return sorted(found, key=RunFolder.last_change, reverse=True)
 
-    def _checked(self, verb: str) -> "RunFolder":
+    def _check_verb(self, verb: str) -> "RunFolder":
         if not self.config.is_file():
             raise ConfigError(
-                f"{self.path} is not a run that can be resumed (it has no config.yaml): see to --name and folder=..., "
+                f"{self.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
                 "or leave --resume out to start it"
             )
         if self.verb() != verb:
             raise ConfigError(
-                f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that began it "
+                f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that started it "
                 f"(got {verb})"
             )
         return self
 
     def verb(self) -> str:
-        """Return the verb that began this run, or nothing where its head is unknown."""
+        """Return the verb that started this run, or nothing if its head is unknown."""
         with self.config.open() as lines:
             head = lines.readline()
         return head.removeprefix(HEAD).strip() if head.startswith(HEAD) else ""
 
-    def touched(self) -> float:
-        """Tell when the files of this run, or those of the stages inside it, last changed."""
+    def last_change(self) -> float:
+        """Return when the files of this run, or of its stages, last changed."""
         files = [self.path, *self.path.glob("*"), *self.path.glob("round_*/*/*")]
         return max(file.lstat().st_mtime for file in files)
 
     def rows(self) -> list[dict[str, Any]]:
         """Read what each step has reported."""
-        return [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
+        return read_rows(self.metrics)
 
     def rewrite(self, config: RunConfig, verb: str) -> None:
-        """Let the run go on with other keys than it was begun with."""
-        aside = self.config.with_suffix(UNFINISHED)
-        aside.write_text(f"{HEAD}{verb}\n{config.dump()}")
-        aside.rename(self.config)
+        """Let the run continue with other keys than it was started with."""
+        write_atomically(self.config, f"{HEAD}{verb}\n{config.dump()}")
 
     def resume_command(self) -> str:
         base = Path(RunConfig.model_fields["folder"].default).resolve()
         place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
         return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
 
-    def trained(self) -> Path:
+    def training_folder(self) -> Path:
         """Return the folder with the checkpoints: the run's own, or that of the training in its last round."""
         rounds = {int(place.parents[1].name[6:]): place.parent for place in self.path.glob("round_*/*/checkpoints")}
         return rounds[max(rounds)] if rounds else self.path
@@ -203,4 +214,4 @@ def leave_locks() -> None:
     LOCKS.clear()
 
 
-os.register_at_fork(after_in_child=leave_locks)  # what a run forks must not keep its lock; what it executes has none
+os.register_at_fork(after_in_child=leave_locks)  # forked processes must not keep the run's lock

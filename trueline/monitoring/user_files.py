@@ -1,4 +1,4 @@
-"""The user's own files that a configuration names: kept by absolute path, found after a move, told when they change."""
+"""The user's own files in a configuration: kept by absolute path, found after a move, reported when they change."""
 
 import ast
 import hashlib
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
+
+from trueline.monitoring.findings import WATCH, Finding
 
 FUNCTIONS = re.compile(r"reward\.(parts\..+\.)?function|environment\.(function|agent)|algorithm\.(advantage|loss)")
 TOOLS = re.compile(r"environment\.tools")
@@ -27,13 +29,13 @@ DIFFERS = {  # section -> what is not the same before and after a change
 }
 PICKLED = ".pickle"
 MODULE = re.compile(r"([A-Za-z_][\w.]*):\w+")
-Tree = dict[str, Any]  # not imported, for pydantic comes with it, and processes of user functions start without
+Tree = dict[str, Any]  # not imported: it brings pydantic, and processes of user functions start without
 Change = Callable[[str], str]
 Digests = dict[str, dict[str, str]]  # of files, by key
 
 
 def changed_places(tree: Tree, change: Change, path: str = "") -> Tree:
-    """Return the tree with every place in it changed; hub names, addresses and built-in names are handed over, too."""
+    """Return the tree with `change` applied to every path, hub name, address and built-in name."""
     changed: Tree = {}
     for name, value in tree.items():
         key = f"{path}{name}"
@@ -68,7 +70,7 @@ def changed_function(value: str, change: Change, key: str) -> str:
 
 
 def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
-    """Return the tree of a run that can be taken up from any folder; what is no file or folder stays as it is."""
+    """Return a tree that can be resumed from any folder; only files and folders change."""
 
     def absolute(place: str) -> str:
         found = Path(place).expanduser()
@@ -83,7 +85,7 @@ def found_again(tree: Tree, base: Path) -> Tree:
     """
     before = str(tree.get("folder", ""))
 
-    def found(place: str) -> str:
+    def locate(place: str) -> str:
         if not os.path.isabs(before) or not os.path.isabs(place):
             return place
         moved = os.path.normpath(base / os.path.relpath(place, before))
@@ -91,7 +93,7 @@ def found_again(tree: Tree, base: Path) -> Tree:
         near = os.path.relpath(now)
         return near if os.path.isfile(now) and not near.startswith("..") else now
 
-    return changed_places(tree, found)
+    return changed_places(tree, locate)
 
 
 # Changes
@@ -127,7 +129,7 @@ def places_in(value: str, key: str) -> list[str]:
 
 
 def files_of(place: str) -> list[Path]:
-    """Return a file, or those of a module, and the modules beside it that are imported with it."""
+    """Return a file, or those of a module, and the neighbouring modules that it imports."""
     module = MODULE.fullmatch(place)
     bases = [Path.cwd(), *map(Path, sys.path)] if module else []
     named = next(filter(None, (list(module_files(base, module[1])) for base in bases if module)), [Path(place)])
@@ -159,15 +161,20 @@ def module_files(folder: Path, name: str) -> Iterator[Path]:
         folder /= part
 
 
-def changed_files(record: Path, now: Digests) -> list[str]:
-    """Warn of each file that is not what it was when the run was last started, by a file that keeps fingerprints."""
+def changed_files(record: Path, now: Digests) -> list[Finding]:
+    """Find the files that changed since the run was last started, by the recorded fingerprints."""
     try:
         before = json.loads(record.read_text())
     except (OSError, ValueError):
         return []
     return [
-        f"warning: {file} ({key}) has changed since this run was last started: {DIFFERS[key.partition('.')[0]]} before "
-        "and after this point are not comparable. Bring it back as it was, or start a new run, if that matters"
+        Finding(
+            WATCH,
+            "changed_file",
+            f"{file} changed since this run was last started",
+            f"{DIFFERS[key.partition('.')[0]]} before and after are not comparable: restore it, or start a new run",
+            key,
+        )
         for key, files in now.items()
         for file, digest in files.items()
         if before.get(key, {}).get(Path(file).name, digest) != digest

@@ -1,6 +1,5 @@
-"""A run that does not move explains itself: once, to its screen and to a file, and whenever it is asked."""
+"""Explain a run without progress: once, on its screen and in a file, and on request."""
 
-import json
 import shutil
 import socket
 import tempfile
@@ -13,22 +12,25 @@ from typing import Self
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.run import RunConfig
-from trueline.monitoring.beats import (
+from trueline.monitoring.culprits import SILENT_SECONDS, Situation, certain_culprit, find_culprit
+from trueline.monitoring.heartbeat import (
     BEAT,
     BEAT_SECONDS,
     RUN,
     WORK,
-    Beat,
+    Heartbeat,
+    SeenProcess,
     clear_beats,
+    look_at_process,
+    other_beats,
+    process_of,
     read_beat,
     write_beat,
 )
-from trueline.monitoring.culprits import SILENT_SECONDS, Situation, certain, culprit
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.stacks import Seen, look, other_beats, process_of
 from trueline.monitoring.timing import duration
 
-SHARE_OF_TIMEOUT = 0.1  # of `timeout_seconds`: a silence that is worth a report
+SHARE_OF_TIMEOUT = 0.1  # of `timeout_seconds` without progress, after which a run reports
 SHOWN_LINES = 12  # of a report on the screen
 PHASES = {  # what a run does in each
     "plan": "reads the data and plans",
@@ -43,69 +45,70 @@ PHASES = {  # what a run does in each
 }
 
 
-def situation(driver: Beat, logs: Path) -> Situation:
-    """Look at all processes of a run, whose driver says this of itself."""
-    others = [look(beat, logs) for beat in other_beats(logs, RUN)]
+def find_situation(driver: Heartbeat, logs: Path) -> Situation:
+    """Look at all processes of a run, given the heartbeat of its driver."""
+    others = [look_at_process(beat, logs) for beat in other_beats(logs, RUN)]
     folder = logs.parent
-    return Situation(look(driver, logs), others, str(folder), shutil.disk_usage(folder).free)
+    return Situation(look_at_process(driver, logs), others, str(folder), shutil.disk_usage(folder).free)
 
 
-def told(seen: Situation, *head: str) -> str:
-    """Return the report: what to think of it, what is under way, the processes, and their stacks."""
+def describe_situation(seen: Situation, *head: str) -> str:
+    """Return the report: its head, what is in flight, the processes, and their stacks."""
     everyone = [seen.driver, *seen.others]
     rows = [row for row in seen.driver.beat.rows if row.kind != "phase"]
     under_way = [f"  {row.kind:<12}{row.who} {row.what}: {row.count}, since {seen.age(row)}" for row in rows]
     return "\n".join(
         [
             *head,
-            "under way, the oldest first:",
+            "in flight, oldest first:",
             *(under_way or ["  nothing"]),
             "processes:",
-            *(f"  {one.beat.name:<12}pid {one.beat.pid}, {one.state}: {said(one, seen)}" for one in everyone),
+            *(describe_process(one, seen) for one in everyone),
             *(f"\n== stacks of {one.beat.name} (pid {one.beat.pid}) ==\n{one.stack or 'none'}" for one in everyone),
         ]
     )
 
 
-def alarm(seen: Situation) -> str:
+def describe_silence(seen: Situation) -> str:
     phase = (phase := seen.phase()) and f" in `{phase.who}`"
-    silence = f"Nothing has moved for {duration(seen.silence())}{phase or ''}"
-    return told(seen, culprit(seen), f"{silence}; nothing is ended before its own deadline.")
+    silence = f"No progress for {duration(seen.silence())}{phase or ''}"
+    return describe_situation(seen, find_culprit(seen), f"{silence}; no process is ended before its own deadline.")
 
 
-def calm(seen: Situation, folder: RunFolder) -> str:
-    """Return the same of a run that moves, or has not been silent for long."""
+def describe_progress(seen: Situation, folder: RunFolder) -> str:
+    """Describe a run that makes progress, or has not been silent for long."""
     phase = seen.phase()
     doing = (
         f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}" if phase else "between phases"
     )
-    head = f"The run goes on: {step_words(folder)}{doing}. Something last moved {duration(seen.silence())} ago."
-    return told(seen, head)
+    head = f"The run makes progress: {step_words(folder)}{doing}. Last progress {duration(seen.silence())} ago."
+    return describe_situation(seen, head)
 
 
 def step_words(folder: RunFolder) -> str:
-    """Name the step that is under way, where steps are counted."""
+    """Name the current step, where steps are counted."""
     with suppress(OSError, ValueError, KeyError, IndexError, ConfigError):
         total = read_tree(folder.config)["steps"]
-        done = json.loads(folder.metrics.read_bytes().splitlines()[-1])["step"] if folder.metrics.exists() else 0
+        done = folder.rows()[-1]["step"] if folder.metrics.exists() else 0
         return f"step {min(done + 1, total or done + 1)}{f' of {total}' if total else ''}, "
     return ""
 
 
-def said(one: Seen, seen: Situation) -> str:
+def describe_process(one: SeenProcess, seen: Situation) -> str:
     rows = ", ".join(f"{row.who} {row.what}".strip() for row in one.beat.rows if row.kind in ("phase", "call", "part"))
-    return f"{rows or 'idle'} (told {duration(seen.now - one.beat.written)} ago)"
+    head = f"  {one.beat.name:<12}pid {one.beat.pid}, {one.state}: {rows or 'idle'}"
+    return f"{head} (heartbeat {duration(seen.now - one.beat.written)} ago)"
 
 
 class Watch:
-    """While it is open, a thread tells what the driver does, and reports a silence that is too long."""
+    """While it is open, a thread writes the driver's heartbeat, and reports a silence that is too long."""
 
-    open_now: list["Watch"] = []  # the last one reports: stages of a run are runs, too
+    open_now: list["Watch"] = []  # only the last one reports, because stages of a run are runs too
 
     def __init__(self, timeout_seconds: float, say: Callable[[str], object]) -> None:
         self.silence, self.say = timeout_seconds * SHARE_OF_TIMEOUT, say
         self.aside = self.logs = Path(tempfile.mkdtemp(prefix="trueline-"))  # until the run has a folder
-        self.reported = 0.0  # the last movement before the last report
+        self.reported = 0.0  # the last progress before the last report
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -115,7 +118,7 @@ class Watch:
         return self
 
     def move(self, logs: Path, say: Callable[[str], object]) -> None:
-        """Tell and report in the run's folder from now on."""
+        """Write heartbeats and reports to the run's folder from now on."""
         clear_beats(logs)
         self.logs, self.say = logs, say
         self._leave_aside()
@@ -137,7 +140,7 @@ class Watch:
             self.check(time.time())
 
     def check(self, now: float) -> None:
-        """Tell what the driver does; report, once, if by now nothing has moved for too long."""
+        """Write the driver's heartbeat; report, once, if there was no progress for too long."""
         driver = WORK.beat(RUN)
         write_beat(self.logs, driver)
         if now - driver.moved < self.silence or self.open_now[-1] is not self:
@@ -145,8 +148,8 @@ class Watch:
         moved = max(beat.moved for beat in [driver, *other_beats(self.logs, RUN)])
         if now - moved > self.silence and moved > self.reported:
             self.reported = moved
-            with suppress(OSError):  # of a disk that has gone, say: the run itself will tell
-                self._report(alarm(situation(driver, self.logs)))
+            with suppress(OSError):  # for example a disk that is gone: the run itself will report it
+                self._report(describe_silence(find_situation(driver, self.logs)))
 
     def _report(self, text: str) -> None:
         number = len(list(self.logs.glob("stuck-*.txt"))) + 1
@@ -154,27 +157,31 @@ class Watch:
         with suppress(OSError):
             file.write_text(text + "\n")
         shown = text.partition("\n\n")[0].splitlines()[:SHOWN_LINES]
-        self.say("\n".join([f"stuck: {shown[0]}", *shown[1:], f"stacks and all of it: {file}"]))
+        self.say("\n".join([f"stuck: {shown[0]}", *shown[1:], f"full report with stacks: {file}"]))
 
 
 def explain(run: Path) -> str:
-    """Explain a run from outside: what it does, what holds it up, or how it ended."""
+    """Explain a run from outside: what it does, what delays it, or how it ended."""
     folder = RunFolder(run)
     if not folder.logs.is_dir():
-        raise ConfigError(f"{run} has no logs, so there is nothing to explain: name a run that was started")
+        raise ConfigError(f"{run} has no logs: name a run that was started")
     driver = read_beat(folder.logs / f"{RUN}{BEAT}")
-    if driver is not None and lives(driver):
-        seen = situation(driver, folder.logs)
-        return alarm(seen) if certain(seen) or seen.silence() > longest_silence(folder) else calm(seen, folder)
+    if driver is not None and is_alive(driver):
+        seen = find_situation(driver, folder.logs)
+        return (
+            describe_silence(seen)
+            if certain_culprit(seen) or seen.silence() > longest_silence(folder)
+            else describe_progress(seen, folder)
+        )
     try:
         folder.check_idle()
     except ConfigError as error:
-        return f"The run is read and planned, and has not begun to work. {error}"
-    return ended(folder, driver)
+        return f"The run is being planned and has not started. {error}"
+    return describe_end(folder, driver)
 
 
-def lives(driver: Beat) -> bool:
-    """Tell whether a driver works: one of another machine, that shares the disk, by what it wrote lately."""
+def is_alive(driver: Heartbeat) -> bool:
+    """Tell whether a driver lives; on another machine that shares the disk, by its last heartbeat."""
     elsewhere = driver.host != socket.gethostname() and time.time() - driver.written < SILENT_SECONDS
     return elsewhere or process_of(driver) is not None
 
@@ -187,12 +194,12 @@ def longest_silence(folder: RunFolder) -> float:
     return seconds * SHARE_OF_TIMEOUT
 
 
-def ended(folder: RunFolder, driver: Beat | None) -> str:
+def describe_end(folder: RunFolder, driver: Heartbeat | None) -> str:
     lines = folder.log.read_text(errors="replace").split("\n") if folder.log.is_file() else []
-    tail = [line for line in lines if line.strip()][-2:] or ["it has said nothing"]  # an error, and how to go on
-    last = next((line for line in tail if line.startswith(("error: ", "stopped"))), tail[-1])
+    error = folder.last_error()
+    last = error.line() if error else next((line for line in reversed(lines) if line.strip()), "none")
     how, again = "has ended", ""
     if driver is not None:
-        how = f"is not running: its process {driver.pid} on {driver.host} is gone without a word"
-        again = f"\nGo on with: {folder.resume_command()}" if folder.config.is_file() else ""
-    return f"The run {how}. The last word of its log: {last}{again}"
+        how = f"is not running: its process {driver.pid} on {driver.host} is gone"
+        again = f"\nResume with: {folder.resume_command()}" if folder.config.is_file() else ""
+    return f"The run {how}. {'Its error' if error else 'Last log line'}: {last}{again}"

@@ -2,24 +2,32 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
+from trueline.config.supervised import SupervisedConfig
 from trueline.data.types import Sample
 from trueline.monitoring.events import Events
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.offline.plan import SupervisedPlan, forecast_memory
 from trueline.offline.reference import ReferenceCache, fill_reference
 from trueline.offline.trainer import SupervisedTrainer
-from trueline.runs.guard import Guard
-from trueline.runs.learning_rate import suited_rate
-from trueline.runs.processes import Needed, model_group, opened
+from trueline.plan.offline import SupervisedPlan, forecast_memory, plan_supervised
+from trueline.plan.resolve import suited_rate
+from trueline.runs.guard import UpdateMonitor
+from trueline.runs.launch import Job, Start, training
+from trueline.runs.processes import model_group, open_processes
 from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.state import SupervisedState, check_data, restore
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import prepare_saving
 from trueline.training.worker import Worker, WorkerSpec, worker_target
+
+
+def prepare_supervised(config: SupervisedConfig, start: Start) -> Job:
+    plan = plan_supervised(config)
+    return training(plan, plan.steps, partial(supervised_trainer, plan.without_records()))
 
 
 @contextmanager
@@ -28,9 +36,10 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
     data = plan.fingerprint()
     check_data(checkpoints, data)
-    needed = Needed([config.model.path], config.checkpoint.save)
     with ExitStack() as stack:
-        processes = stack.enter_context(opened(plan.machine, plan.layout, folder.logs, config.runtime, needed))
+        place = (plan.machine, plan.layout, folder.logs, config.runtime)
+        saves = config.checkpoint.save
+        processes = stack.enter_context(open_processes(*place, [config.model.path], saves=saves))
         specs = worker_specs(plan)
         model = model_group("model", processes.policy(worker_target(config.training), specs), specs)
         model.start()
@@ -44,13 +53,13 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         stack.callback(tracker.close)
         tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
-        guard = Guard(model, config.training, progress.note)
+        guard = UpdateMonitor(model, config.training, progress.report)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, config.task, adapters=config.model.lora.rank > 0)
         ranks = plan.layout.policy_ranks
         forecast = plan.forecast or forecast_memory(config, plan.facts, plan.machine, ranks, plan.longest)
         watch = MemoryWatch(forecast, timer := Timer())
-        care = care_of(config.health, folder, checkpoints)
+        care = care_of(config, folder, checkpoints, progress)
         yield SupervisedTrainer(plan, model, checkpoints, tracker, progress, state, guard, timer, watch, care)
 
 
@@ -74,7 +83,7 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
             config.seed,
             config.timeout_seconds,
             head=task.head,
-            goal=task.goal(config),
+            distillation_target=task.distillation_target(config),
             chat_template=plan.chat.template.with_defaults(),
         )
         for rank in range(world)

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trueline.data.types import Sample
+from trueline.files import atomic_path
 from trueline.monitoring.progress import Progress
 from trueline.training.checkpoints import save_tensors
 from trueline.training.group import ModelGroup
@@ -38,12 +39,8 @@ class ReferenceCache:
         return None
 
     def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
-        aside = self.file.with_suffix(".unfinished")
-        try:
+        with atomic_path(self.file) as aside:
             save_tensors(aside, {"logprobs": logprobs}, {"key": self.key(samples)})
-            aside.rename(self.file)
-        finally:
-            aside.unlink(missing_ok=True)
 
 
 def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:

@@ -5,13 +5,12 @@ from functools import partial
 
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
-from trueline.monitoring.speed import flops_per_token, speed_metrics
-from trueline.monitoring.timing import Timer
+from trueline.monitoring.timing import Timer, flops_per_token, speed_metrics
 from trueline.monitoring.trackers import Tracker
-from trueline.offline.plan import SupervisedPlan
-from trueline.runs.guard import Guard
+from trueline.plan.offline import SupervisedPlan
+from trueline.runs.guard import UpdateMonitor
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import Care, MemoryWatch, Rescue
+from trueline.runs.rescue import HealthAction, MemoryWatch, SaveOnFailure
 from trueline.runs.state import SupervisedState
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, write_models
@@ -26,23 +25,23 @@ class SupervisedTrainer:
     tracker: Tracker
     progress: Progress
     state: SupervisedState
-    guard: Guard
+    guard: UpdateMonitor
     timer: Timer
     watch: MemoryWatch
-    care: Care
+    care: HealthAction
 
     def fit(self) -> SupervisedState:
         plan, state, train = self.plan, self.state, self.plan.material.train
         config = plan.config
         order = train.order(config.seed, config.data.shuffle, state.rows)
         self.guard.watch()
-        rescue = Rescue(state, [self.guard], lambda: self.save({}), self.checkpoints, self.watch)
+        rescue = SaveOnFailure(state, [self.guard], lambda: self.save({}), self.checkpoints, self.watch, self.progress)
         with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
             self.care.begin(lambda: self.save({}))
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
                 self.tracker.log(0, metrics)
-                self.progress.note(shown(metrics))
+                self.progress.note(describe_start(metrics))
             while state.step < plan.steps and not interrupts.requested:
                 rows = [next(order) for _ in range(config.samples_per_step)]
                 metrics = self.learn(rows)
@@ -52,16 +51,16 @@ class SupervisedTrainer:
                     metrics |= self.evaluate()
                 times = self.timer.flush()
                 metrics |= times | self.speed(train.take(rows), times["time/train"])
-                metrics |= self.care.health.judge(state.step, metrics)
+                metrics |= self.care.monitor.check(state.step, metrics)
                 self.tracker.log(state.step, metrics)
                 self.watch.see(metrics)
                 self.progress.step(state.step, metrics)
                 self.guard.follow("loss", metrics["loss"])
                 self.care.act(state, lambda: self.save({}), interrupts)
-                # After its numbers are written: a kill in between costs the step again, not its row.
+                # After its metrics are written: a kill in between repeats the step, and loses no row.
                 if self.checkpoints.due(state.step) or state.step == plan.steps:
                     self.save(metrics)
-                elif self.checkpoints.underway is not None:
+                elif self.checkpoints.pending is not None:
                     with self.timer.phase("save"):
                         self.checkpoints.settle()
             self.save({})
@@ -73,8 +72,8 @@ class SupervisedTrainer:
         train = self.plan.material.train
         with self.timer.phase("train"):
             samples = train.take(rows)
-            settings = self.model.prepared(samples, train.task.loss, self.settings())
-            metrics = self.guard.update(samples, train.task.loss, settings, together=train.task.together)
+            settings = self.model.prepare_settings(samples, train.task.loss, self.settings())
+            metrics = self.guard.update(samples, train.task.loss, settings, samples_per_row=train.task.samples_per_row)
             return metrics | settings.statistics
 
     def settings(self) -> LossSettings:
@@ -91,8 +90,8 @@ class SupervisedTrainer:
             return {}
         with self.timer.phase("evaluate"):
             samples, task = held_out.take(list(range(held_out.rows()))), held_out.task
-            settings = self.model.prepared(samples, task.loss, self.settings())
-            found = self.model.evaluate(samples, task.loss, settings, together=task.together)
+            settings = self.model.prepare_settings(samples, task.loss, self.settings())
+            found = self.model.evaluate(samples, task.loss, settings, samples_per_row=task.samples_per_row)
             self.model.keep_facts(samples, task.loss, settings)
         return {f"evaluation/{name}": value for name, value in found.items()}
 
@@ -108,5 +107,5 @@ class SupervisedTrainer:
             self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
 
 
-def shown(metrics: dict[str, float]) -> str:
+def describe_start(metrics: dict[str, float]) -> str:
     return "start      " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

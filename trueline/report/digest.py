@@ -1,4 +1,4 @@
-"""What a page shows of runs: every metric, some transcripts, and sums of the rest, in a size that does not grow."""
+"""The content of a page: every metric, some transcripts, and sums of the rest, in a bounded size."""
 
 import json
 import math
@@ -10,72 +10,50 @@ from typing import Any
 
 from trueline.data.transcripts import NUMBERS
 from trueline.monitoring.curves import COLOURS, bounds
+from trueline.monitoring.findings import HEALTH_LEVELS
+from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.timing import duration
-from trueline.report.numbers import evenly, is_number, rounded
-from trueline.report.runs import Row, Run, Transcript
-from trueline.report.timeline import MOST_STEPS, listed, memory, timeline
+from trueline.report.runs import ReportedRun, Row, Transcript, is_number, pick_evenly, round_short
 
-CHARTS = {  # metrics with a chart of their own, where a run has them; any other can be chosen on the page
-    "reward/mean": "Reward",
-    "evaluation/reward": "Held-out reward",
-    "loss": "Loss",
-    "evaluation/loss": "Held-out loss",
-    "preference/accuracy": "Accuracy of preferences",
-    "preference/margin": "Margin of preferences",
-    "reward_model/accuracy": "Accuracy of the reward model",
-    "process_reward/accuracy": "Accuracy of the process reward model",
-    "kto/accuracy": "Accuracy",
-    "policy/kl": "KL to the reference, per token",
-    "policy/sequence_kl": "KL to the reference, per response",
-    "distill/kl_per_token": "KL to the teacher, per token",
-    "policy/entropy": "Entropy",
-    "grad_norm": "Gradient norm",
-    "critic/explained_variance": "Variance explained by the critic",
-    "response_length/mean": "Length of responses, tokens",
-    "response_length/truncated_share": "Share of truncated responses",
-    "mismatch/logprob_gap_mean": "Log-prob gap of engine and trainer",
-    "mismatch/sampler_effect_run": "Effect by which draws differ from the policy, over the run",
-    "speed/tokens_per_second": "Tokens per second",
-    "memory/device_gib": "Memory of the device, GiB",
-    "memory/peak_gib": "Peak memory, GiB",
-}
 LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"}  # shown in a run's header
-LEVELS = ("OK", "WATCH", "BAD")  # by `health/level`
 LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
 
 LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
 
 METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
 PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
+MOST_FINDINGS = 200  # of one run
 MOST_ROWS, MOST_TRANSCRIPTS = 4000, 300  # of all runs together; of one
 HEAD, TAIL = 1400, 600  # characters that are shown of a longer text
 MOST_TURNS, FEWEST_TURNS = 40, 8  # of a conversation that stands alone, and of one among many
 BINS = 20
+MOST_STEPS = 20  # in a row, that are shown at once
+MOST_POINTS, MOST_PROCESSES = 200, 16  # of the memory
 
 
-def describe(runs: list[Run]) -> Row:
-    """Return all that the page shows, as JSON can say it."""
+def describe(runs: list[ReportedRun]) -> Row:
+    """Return the content of the page, as JSON."""
     rewards = [one.reward for run in runs for one in run.transcripts.entries if one.reward is not None]
     low, high = bounds(rewards or [0.0])
     return {
         "charts": CHARTS,
         "colours": COLOURS,
-        "levels": LEVELS,
+        "levels": HEALTH_LEVELS,
         "bins": [low, high],
         "mean": usual_mean(runs),
         "runs": [describe_run(run, len(runs), (low, high)) for run in runs],
     }
 
 
-def usual_mean(runs: list[Run]) -> int:
-    """Return of how many steps curves show the mean, unless another number is asked for."""
+def usual_mean(runs: list[ReportedRun]) -> int:
+    """Return the default number of steps over which curves are averaged."""
     return MEAN if any(len(run.rows) > LONG for run in runs) else 1
 
 
-def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
+def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
     rows, told = with_axes(run.rows), run.transcripts
-    chosen = within(
-        lambda count: chosen_transcripts(told.entries, count),
+    chosen = fit_bytes(
+        lambda count: choose_transcripts(told.entries, count),
         MOST_TRANSCRIPTS,
         TRANSCRIPT_BYTES // runs,
         lambda chosen: without_tokens(told.rows(chosen)),
@@ -85,30 +63,31 @@ def describe_run(run: Run, runs: int, span: tuple[float, float]) -> Row:
         "verb": run.verb,
         "facts": facts(run, rows),
         "health": health(rows),
-        "series": within(lambda count: columns(thinned(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
-        "timeline": within(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
+        "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
+        "timeline": fit_bytes(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
         "histograms": histograms(told.entries, *span),
         "transcripts": without_tokens(told.rows(chosen)),
         "transcript_count": len(told.entries),
-        "failures": cleaned(run.failures),
+        "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
-        "config": cleaned(run.config),
+        "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
+        "config": shorten(run.config),
     }
-    return shown | {"tokens": shown_tokens(told.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
+    return shown | {"tokens": choose_tokens(told.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
-    """Write JSON for a page: no text in it ends the element it stands in, and half a character is shown as unknown."""
+    """Write JSON for a page: no text ends the HTML element around it, and half a character becomes unknown."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def within(
+def fit_bytes(
     make: Callable[[int], Any], count: int, most_bytes: int, written: Callable[[Any], Any] = lambda made: made
 ) -> Any:
-    """Make something of so many items, or of half as many and so on, until it is small enough as it is written."""
+    """Make something of `count` items, or of half as many and so on, until its JSON is small enough."""
     while len(as_json(written(made := make(count)))) > most_bytes and count:
         count //= 2
     return made
@@ -118,8 +97,8 @@ def number(row: Row, key: str) -> float:
     return row[key] if is_number(row.get(key)) else 0.0
 
 
-def facts(run: Run, rows: list[Row]) -> dict[str, str]:
-    """Return the header of a run: how far it is, and its last numbers."""
+def facts(run: ReportedRun, rows: list[Row]) -> dict[str, str]:
+    """Return the header of a run: its progress and its last numbers."""
     if not rows:
         return {"steps": f"none yet of {run.config.get('steps', 'an unknown number')}"}
     planned = f" of {run.config['steps']}" if "steps" in run.config else ""
@@ -131,13 +110,13 @@ def facts(run: Run, rows: list[Row]) -> dict[str, str]:
 
 
 def health(rows: list[Row]) -> Row | None:
-    """Return the last verdict with the rules behind it, and how often there was each; None where nothing judged."""
-    judged = [row for row in rows if row.get(LEVEL) in range(len(LEVELS))]
-    if not judged:
+    """Return the last level with the rules behind it, and the count of each level; None for unchecked runs."""
+    checked = [row for row in rows if row.get(LEVEL) in range(len(HEALTH_LEVELS))]
+    if not checked:
         return None
-    last, counts = judged[-1], Counter(int(row[LEVEL]) for row in judged)
+    last, counts = checked[-1], Counter(int(row[LEVEL]) for row in checked)
     rules = [key.partition("/")[2] for key in last if key.startswith("health/") and key != LEVEL and number(last, key)]
-    return {"level": int(last[LEVEL]), "rules": rules, "counts": [counts[level] for level in range(len(LEVELS))]}
+    return {"level": int(last[LEVEL]), "rules": rules, "counts": [counts[level] for level in range(len(HEALTH_LEVELS))]}
 
 
 def with_axes(rows: list[Row]) -> list[Row]:
@@ -151,83 +130,85 @@ def tokens_of(row: Row) -> float:
     return number(row, "speed/tokens") or number(row, "speed/tokens_per_second") * number(row, "time/step")
 
 
-def columns(rows: list[Row]) -> dict[str, list[float | None]]:
-    """Turn rows into a list for each metric; None where a row has no such number."""
+def to_columns(rows: list[Row]) -> dict[str, list[float | None]]:
+    """Turn rows into one list per metric; None where a row has no such number."""
     ordered = [max(rows, key=len), *rows] if rows else []  # a whole step names the phases in their order
     names = dict.fromkeys(name for row in ordered for name, value in row.items() if is_number(value))
-    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+    return {name: [round_short(row.get(name)) for row in rows] for name in names}
 
 
-def thinned(rows: list[Row], count: int) -> list[Row]:
-    """Leave rows out evenly; those with an evaluation or a warning stay, as long as they are few."""
+def thin_rows(rows: list[Row], count: int) -> list[Row]:
+    """Drop rows evenly; keep those with an evaluation or a warning, as long as they are few."""
     if len(rows) <= count:
         return rows
     marked = [row for row in rows if number(row, LEVEL) or any(key.startswith("evaluation/") for key in row)]
-    kept = evenly(marked, count // 2)
+    kept = pick_evenly(marked, count // 2)
     steps = {row["step"] for row in marked}
-    kept += evenly([row for row in rows if row["step"] not in steps], count - len(kept))
+    kept += pick_evenly([row for row in rows if row["step"] not in steps], count - len(kept))
     return sorted(kept, key=lambda row: row["step"])
 
 
-def chosen_transcripts(entries: list[Transcript], count: int) -> list[Transcript]:
-    """Choose whole groups evenly over the steps, as many transcripts of each purpose as long as there are."""
+def choose_transcripts(entries: list[Transcript], count: int) -> list[Transcript]:
+    """Choose whole groups evenly over the steps, with as many transcripts of each purpose if there are."""
     purposes: dict[str, list[Transcript]] = {}
     for one in entries:
         purposes.setdefault(one.purpose, []).append(one)
     kept: list[Transcript] = []
     for others, same in zip(range(len(purposes), 0, -1), sorted(purposes.values(), key=len), strict=True):
-        kept += chosen_groups(same, max((count - len(kept)) // others, 1))
+        kept += choose_groups(same, max((count - len(kept)) // others, 1))
     return sorted(kept, key=lambda one: one.step)
 
 
-def chosen_groups(entries: list[Transcript], count: int) -> list[Transcript]:
-    """Choose groups evenly, of so many transcripts in all; a part of one where it is larger than that."""
+def choose_groups(entries: list[Transcript], count: int) -> list[Transcript]:
+    """Choose groups evenly, of `count` transcripts in all; a part of one that is larger than that."""
     groups: dict[Any, list[Transcript]] = {}
     for one in entries:
         groups.setdefault(one.start if one.group is None else (one.step, one.group), []).append(one)
     number = max(count * len(groups) // len(entries), 1)
-    while number > 1 and sum(map(len, evenly(list(groups.values()), number))) > count:
+    while number > 1 and sum(map(len, pick_evenly(list(groups.values()), number))) > count:
         number -= 1
-    return [one for group in evenly(list(groups.values()), number) for one in group][:count]
+    return [one for group in pick_evenly(list(groups.values()), number) for one in group][:count]
 
 
 def without_tokens(rows: Iterable[Row]) -> list[Row]:
-    return [cleaned({key: value for key, value in row.items() if key != "tokens"}) for row in rows]
+    return [shorten({key: value for key, value in row.items() if key != "tokens"}) for row in rows]
 
 
-def shown_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
-    """Return the tokens of as many transcripts as there is room for, evenly, by the places of these."""
+def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
+    """Return the tokens of as many transcripts as fit, chosen evenly, by their places."""
     # As they are written: lists of short texts take many times as much memory.
-    found = {place: as_json(tokens) for place, row in enumerate(rows) if (tokens := sequences(row))}
+    found = {place: as_json(tokens) for place, row in enumerate(rows) if (tokens := token_sequences(row))}
     count = len(found)
-    while sum(len(f'"{place}":,') + len(found[place]) for place in evenly(list(found), count)) > most_bytes and count:
+    while (
+        sum(len(f'"{place}":,') + len(found[place]) for place in pick_evenly(list(found), count)) > most_bytes and count
+    ):
         count //= 2
-    return {place: json.loads(found[place]) for place in evenly(list(found), count)}
+    return {place: json.loads(found[place]) for place in pick_evenly(list(found), count)}
 
 
-def sequences(row: Row) -> list[Row]:
-    """Return the tokens of a transcript, sequence by sequence, as far as they can be shown."""
-    told = [one for one in listed(row.get("tokens")) if isinstance(one, dict)]
-    return [sequence(one, one["text"]) for one in told if isinstance(one.get("text"), list)]
+def token_sequences(row: Row) -> list[Row]:
+    """Return the tokens of a transcript, sequence by sequence."""
+    told = [one for one in as_list(row.get("tokens")) if isinstance(one, dict)]
+    return [token_sequence(one, one["text"]) for one in told if isinstance(one.get("text"), list)]
 
 
-def sequence(told: Row, texts: list[Any]) -> Row:
+def token_sequence(told: Row, texts: list[Any]) -> Row:
     numbers = {name: told[name] for name in NUMBERS if isinstance(told.get(name), str) or is_number(told.get(name))}
-    counts = [int(count) for count in listed(told.get("sampled")) if is_number(count)]
+    counts = [int(count) for count in as_list(told.get("sampled")) if is_number(count)]
     return {"text": list(map(str, texts)), "sampled": counts, **numbers, "left_out": int(number(told, "left_out"))}
 
 
-def cleaned(value: Any, most: int = MOST_TURNS) -> Any:
-    """Shorten the texts and lists of a value, and word numbers that JSON cannot say; lists in a list share its room."""
+def shorten(value: Any, most: int = MOST_TURNS) -> Any:
+    """Shorten texts and lists, and write numbers that JSON lacks as text; lists in a list share its room."""
     if isinstance(value, str):
         left_out = len(value) - HEAD - TAIL
         return f"{value[:HEAD]}\n[{left_out} characters left out]\n{value[-TAIL:]}" if left_out > 0 else value
     if isinstance(value, dict):
-        return {key: cleaned(inner, most) for key, inner in value.items()}
+        return {key: shorten(inner, most) for key, inner in value.items()}
     if isinstance(value, list):
         more = [f"[{len(value) - most} left out]"] if len(value) > most else []
         room = max(MOST_TURNS // max(len(value), 1), FEWEST_TURNS)
-        return [cleaned(inner, room) for inner in value[:most]] + more
+        return [shorten(inner, room) for inner in value[:most]] + more
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -242,11 +223,62 @@ def histograms(entries: list[Transcript], low: float, high: float) -> dict[str, 
 
 
 def ledger(rows: list[Row]) -> Row | None:
-    """Return the prompts of the last row by their fate, and how many met each so far."""
+    """Return the prompts of the last row by their fate, and how many had each fate so far."""
     if not rows:
         return None
     sums: Counter[str] = Counter()
     for row in rows:
         sums.update({fate: len(numbers) for fate, numbers in row.items() if isinstance(numbers, list)})
-    last = {fate: cleaned(" ".join(map(str, rows[-1].get(fate, [])))) for fate in sums}
+    last = {fate: shorten(" ".join(map(str, rows[-1].get(fate, [])))) for fate in sums}
     return {"step": rows[-1]["step"], "fates": {fate: [sums[fate], last[fate]] for fate in sums}}
+
+
+# The timeline
+
+
+def timeline(events: list[Row], count: int) -> Row | None:
+    """Return `count` of the first, middle and last steps, and the longest; None if nothing is recorded."""
+    rows = [row for row in events if is_number(row.get("start")) and is_number(row.get("seconds"))]
+    if not rows or not count:
+        return None
+    middle, worst = max((len(rows) - count) // 2, 0), max(range(len(rows)), key=lambda place: rows[place]["seconds"])
+    windows = {
+        "last": range(len(rows))[-count:],
+        "first": range(len(rows))[:count],
+        "middle": range(len(rows))[middle : middle + count],
+        "worst": range(worst, worst + 1),
+    }
+    kept = sorted({place for window in windows.values() for place in window})
+    names: dict[str, int] = {}
+    return {
+        "steps": [step_of(rows[place], names) for place in kept],
+        "names": list(names),
+        "windows": {name: [kept.index(window[0]), len(window)] for name, window in windows.items()},
+    }
+
+
+def step_of(row: Row, names: dict[str, int]) -> Row:
+    """Return a step with numbers in place of names, and number the new names."""
+    spans = [span for span in as_list(row.get("spans")) if is_span(span)]
+    numbered = [[names.setdefault(name, len(names)) for name in span[:2]] + span[2:] for span in spans]
+    return {"step": row["step"], "start": row["start"], "seconds": row["seconds"], "spans": numbered}
+
+
+def is_span(value: Any) -> bool:
+    whole = isinstance(value, list) and len(value) == 4
+    return whole and all(isinstance(name, str) for name in value[:2]) and all(map(is_number, value[2:]))
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def memory(events: list[Row]) -> Row | None:
+    """Return the GiB of the largest processes over the steps; None if nothing is recorded."""
+    rows = pick_evenly([row for row in events if isinstance(row.get("memory"), dict)], MOST_POINTS)
+    most: dict[str, float] = {}
+    for name, gib in (pair for row in rows for pair in row["memory"].items() if is_number(pair[1])):
+        most[name] = max(gib, most.get(name, 0.0))
+    largest = sorted(most, key=lambda name: -most[name])[:MOST_PROCESSES]
+    found = {name: [round_short(row["memory"].get(name)) for row in rows] for name in largest}
+    return {"step": [row["step"] for row in rows], "gib": found} if found else None

@@ -1,4 +1,4 @@
-"""The page of runs that are still going, served to this machine alone and made anew as they go on."""
+"""The live page of runs, served to this machine alone, and updated as they progress."""
 
 import asyncio
 import hmac
@@ -17,14 +17,14 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import as_json, describe
 from trueline.report.page import page
 from trueline.report.runs import RunReader, find_runs
-from trueline.rewards.server import QuietServer, open_port
+from trueline.usercode.http_server import QuietServer, open_port
 
 HOST = "127.0.0.1"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
 class Latest:
-    """What the page shows, as JSON: made when it is asked for and a file of the runs has changed."""
+    """The content of the page as JSON, made again when it is requested and a file has changed."""
 
     def __init__(self, runs: dict[str, RunFolder]) -> None:
         self.runs, self.lock = [RunReader(name, folder) for name, folder in runs.items()], threading.Lock()
@@ -40,7 +40,7 @@ class Latest:
 
 
 class LiveServer(QuietServer):
-    """Answers those who know the token with the page, and with its content once that has changed."""
+    """Serves the page, and its content once that has changed, to clients that know the token."""
 
     def __init__(self, runs: dict[str, RunFolder], token: str) -> None:
         self.latest, self.token, self.title = Latest(runs), token, ", ".join(runs)
@@ -51,16 +51,16 @@ class LiveServer(QuietServer):
         self.should_exit = True
 
     async def _page(self, request: Request) -> Response:
-        _, content = await self._asked(request)
+        _, content = await self._content_for(request)
         return Response(page(content, title=self.title, connects="'self'"), headers=HEADERS, media_type="text/html")
 
     async def _data(self, request: Request) -> Response:
-        stamp, content = await self._asked(request)
+        stamp, content = await self._content_for(request)
         if request.query_params.get("known") == stamp:
             return Response(status_code=204, headers=HEADERS)
         return Response(content, headers=HEADERS, media_type="application/json")
 
-    async def _asked(self, request: Request) -> tuple[str, bytes]:
+    async def _content_for(self, request: Request) -> tuple[str, bytes]:
         if not hmac.compare_digest(request.path_params["token"].encode(), self.token.encode()):
             raise HTTPException(404)
         return await asyncio.to_thread(self.latest.get)

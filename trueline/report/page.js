@@ -140,7 +140,7 @@ function curve(plot, number, list) {
   return [line(plot, list, (one) => one.y, { class: "line", ...stroke(number) }), ...dots];
 }
 
-// Stretches of steps that were judged WATCH or BAD.
+// Stretches of steps that are to be watched, or bad.
 function marks(plot, run, list) {
   const level = (one) => (run.series[LEVEL] || [])[one.place] || 0, made = [];
   for (let start = 0, end; start < list.length; start = end) {
@@ -224,7 +224,10 @@ function card(run, number) {
   const said = health && make("p", { class: `health badge${health.level}` }, make("b", {}, data.levels[health.level]),
     ` ${health.rules.join(", ")}${times ? ` (${times} over all steps)` : ""}`);
   return make("article", {}, name, make("p", { class: "verb" }, run.verb || "no config.yaml"), facts, said,
-    run.plan ? make("details", { class: "plan" }, make("summary", {}, "plan and recipe"), make("pre", {}, run.plan)) : null);
+    run.plan ? make("details", { class: "plan" }, make("summary", {}, "plan and recipe"), make("pre", {}, run.plan)) : null,
+    run.findings.length ? make("details", { class: "findings" }, make("summary", {}, `${run.findings.length} findings`),
+      make("ul", {}, ...run.findings.map(({ step, level, code, what, why, key }) => make("li", {},
+        `step ${step}, ${level} (${code}): ${[what, why, key].filter(Boolean).join("; ")}`)))) : null);
 }
 
 function swatch(number) {
@@ -270,7 +273,7 @@ function showCharts() {
   const other = byId("other").value;
   if (!fill("curves", [...Object.entries(data.charts), ...(other ? [[other, other]] : [])].map(([key, title]) => chart(key, title))))
     within("curves", ".charts").append(make("p", { class: "none" }, "No step has been logged yet."));
-  const signs = data.runs.some((run) => (run.series[LEVEL] || []).some((level) => level)) ? [make("span", { class: "text1" }, "\u25b2 WATCH"), make("span", { class: "text2" }, "\u25c6 BAD")] : [];
+  const signs = data.runs.some((run) => (run.series[LEVEL] || []).some((level) => level)) ? [make("span", { class: "text1" }, "\u25b2 watch"), make("span", { class: "text2" }, "\u25c6 bad")] : [];
   byId("key").replaceChildren(...data.runs.map((run, number) => make("span", {}, swatch(number), run.name)), ...signs);
   const sums = data.runs.map((run) => bars(run).map((bar) => bar.parts.reduce((sum, one) => sum + one, 0)));
   byId("times").hidden = !sums.flat().length;

@@ -5,11 +5,11 @@ from itertools import product
 from pathlib import Path
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.curves import Point, smoothed, svg_curve
-from trueline.report.digest import CHARTS, usual_mean
-from trueline.report.numbers import is_number
+from trueline.monitoring.curves import Point, smooth, svg_curve
+from trueline.monitoring.metrics import CHARTS
+from trueline.report.digest import usual_mean
 from trueline.report.page import check_ending, write_private
-from trueline.report.runs import Run, find_runs, read_run
+from trueline.report.runs import ReportedRun, find_runs, is_number, read_run
 
 
 def write_picture(words: list[str], metrics: list[str], out: Path | None, mean: int | None) -> Path:
@@ -26,8 +26,8 @@ def write_picture(words: list[str], metrics: list[str], out: Path | None, mean: 
     return file
 
 
-def series_of(runs: list[Run], metrics: list[str], mean: int) -> dict[str, list[Point]]:
-    """Return a curve for each metric of each run that has it, by what tells it from the others."""
+def series_of(runs: list[ReportedRun], metrics: list[str], mean: int) -> dict[str, list[Point]]:
+    """Return a curve for each metric of each run that has it, by a unique name."""
     points = {(run.name, metric): curve(run, metric, mean) for run, metric in product(runs, metrics)}
     for metric in metrics:
         if not any(points[run.name, metric] for run in runs):
@@ -39,13 +39,13 @@ def series_of(runs: list[Run], metrics: list[str], mean: int) -> dict[str, list[
     }
 
 
-def curve(run: Run, metric: str, mean: int) -> list[Point]:
-    """Return the means of so many steps; of fewer values, where not every step has one."""
+def curve(run: ReportedRun, metric: str, mean: int) -> list[Point]:
+    """Return means over `mean` steps; of fewer values, if not every step has one."""
     points = [(row["step"], row[metric]) for row in run.rows if is_number(row.get(metric))]
-    return smoothed(points, max(round(mean * len(points) / max(len(run.rows), 1)), 1))
+    return smooth(points, max(round(mean * len(points) / max(len(run.rows), 1)), 1))
 
 
-def unknown_metric(metric: str, runs: list[Run]) -> str:
+def unknown_metric(metric: str, runs: list[ReportedRun]) -> str:
     if not any(run.rows for run in runs):
         return f"--svg {metric}: {', '.join(run.name for run in runs)} has logged no step yet: wait for one"
     known = known_metrics(runs)
@@ -54,6 +54,6 @@ def unknown_metric(metric: str, runs: list[Run]) -> str:
     return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(known)}"
 
 
-def known_metrics(runs: list[Run]) -> list[str]:
+def known_metrics(runs: list[ReportedRun]) -> list[str]:
     names = {name for run in runs for row in run.rows for name, value in row.items() if is_number(value)}
     return sorted(names - {"step"})

@@ -1,7 +1,8 @@
-"""What the folder of a run holds, as far as it is written: half a line, or a file that is not there, is no error."""
+"""Read the folder of a run, also while it is written: half a line or a missing file is no error."""
 
 import difflib
 import json
+import math
 import os
 import re
 import shlex
@@ -14,16 +15,15 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.run_folder import FOLDER, RUNS, UNFINISHED, RunFolder
-from trueline.report.numbers import is_number
+from trueline.files import UNFINISHED, parse_line
+from trueline.monitoring.run_folder import RUNS, RunFolder
 
 Row = dict[str, Any]
 Kept = TypeVar("Kept")
 
-FAILURES = "failures"  # folder with a file for each call behind a failed reward
-MOST_RUNS = 12  # that one page compares, of a folder that holds more
-MOST_FAILURES = 20  # that are read of one run
-LONGEST_PLAN = 20_000  # characters
+FAILURES = "failures"  # folder with a file for each failed call of a reward
+MOST_RUNS = 12  # that one page compares
+MOST_FAILURES = 20  # of one run
 RESULTS = {"eval": ("evaluation.json", "transcripts.jsonl"), "generate": ("summary.json", "samples.jsonl")}
 ROUNDS = ("raft", "iterative_dpo")
 PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
@@ -31,12 +31,12 @@ PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What is counted of a transcript, and where it stands in its file."""
+    """The countable part of a transcript, and its place in its file."""
 
     step: int
     purpose: str
     source: str
-    group: int | None  # which prompt of its step; runs of earlier versions have not written it
+    group: int | None  # which prompt of its step
     reward: float | None
     start: int
     size: int
@@ -51,13 +51,13 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Transcripts:
-    """All transcripts of a run, of which a file holds the texts: they may be larger than memory."""
+    """All transcripts of a run. Their texts stay in the file, because they may be larger than memory."""
 
     path: Path
     entries: list[Transcript]
 
     def rows(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
-        """Read those that are chosen, one after the other; of a file that was replaced since, any that are there."""
+        """Read the chosen ones, one by one; if the file was replaced since, those that are still there."""
         if not self.path.is_file():
             return
         with self.path.open("rb") as stream:
@@ -67,11 +67,12 @@ class Transcripts:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportedRun:
     name: str
     verb: str
-    config: dict[str, str]  # every key by its path, with its value in words
-    plan: str  # as its start has said it: machine, models, algorithm, batches
+    config: dict[str, str]  # every key by its path, with its value as text
+    plan: str  # its text: machine, models, algorithm, batches
+    findings: list[Row]
     rows: list[Row]  # of metrics.jsonl
     transcripts: Transcripts
     ledger: list[Row]
@@ -80,13 +81,13 @@ class Run:
 
 
 def find_runs(words: list[str]) -> dict[str, RunFolder]:
-    """Find runs by folder, or by name below runs/, and give each a name that tells it from the others.
+    """Find runs by folder, or by name in runs/, and give each a unique name.
 
-    A folder of runs stands for those in it, and no word at all for the run that was touched last.
+    A folder of runs means those in it, and no word means the run that changed last.
     """
     found = [folder for word in words for folder in runs_named(word)] or runs_inside(RUNS)[:1]
     if not found:
-        raise ConfigError(f"there is no run that logs steps in {RUNS.resolve()}: name one, or a folder of runs")
+        raise ConfigError(f"{RUNS.resolve()} holds no run that logs steps: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]
     return {
@@ -96,12 +97,12 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
 
 
 def runs_inside(folder: Path) -> list[RunFolder]:
-    """Return the runs of a folder that a page can show, those that were touched last first."""
+    """Return the runs of a folder that a page can show, the last changed first."""
     return [run for run in RunFolder.all_in(folder) if not without_steps(run)]
 
 
 def runs_named(word: str) -> list[RunFolder]:
-    """Return the run of a word, or those of a folder of runs that were touched last; they log steps."""
+    """Return the run of a word, or the last changed runs of a folder of runs; all of them log steps."""
     inside = [] if is_run(RunFolder(Path(word))) else runs_inside(Path(word))
     if inside:
         return inside[:MOST_RUNS]
@@ -112,17 +113,17 @@ def runs_named(word: str) -> list[RunFolder]:
 
 
 def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
-    """Describe which runs were taken, where no word names each of them; nothing otherwise."""
+    """Describe which runs were chosen, unless the words name each of them."""
     if not words:
-        return f"run        {', '.join(str(one.path) for one in found.values())}, the one that was touched last"
+        return f"run        {', '.join(str(one.path) for one in found.values())}, the latest"
     inside = {word: len(runs_inside(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
     lines = [
-        f"runs       {word} holds {count} that log steps"
-        + (f", of which the {MOST_RUNS} that were touched last are taken" if count > MOST_RUNS else "")
+        f"runs       {word} has {count} that log steps"
+        + (f", of which the {MOST_RUNS} latest are shown" if count > MOST_RUNS else "")
         for word, count in inside.items()
         if count
     ]
-    return "\n".join([*lines, f"taken      {', '.join(found)}"]) if lines else ""
+    return "\n".join([*lines, f"shown      {', '.join(found)}"]) if lines else ""
 
 
 def is_run(folder: RunFolder) -> bool:
@@ -141,7 +142,7 @@ def find_run(word: str) -> RunFolder:
 
 
 def without_steps(folder: RunFolder) -> str:
-    """Return where to look instead, of a run whose verb logs no steps: a page would show nothing of it."""
+    """Return where to look instead, for a run whose verb logs no steps."""
     verb = folder.verb() if folder.config.is_file() and not folder.metrics.is_file() else ""
     if files := RESULTS.get(verb):
         where = ", ".join(str(folder.path / file) for file in files)
@@ -154,20 +155,22 @@ def without_steps(folder: RunFolder) -> str:
 
 
 class RunReader:
-    """Reads a run again and again, of its growing files only what is new."""
+    """Reads a run repeatedly, and only the new lines of its files."""
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder = name, folder
         self.files = [GrowingRows(file, whole_row) for file in (folder.metrics, folder.ledger, folder.events)]
         self.transcripts = GrowingRows(folder.transcripts, Transcript.of)
 
-    def read(self) -> Run:
+    def read(self) -> ReportedRun:
         rows, ledger, events = (file.read() for file in self.files)
-        return Run(
+        plan = parse_line(self.folder.plan.read_bytes()) if self.folder.plan.is_file() else None
+        return ReportedRun(
             name=self.name,
             verb=self.folder.verb() if self.folder.config.is_file() else "",
             config=read_config(self.folder.config),
-            plan=read_plan(self.folder.log),
+            plan=without_password(str((plan or {}).get("text", ""))),
+            findings=[{"step": step, **one.row()} for step, one in self.folder.read_findings()],
             rows=rows,
             transcripts=Transcripts(self.transcripts.path, self.transcripts.read()),
             ledger=ledger,
@@ -176,14 +179,14 @@ class RunReader:
         )
 
     def stamp(self) -> str:
-        """Return a text that changes with the files of the run."""
+        """Return a text that changes whenever the files of the run do."""
         growing = [*(file.path for file in self.files), self.transcripts.path]
-        paths = [*growing, self.folder.path / FAILURES]
+        paths = [*growing, self.folder.findings, self.folder.path / FAILURES]
         states = [path.stat() for path in paths if path.exists()]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
 
 
-def read_run(name: str, folder: RunFolder) -> Run:
+def read_run(name: str, folder: RunFolder) -> ReportedRun:
     return RunReader(name, folder).read()
 
 
@@ -220,15 +223,8 @@ class GrowingRows(Generic[Kept]):
 
 def rows_of(text: bytes) -> list[Row]:
     """Return the rows among the lines of a text."""
-    found = map(parsed, text.split(b"\n"))
-    return [row for row in found if isinstance(row, dict) and isinstance(row.get("step"), int)]
-
-
-def parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    found = map(parse_line, text.split(b"\n"))
+    return [row for row in found if row is not None and isinstance(row.get("step"), int)]
 
 
 def read_config(file: Path) -> dict[str, str]:
@@ -236,39 +232,30 @@ def read_config(file: Path) -> dict[str, str]:
         tree = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
     except yaml.YAMLError as error:
         return {file.name: f"cannot be read: {error}"}
-    return {path: without_password(text) for path, text in flat(tree)}
+    return {path: without_password(text) for path, text in flatten(tree)}
 
 
-def read_plan(log: Path) -> str:
-    """Read what a run's log begins with, up to where its folder is named."""
-    if not log.is_file():
-        return ""
-    with log.open(errors="replace") as lines:
-        plan, named, _ = lines.read(LONGEST_PLAN).partition(f"\n{FOLDER}")
-    return without_password(plan) if named else ""
-
-
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Walk a tree of keys: the path of each leaf, with its value in words."""
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of each leaf of a tree, with its value as text."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
-            yield from flat(inner, f"{path}.{key}" if path else str(key))
+            yield from flatten(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def without_password(text: str) -> str:
-    """Leave out who signs in where an address says so: a report is passed on, a run's folder is not."""
+    """Remove passwords from addresses: a report is passed on, a run's folder is not."""
     return PASSWORD.sub(r"\1", text)
 
 
 def read_failures(folder: Path) -> list[dict[str, str]]:
-    """Read the calls that failed, each with the command that makes it again."""
+    """Read the failed calls, each with the command that repeats it."""
     return [failure(file) for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
 
 
 def failure(file: Path) -> dict[str, str]:
-    record = parsed(file.read_bytes())
+    record = parse_line(file.read_bytes())
     known = record if isinstance(record, dict) else {}
     return {
         "file": file.name,
@@ -276,3 +263,24 @@ def failure(file: Path) -> dict[str, str]:
         "error": str(known.get("error", "the file cannot be read")),
         "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
     }
+
+
+# Numbers and lists as a page takes them: finite, short, and not too many
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def round_short(value: Any) -> float | None:
+    if not is_number(value) or isinstance(value, int):
+        return value if is_number(value) else None
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() else short
+
+
+def pick_evenly(items: list[Any], count: int) -> list[Any]:
+    """Choose so many, from the first to the last."""
+    if len(items) <= count:
+        return items
+    return [items[place * (len(items) - 1) // max(count - 1, 1)] for place in range(count)]

@@ -1,4 +1,4 @@
-"""The reward of code: what the reply says is run against the row's tests, in a sandbox."""
+"""The reward of code: the code of a reply runs with the tests of its row, in a sandbox."""
 
 import functools
 import json
@@ -9,15 +9,13 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from trueline.rewards.base import PolicyError
-from trueline.rewards.sandbox import Ended, Limits, run_python
+from trueline.usercode.failures import PolicyError
+from trueline.usercode.sandbox import CODE_SECONDS, START_SECONDS, ProgramLimits, ProgramResult, run_python
 
-SECONDS = 10.0  # for all tests of one completion
-START_SECONDS = 60.0  # for Python without a program
-LAST_WORDS = 300  # characters
-TRIAL = {"reply": "pass", "tests": "pass"}  # what any machine can judge on which code can be run
-# The token tells that the tests were run to their end, so that leaving early, even with status 0, does not pass them.
-# Code written to cheat can find it, for it is in the same interpreter.
+LONGEST_ERROR = 300  # characters
+TRIAL = {"reply": "pass", "tests": "pass"}  # a call that passes wherever code can run
+# The token shows that the tests ran to their end: leaving early, even with status 0, does not pass them. Code written
+# to cheat can find it, because it is in the same interpreter.
 RUN_TESTS = """
 import json, os, sys, types
 
@@ -40,13 +38,13 @@ def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
     tests: str | list[str] | None = None,
     label: Any = None,
     partial: bool = False,
-    seconds: float = SECONDS,
+    seconds: float = CODE_SECONDS,
     memory_gib: float = 1.0,
     network: bool = False,
     files: bool = False,
 ) -> float:
     """Return 1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
-    limits = Limits(seconds, memory_gib, network, files)
+    limits = ProgramLimits(seconds, memory_gib, network, files)
     check_sandbox(replace(limits, seconds=START_SECONDS))
     source, cases, deadline = code_of(reply), cases_of(tests, label), time.monotonic() + seconds
     passed = 0
@@ -60,12 +58,12 @@ def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
 
 
 @functools.cache
-def check_sandbox(limits: Limits) -> None:
-    """Refuse a sandbox in which no program can run, to tell it from programs that fail."""
+def check_sandbox(limits: ProgramLimits) -> None:
+    """Refuse a sandbox in which no program can run, so that no program is blamed for it."""
     ended = run_python("", "", limits)
     if ended.status != 0:
-        last_words = " ".join(ended.error.split())[-LAST_WORDS:]
-        raise RuntimeError(f"Python does not start in the sandbox (status {ended.status}): {last_words}")
+        error = " ".join(ended.error.split())[-LONGEST_ERROR:]
+        raise RuntimeError(f"Python does not start in the sandbox (status {ended.status}): {error}")
 
 
 def code_of(reply: str) -> str:
@@ -94,17 +92,17 @@ def cases_of(tests: Any, label: Any) -> list[Case]:
     return read
 
 
-def passes(source: str, case: Case, limits: Limits) -> bool:
+def passes(source: str, case: Case, limits: ProgramLimits) -> bool:
     if "tests" not in case:
-        ended = ended_well(run_python(source, case["input"], limits), limits)
+        ended = check_end(run_python(source, case["input"], limits), limits)
         return ended.status == 0 and lines_of(ended.output) == lines_of(case["output"])
     token = secrets.token_hex(16)
     task = json.dumps({"code": source, "tests": case["tests"], "token": token})
-    return token in ended_well(run_python(RUN_TESTS, task, limits), limits).output
+    return token in check_end(run_python(RUN_TESTS, task, limits), limits).output
 
 
-def ended_well(ended: Ended, limits: Limits) -> Ended:
-    """Return how the code ended, or raise PolicyError: what it did to itself is no wrong result but its own fault."""
+def check_end(ended: ProgramResult, limits: ProgramLimits) -> ProgramResult:
+    """Return how the code ended, or raise PolicyError where it ended itself instead of giving a wrong result."""
     if ended.status is None:
         raise PolicyError("the code and its tests took too long (reward.options.seconds for all of them)")
     if ended.status < 0:

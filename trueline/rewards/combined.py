@@ -1,4 +1,4 @@
-"""Several rewards as one: each clipped, then their weighted sum; and a row for each kind of reward."""
+"""The weighted sum of clipped rewards, and the kinds of rewards."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.monitoring.beats import WORK
-from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, Verdict
+from trueline.monitoring.heartbeat import WORK
+from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, RewardResult
+from trueline.rewards.function_reward import FunctionReward, LoadedFunction, Probe, check_function
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import check_reward_model
-from trueline.rewards.pool import FunctionReward, Probe, check_function
-from trueline.rewards.process import CONVERSATIONAL, Takes
 from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
+from trueline.rewards.scoring import CONVERSATIONAL
 
 
 class CombinedReward:
@@ -22,41 +22,37 @@ class CombinedReward:
         self.parts, self.policy_error = parts, policy_error
         self.places = {name: REWARD_KINDS[kind_of(part)].place(part, processes) for name, (_, part) in parts.items()}
 
-    async def verdict(self, call: Call) -> Verdict:
+    async def score(self, call: Call) -> RewardResult:
         """Return the weighted sum, or raise any reward's failure; without one, the completion's own error decides."""
-        scored = await asyncio.gather(*(self._score(name, call) for name in self.parts), return_exceptions=True)
-        results = dict(zip(self.parts, scored, strict=True))
-        for name, result in results.items():
-            if isinstance(result, BaseException) and not isinstance(result, PolicyError):
-                raise self._named(name, result)
-        values = {
-            name: clipped(result, self.parts[name][1].clip)
-            for name, result in results.items()
-            if not isinstance(result, BaseException)
-        }
-        errors = [str(self._named(name, result)) for name, result in results.items() if isinstance(result, PolicyError)]
+        results = await asyncio.gather(*(self._score_part(name, call) for name in self.parts), return_exceptions=True)
+        values: dict[str, float] = {}
+        errors: list[PolicyError] = []
+        for name, result in zip(self.parts, results, strict=True):
+            if isinstance(result, PolicyError):
+                errors.append(result)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                values[name] = result
         if errors:
-            return Verdict(self.policy_error, values, errors[0] or PolicyError.__name__)
-        return Verdict(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
+            return RewardResult(self.policy_error, values, str(errors[0]) or PolicyError.__name__)
+        return RewardResult(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
 
-    async def _score(self, name: str, call: Call) -> float:
-        with WORK.doing("reward", name, self.places[name]):
-            return await self.parts[name][0].score(call)
-
-    def _named(self, name: str, error: BaseException) -> BaseException:
-        """Return the same kind of error; among several rewards it says which one failed."""
-        if len(self.parts) == 1 or not isinstance(error, RewardFailure | PolicyError):
-            return error
-        named = type(error)(f"{name}: {error}")
-        named.__cause__ = error
-        return named
+    async def _score_part(self, name: str, call: Call) -> float:
+        """Return a clipped reward; among several rewards, errors name the one that failed."""
+        reward, part = self.parts[name]
+        try:
+            with WORK.doing("reward", name, self.places[name]):
+                value = await reward.score(call)
+        except (RewardFailure, PolicyError) as error:
+            named = type(error)(f"{name}: {error}" if len(self.parts) > 1 else str(error))
+            if isinstance(named, RewardFailure):
+                named.part = name
+            raise named from error
+        return value if part.clip is None else max(-part.clip, min(part.clip, value))
 
     async def stop(self) -> None:
         await asyncio.gather(*(reward.stop() for reward, _ in self.parts.values()))
-
-
-def clipped(value: float, bound: float | None) -> float:
-    return value if bound is None else max(-bound, min(bound, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +60,11 @@ class RewardKind:
     """How a kind of reward is recognised, checked before the start and opened."""
 
     fits: Callable[[RewardPartConfig], bool]
-    # Of examples of calls, by their data; a function's is given a probe, and returns its parameters.
-    check: Callable[[RewardPartConfig, RewardConfig, dict[str, Call], Probe | None], Takes | None]
-    open: Callable[[RewardPartConfig, RewardConfig, Path, Callable[[], Reward]], Reward]  # its log; a model's reward
-    # Where calls wait, in words; of functions, in how many processes.
+    # With examples of calls by their data; that of a function takes a probe, and returns its process.
+    check: Callable[[RewardPartConfig, RewardConfig, dict[str, Call], Probe | None], LoadedFunction | None]
+    # With its log, what its check returned, and what makes the reward of a model.
+    open: Callable[[RewardPartConfig, RewardConfig, Path, LoadedFunction | None, Callable[[], Reward]], Reward]
+    # Where calls wait; of functions, in how many processes.
     place: Callable[[RewardPartConfig, int], str] = lambda part, _: part.function
 
 
@@ -84,7 +81,7 @@ def kind_of(part: RewardPartConfig) -> str:
 
 
 def is_model(part: RewardPartConfig) -> bool:
-    """Tell whether a reward is a model's folder; a built-in wins over a folder that happens to bear its name."""
+    """Return whether a reward is a model's folder; a built-in wins over a folder of the same name."""
     return bool(part.function) and part.function not in REWARDS and Path(part.function).expanduser().is_dir()
 
 
@@ -105,7 +102,7 @@ REWARD_KINDS = {  # the first that fits
     "function": RewardKind(
         lambda _: True,
         check_function,
-        lambda *given: FunctionReward(*given[:3]),
+        lambda *given: FunctionReward(*given[:4]),
         lambda part, processes: f"{part.function}, in {processes} processes",
     ),
 }

@@ -1,4 +1,4 @@
-"""Built-in reward functions. Parameters are filled by name; a plain number comes back."""
+"""Built-in reward functions, whose parameters are filled by name."""
 
 import json
 import re
@@ -18,11 +18,11 @@ UNITS: dict[str, Callable[[str], int]] = {"characters": len, "words": lambda tex
 
 def exact(reply: str, label: Any) -> float:
     """Return 1 if the reply is the label, white space at the ends aside."""
-    return float(reply.strip() == labelled(label).strip())
+    return float(reply.strip() == label_text(label).strip())
 
 
-def labelled(label: Any) -> str:
-    """Return the label as text. A row without one cannot be graded; its reward is an error, not a zero."""
+def label_text(label: Any) -> str:
+    """Return the label as text. A row without one has no reward: an error, not a zero."""
     if label is None:
         raise ValueError("the row has no label: name its column with data.label_column")
     return str(label)
@@ -30,16 +30,16 @@ def labelled(label: Any) -> str:
 
 def math(reply: str, label: Any) -> float:
     """Return 1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
-    expected, given = final_answer(labelled(label)), final_answer(reply)
+    expected, given = final_answer(label_text(label)), final_answer(reply)
     numbers = plain_number(expected), plain_number(given)
     if None not in numbers and (numbers[0] == numbers[1] or all(map(is_whole, numbers))):
         return float(numbers[0] == numbers[1])
     from math_verify import verify  # noqa: PLC0415  (seconds to import)
 
-    gold = parsed(expected)
+    gold = parse_math(expected)
     if not gold:
         raise ValueError(f"the label {label!r} holds no mathematical answer")
-    return float(verify(gold, parsed(given)))
+    return float(verify(gold, parse_math(given)))
 
 
 def final_answer(text: str) -> str:
@@ -65,7 +65,7 @@ def is_whole(number: Decimal | None) -> bool:
     return number is not None and number == number.to_integral_value()
 
 
-def parsed(answer: str) -> list[Any]:
+def parse_math(answer: str) -> list[Any]:
     """Parse by math-verify, which sees notation inside of dollars only, and takes `2\\sqrt{3}` without them for 2."""
     from math_verify import parse  # noqa: PLC0415  (seconds to import)
 
@@ -73,7 +73,7 @@ def parsed(answer: str) -> list[Any]:
 
 
 def is_notation(text: str) -> bool:
-    """Tell whether a text is nothing but mathematics, with no words and no delimiters of its own."""
+    """Return whether a text is mathematics only, without words and delimiters."""
     delimited = "$" in text or "\\boxed" in text
     return not delimited and re.search(r"[\d\\^]", text) is not None and not has_words(LATEX_WORDS.sub("", text))
 

@@ -1,4 +1,4 @@
-"""A reward model on this machine as a reward: of whole completions, or of their steps."""
+"""Reward models on this machine, for whole completions or for their steps."""
 
 import asyncio
 import json
@@ -17,9 +17,9 @@ from trueline.data.encoding import encode_completion, encode_labelled, to_tensor
 from trueline.data.formats import StepRated
 from trueline.data.messages import Tool
 from trueline.data.types import Sample
-from trueline.rewards.base import Call, Gathering, RewardFailure, Scored
+from trueline.rewards.base import BatchedReward, Call, RewardFailure, Score
 
-Score = Callable[[list[Sample]], list[Tensor]]
+ScoreSamples = Callable[[list[Sample]], list[Tensor]]
 HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
 STEPS: dict[str, Callable[[list[float]], float]] = {
     "min": min,
@@ -30,18 +30,16 @@ STEPS: dict[str, Callable[[list[float]], float]] = {
 
 
 def reward_model_head(path: str) -> str:
-    """Return `reward` or `steps`, or refuse a folder that holds neither kind of model."""
+    """Return `reward` or `steps`, or refuse a folder of any other model."""
     settings = read_settings(path)
     architecture = (settings.get("architectures") or ["unknown"])[0]
     for ending, (head, labels) in HEADS.items():
         if architecture.endswith(ending):
-            found = len(settings.get("id2label") or range(2))  # transformers leaves its default of two out
+            found = len(settings.get("id2label") or range(2))  # transformers omits its default of two
             if found != labels:
                 raise ConfigError(f"{path}: a {architecture} with {found} labels; a reward model has {labels}")
             return head
-    raise ConfigError(
-        f"{path}: its config.json says {architecture}, which is no reward model: train one with rm or prm"
-    )
+    raise ConfigError(f"{path}: {architecture} in its config.json is no reward model: train one with rm or prm")
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def scale_of(part: RewardPartConfig) -> tuple[float, float]:
-    """Return the mean and deviation to normalise by, or refuse a model that has none."""
+    """Return the mean and deviation for normalising, or refuse a model that has none."""
     if not part.normalize:
         return 0.0, 1.0
     settings = read_settings(part.function)
@@ -78,19 +76,21 @@ def scale_of(part: RewardPartConfig) -> tuple[float, float]:
 
 
 def check_reward_model(part: RewardPartConfig) -> None:
-    """Refuse, before the start, a folder or settings that cannot give rewards."""
+    """Refuse a folder or settings that cannot give rewards."""
     if reward_model_head(part.function) == "steps" and not part.step_separator:
-        raise ConfigError("step_separator is empty: name the text that ends a step, for replies are cut there")
+        raise ConfigError("step_separator is empty: name the text that ends a step")
     scale_of(part)
 
 
-class ModelReward(Gathering):
-    """Score completions that wait together in one call of `score`, in a thread, for it blocks.
+class ModelReward(BatchedReward):
+    """Scores waiting completions together in one call of `score`, in a thread because it blocks.
 
     `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
     """
 
-    def __init__(self, score: Score, chat: ChatFormat, part: RewardPartConfig, *, max_tokens: int, batch: int) -> None:
+    def __init__(
+        self, score: ScoreSamples, chat: ChatFormat, part: RewardPartConfig, *, max_tokens: int, batch: int
+    ) -> None:
         check_reward_model(part)
         self.score_samples, self.chat, self.part, self.max_tokens = score, chat, part, max_tokens
         self.head = reward_model_head(part.function)
@@ -98,42 +98,42 @@ class ModelReward(Gathering):
         self.separator = part.step_separator.replace("\\n", "\n")
         super().__init__(lambda calls: asyncio.to_thread(self._score_all, calls), batch, lanes=1)
 
-    def _score_all(self, calls: list[Call]) -> list[Scored]:
+    def _score_all(self, calls: list[Call]) -> list[Score]:
         encoded = [self._encode(call) for call in calls]
         samples = [one for one in encoded if isinstance(one, Sample)]
         scores = iter(self.score_samples(samples) if samples else [])
-        return [self._read(one, next(scores)) if isinstance(one, Sample) else one for one in encoded]
+        return [self._score_of(one, next(scores)) if isinstance(one, Sample) else one for one in encoded]
 
     def _encode(self, call: Call) -> Sample | RewardFailure:
         try:
             json.dumps([call["reply"], call["messages"], tools_of(call)], ensure_ascii=False, default=str).encode()
-            sample = self._answer(call) if self.head == "reward" else self._steps(call)
-        except ConfigError as error:  # of a chat template, say, that refuses a conversation
+            sample = self._encode_reply(call) if self.head == "reward" else self._encode_steps(call)
+        except ConfigError as error:  # such as a chat template that refuses a conversation
             return RewardFailure(f"{self.part.function}: {error}")
         except UnicodeEncodeError as error:  # half a character, which no tokenizer takes
             return RewardFailure(f"{self.part.function}: prompt or reply is no valid text: {error}")
         if sample.length() > self.max_tokens:
             return RewardFailure(
-                f"{self.part.function}: prompt and reply have {sample.length()} of its tokens, more than the "
-                f"{self.max_tokens} that it reads at once: shorten the answers, or take a model with a longer context"
+                f"{self.part.function}: prompt and reply have {sample.length()} of its tokens, more than its "
+                f"limit of {self.max_tokens}: shorten the completions, or take a model with a longer context"
             )
         return sample
 
-    def _answer(self, call: Call) -> Sample:
-        """Encode a call as `rm` trains on it; a reply without text, which it never saw, is the end token alone."""
+    def _encode_reply(self, call: Call) -> Sample:
+        """Encode a call as `rm` trains on it; an empty reply, which it never saw, is the end token alone."""
         if not call["reply"].strip():
             tokens = [*self.chat.prompt_tokens(call["messages"], tools_of(call)), *self.chat.completion_tokens("")]
             return to_tensors(Encoded(tokens, [False] * len(tokens)))
-        answer = [{"role": "assistant", "content": call["reply"]}]
-        return to_tensors(encode_completion(self.chat, call["messages"], answer, "the reply", tools_of(call)))
+        turn = [{"role": "assistant", "content": call["reply"]}]
+        return to_tensors(encode_completion(self.chat, call["messages"], turn, "the reply", tools_of(call)))
 
-    def _steps(self, call: Call) -> Sample:
+    def _encode_steps(self, call: Call) -> Sample:
         """Encode a call as `prm` trains on it; a reply without text is one empty step."""
         steps = [step for step in call["reply"].split(self.separator) if step.strip()] or [""]
         record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply", tools_of(call))
         return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
 
-    def _read(self, sample: Sample, scores: Tensor) -> Scored:
+    def _score_of(self, sample: Sample, scores: Tensor) -> Score:
         """Read the score where `rm` and `prm` learn: at the last token, or that of each step, where label 1 is good."""
         if self.head == "reward":
             value = float(scores[-1, 0])

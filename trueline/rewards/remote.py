@@ -1,4 +1,4 @@
-"""Rewards behind HTTP: scorers that take completions, and LLM judges that grade them."""
+"""Rewards over HTTP: scorers and LLM judges."""
 
 import asyncio
 import difflib
@@ -18,21 +18,21 @@ import httpx
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RemoteConfig, RewardPartConfig
-from trueline.rewards.base import Call, Gathering, RewardFailure, RewardTimeout, RewardUnreachable, Scored
+from trueline.rewards.base import BatchedReward, Call, RewardFailure, RewardTimeout, RewardUnreachable, Score
 
 CONNECT_SECONDS = 10
-PROBE_SECONDS = 5  # for an answer before the start
-FEW = 5  # models that a message names
+PROBE_SECONDS = 5  # for a response before the start
+SHOWN_MODELS = 5  # in a message
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
-SHOWN = 500  # characters of an answer in an error
-SHORTEST_SECRET = 6  # characters of a value in a query; shorter ones, such as version=1, stand in any text
+LONGEST_RESPONSE = 500  # characters in an error
+SHORTEST_SECRET = 6  # characters of a value in a query; shorter ones, such as version=1, are in any text
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 logging.getLogger("httpx").setLevel(logging.WARNING)  # below, it logs addresses with their query
 FIELD = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")  # {{name}} stands for the text {name}
 
 
 def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
-    """Refuse, before the start, an address or a token that cannot be used; a probe asks it for no rewards at all."""
+    """Refuse an address or a token that cannot be used; a probe sends a request without calls."""
     check_address(part.function, "function")
     secrets_of(part.remote)
     if probe:
@@ -42,14 +42,14 @@ def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
 
 
 def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bool = False) -> None:
-    """Refuse, before the start, an LLM judge that cannot be asked or whose prompt names what the data has not.
+    """Refuse an LLM judge whose address, model or pattern is wrong, or whose prompt names values that no row has.
 
-    A probe asks the server for its models.
+    A probe requests the server's list of models.
     """
     judge = part.judge
     check_address(judge.url, "judge.url")
     if not judge.model:
-        raise ConfigError("judge.model is empty: name the model that judges")
+        raise ConfigError("judge.model is empty: name the model of the LLM judge")
     try:
         groups = re.compile(judge.pattern).groups
     except re.error as error:
@@ -71,7 +71,7 @@ def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bo
 
 
 def check_judge_model(part: RewardPartConfig) -> None:
-    """Refuse a judge whose server lists its models, and not the one that is named."""
+    """Refuse an LLM judge whose server lists other models only."""
     judge = part.judge
     response = first_response("GET", f"{judge.url.rstrip('/')}/models", part.remote, "judge.url")
     try:
@@ -79,7 +79,7 @@ def check_judge_model(part: RewardPartConfig) -> None:
     except (ValueError, KeyError, TypeError):  # not every server has such a list
         return
     if listed and judge.model not in listed:
-        near = difflib.get_close_matches(judge.model, listed, FEW, cutoff=0) or listed[:FEW]
+        near = difflib.get_close_matches(judge.model, listed, SHOWN_MODELS, cutoff=0) or listed[:SHOWN_MODELS]
         raise ConfigError(
             f"judge.model={judge.model}: {judge.url} has no such model; it has {', '.join(near)}"
             f"{' and others' if len(listed) > len(near) else ''}: name one of them "
@@ -88,9 +88,9 @@ def check_judge_model(part: RewardPartConfig) -> None:
 
 
 def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: Any = None) -> httpx.Response | None:
-    """Make one request before the start, and refuse a server that is not there or wants another token.
+    """Send one request before the start, and refuse a server that cannot be reached or wants another token.
 
-    None: the server is there, and did not answer in time.
+    None: the server did not respond in time.
     """
     token, query = secrets_of(remote)
     named = f"{key}={url.removesuffix('/models')}"
@@ -125,28 +125,25 @@ def check_address(url: str, key: str) -> None:
         raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
 
 
-def secrets_of(remote: RemoteConfig) -> tuple[str, str]:
-    """Return token and query as the environment holds them, empty where none is wanted."""
-    variables = {"token_variable": remote.token_variable, "query_variable": remote.query_variable}
-    token, query = ("" if name is None else read_secret(key, name) for key, name in variables.items())
-    return token, query.removeprefix("?")
-
-
-def read_secret(key: str, name: str) -> str:
-    secret = os.environ.get(name, "").strip()
-    if not secret:
-        raise ConfigError(f"remote.{key}={name}: the environment has no {name}: export it before the start")
-    if not (secret.isascii() and secret.isprintable()):
-        raise ConfigError(f"remote.{key}={name}: its value has characters that no HTTP header can hold")
-    return secret
+def secrets_of(remote: RemoteConfig) -> list[str]:
+    """Return token and query from the environment, empty where none is configured."""
+    secrets = []
+    for key, name in {"token_variable": remote.token_variable, "query_variable": remote.query_variable}.items():
+        secret = "" if name is None else os.environ.get(name, "").strip()
+        if name is not None and not secret:
+            raise ConfigError(f"remote.{key}={name}: the environment has no {name}: export it before the start")
+        if not secret.isascii() or (secret and not secret.isprintable()):
+            raise ConfigError(f"remote.{key}={name}: its value has characters that no HTTP header can hold")
+        secrets.append(secret.removeprefix("?") if key == "query_variable" else secret)
+    return secrets
 
 
 class Refusal(RewardFailure):
-    """A request that the server calls wrong."""
+    """The server calls a request wrong."""
 
 
-class Endpoint:
-    """One address that is asked again when it is busy or broken. Its token and its query are in no message."""
+class RemoteAddress:
+    """One address, with retries while it is busy or broken. Messages never show its token and query."""
 
     def __init__(self, url: str, remote: RemoteConfig, timeout_seconds: float) -> None:
         token, query = secrets_of(remote)
@@ -159,16 +156,16 @@ class Endpoint:
             headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=remote.concurrency),
-            trust_env=self.url.host not in THIS_MACHINE,  # no proxy stands between a machine and itself
+            trust_env=self.url.host not in THIS_MACHINE,  # a machine reaches itself without a proxy
         )
 
     async def post(self, body: Any) -> Any:
-        """Post a body, and return the JSON that comes back; the time limit is for all tries together."""
+        """Post a body, and return the JSON of the response; the time limit is for all attempts together."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                return self._read(await self._try(json.dumps(body, default=str).encode()))
+                return self._parse(await self._try(json.dumps(body, default=str).encode()))
         except TimeoutError:
-            message = f"{self.name()}: no answer within reward.timeout_seconds={self.timeout_seconds:g}"
+            message = f"{self.name()}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
             raise RewardTimeout(message) from None
 
     async def _try(self, content: bytes) -> httpx.Response:
@@ -177,17 +174,17 @@ class Endpoint:
             try:
                 response = await self.client.post(self.url, content=content)
             except httpx.RequestError as error:
-                problem, wait = f"{type(error).__name__} {self._shown(str(error))}".strip(), None
+                problem, wait = f"{type(error).__name__} {self._redact(str(error))}".strip(), None
             else:
                 if response.status_code != 429 and response.status_code < 500:
                     return response
-                problem, wait = f"status {response.status_code}: {self._shown(response.text)}", retry_after(response)
+                problem, wait = f"status {response.status_code}: {self._redact(response.text)}", retry_after(response)
             if tried + 1 < self.remote.attempts:
                 backoff = self.remote.backoff_seconds * 2**tried * random.uniform(0.75, 1.25)
                 await asyncio.sleep(backoff if wait is None else wait)
         raise RewardUnreachable(f"{self.name()}: {problem} ({self.remote.attempts} tries)")
 
-    def _read(self, response: httpx.Response) -> Any:
+    def _parse(self, response: httpx.Response) -> Any:
         if response.status_code in (400, 422):
             raise Refusal(str(self.failure(f"status {response.status_code}: {response.text}")))
         if not response.is_success:
@@ -198,25 +195,25 @@ class Endpoint:
             raise self.failure(f"no JSON came back: {response.text}") from None
 
     def failure(self, message: str) -> RewardFailure:
-        return RewardFailure(f"{self.name()}: {self._shown(message)}")
+        return RewardFailure(f"{self.name()}: {self._redact(message)}")
 
     def name(self) -> str:
         """Return the address without what may be secret in it."""
         port = f":{self.url.port}" if self.url.port else ""
         return f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"
 
-    def _shown(self, text: str) -> str:
-        """Return a text without secrets and not too long, for a server may well repeat what it was sent."""
+    def _redact(self, text: str) -> str:
+        """Return a text without secrets, which a server may repeat, and not too long."""
         for secret in filter(None, self.secrets):
             text = text.replace(secret, "***")
-        return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+        return text if len(text) <= LONGEST_RESPONSE else text[:LONGEST_RESPONSE] + "..."
 
     async def stop(self) -> None:
         await self.client.aclose()
 
 
 def retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds that the server asks for, as a number or as a date."""
+    """Return the seconds of Retry-After, a number or a date."""
     text = response.headers.get("Retry-After", "")
     try:
         seconds = float(text) if text.isdigit() else (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
@@ -225,71 +222,69 @@ def retry_after(response: httpx.Response) -> float | None:
     return min(max(seconds, 0.0), LONGEST_WAIT)
 
 
-class ScorerReward(Gathering):
-    """A server that takes {"calls": [...]} and answers {"rewards": [number or {"error": "..."}, ...]}."""
+class ScorerReward(BatchedReward):
+    """A server that takes {"calls": [...]} and returns {"rewards": [number or {"error": "..."}, ...]}."""
 
     def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
-        self.endpoint = Endpoint(url, part.remote, timeout_seconds)
-        super().__init__(self._ask, batch, part.remote.concurrency, self.endpoint.stop)
+        self.address = RemoteAddress(url, part.remote, timeout_seconds)
+        super().__init__(self._score_batch, batch, part.remote.concurrency, self.address.stop)
 
-    async def _ask(self, calls: list[Call]) -> list[Scored]:
-        answer = await self.endpoint.post({"calls": calls})
-        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+    async def _score_batch(self, calls: list[Call]) -> list[Score]:
+        response = await self.address.post({"calls": calls})
+        rewards = response.get("rewards") if isinstance(response, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(calls):
-            raise self.endpoint.failure(f'{{"rewards": [...]}} with {len(calls)} of them expected, got {answer!r}')
+            raise self.address.failure(f'{{"rewards": [...]}} with {len(calls)} of them expected, got {response!r}')
         return [self._reward(reward) for reward in rewards]
 
-    def _reward(self, reward: Any) -> Scored:
+    def _reward(self, reward: Any) -> Score:
         if isinstance(reward, dict) and "error" in reward:
-            return self.endpoint.failure(str(reward["error"]))
+            return self.address.failure(str(reward["error"]))
         if isinstance(reward, bool | int | float) and abs(reward) <= sys.float_info.max:  # not so for NaN
             return float(reward)
-        return self.endpoint.failure(f"a reward must be a finite number, got {reward!r}")
+        return self.address.failure(f"a reward must be a finite number, got {reward!r}")
 
 
-class JudgeReward(Gathering):
-    """An LLM judge behind an OpenAI-compatible address; the number in its answer is the reward."""
+class JudgeReward(BatchedReward):
+    """An LLM judge with an OpenAI-compatible address; the number in its completion is the reward."""
 
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
         self.judge = part.judge
         self.temperature = part.judge.temperature  # None: not sent
-        self.endpoint = Endpoint(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        super().__init__(self._ask, 1, part.remote.concurrency, self.endpoint.stop)
+        self.address = RemoteAddress(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
+        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.stop)
 
-    async def _ask(self, calls: list[Call]) -> list[Scored]:
-        return [await self._grade(call) for call in calls]
-
-    async def _grade(self, call: Call) -> float:
-        answer = await self._asked([{"role": "user", "content": filled(self.judge.prompt, call)}])
+    async def _score_batch(self, calls: list[Call]) -> list[Score]:
+        (call,) = calls
+        response = await self._request([{"role": "user", "content": fill_prompt(self.judge.prompt, call)}])
         try:
-            text = answer["choices"][0]["message"]["content"]
+            text = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
-            raise self.endpoint.failure(f"no chat completion came back: {answer!r}") from None
+            raise self.address.failure(f"no chat completion came back: {response!r}") from None
         match = re.search(self.judge.pattern, text) if isinstance(text, str) else None
         try:
             number = float(match[1]) * self.judge.scale if match else math.nan
         except (ValueError, TypeError):  # the group matched other text, or nothing
             number = math.nan
         if not math.isfinite(number):
-            raise self.endpoint.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
-        return number
+            raise self.address.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
+        return [number]
 
-    async def _asked(self, messages: list[dict[str, str]]) -> Any:
-        """Ask at a temperature, unless it is not wanted: reasoning models refuse any, and say so by its name."""
+    async def _request(self, messages: list[dict[str, str]]) -> Any:
+        """Send a temperature, unless the server refuses it, as those of reasoning models do."""
         body, sent = {"model": self.judge.model, "messages": messages}, self.temperature
         if sent is None:
-            return await self.endpoint.post(body)
+            return await self.address.post(body)
         try:
-            return await self.endpoint.post(body | {"temperature": sent})
+            return await self.address.post(body | {"temperature": sent})
         except Refusal as refusal:
             if "temperature" not in str(refusal):
                 raise
             self.temperature = None
-            return await self.endpoint.post(body)
+            return await self.address.post(body)
 
 
-def filled(prompt: str, call: Call) -> str:
-    """Fill in each {name} of a prompt once: braces in what is filled in, and other braces, stay as they are."""
+def fill_prompt(prompt: str, call: Call) -> str:
+    """Fill in each {name} of a prompt once; braces in values, and other braces, stay as they are."""
 
     def value(match: re.Match[str]) -> str:
         if match[1]:

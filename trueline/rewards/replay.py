@@ -1,4 +1,4 @@
-"""A reward call that failed, as a file: written when a run stops, and run again without any protection.
+"""A failed reward call as a file: written by a run, and called again without any protection.
 
 `python -m trueline.rewards.replay FILE` shows the traceback or the number, and can be run under a debugger.
 """
@@ -8,21 +8,22 @@ import re
 import sys
 from pathlib import Path
 
-from trueline.algorithms.user_functions import NoSuchFunction, load_function
 from trueline.config.reward import RewardPartConfig
 from trueline.rewards.base import Call
 from trueline.rewards.combined import kind_of
 from trueline.rewards.functions import REWARDS
-from trueline.rewards.process import ask, checked
+from trueline.rewards.scoring import call_function, reward_of
+from trueline.usercode.failures import NoSuchFunction
+from trueline.usercode.loading import load_function
 
 
 def write_failure(file: Path, part: RewardPartConfig | None, call: Call, error: str) -> None:
-    """Write what it takes to make the call again, and no more: neither tokens nor environment.
+    """Write only what a repeated call needs: neither tokens nor environment.
 
-    Without a part the episode failed before any reward was asked for.
+    Without a part, the episode failed before any reward was called.
     """
-    asked = part.model_dump(include={"function", "pattern", "options"}) if part is not None else {"episode": "failed"}
-    record = {**asked, "call": call, "error": without_password(error)}
+    reward = part.model_dump(include={"function", "pattern", "options"}) if part is not None else {"episode": "failed"}
+    record = {**reward, "call": call, "error": without_password(error)}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
@@ -32,25 +33,25 @@ def without_password(text: str) -> str:
 
 
 def replay(file: Path) -> float:
-    """Make the call again and return its reward; whatever the function raises is raised."""
+    """Call the function again, and return its reward or raise what it raises."""
     try:
         record = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise NoSuchFunction(f"not a file of a failed call ({error}): name one below runs/NAME/failures") from None
     if "episode" in record:
         raise NoSuchFunction(
-            "the environment, tool or agent failed before any reward was asked for, and an episode cannot be replayed "
-            "alone, for a model has to reply in it. The file holds its prompt and its error; to see it again, run "
-            "`trueline eval` with that environment and model, runtime=local and evaluation.limit=1"
+            "the environment, tool or agent failed before any reward was called, and an episode cannot be replayed "
+            "without a model. The file has its prompt and its error; to see it again, run `trueline eval` with that "
+            "environment and model, runtime=local and evaluation.limit=1"
         )
     part = RewardPartConfig(**{key: record[key] for key in ("function", "pattern", "options")})
     if (kind := kind_of(part)) != "function":
         raise NoSuchFunction(f"{part.function} is a {kind}, and only functions can be replayed")
     try:
-        (value,) = ask(load_function(part.function, REWARDS), [record["call"]], part.constants())
+        (value,) = call_function(load_function(part.function, REWARDS), [record["call"]], part.constants())
     except SystemExit as leaving:
         raise RuntimeError(f"the function called sys.exit({leaving.code!r})") from leaving
-    return checked(value)
+    return reward_of(value)
 
 
 def main(arguments: list[str]) -> None:

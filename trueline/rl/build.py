@@ -4,53 +4,58 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from trueline.algorithms.needs import needs, policy_waits
-from trueline.config.model import told_experts
+from trueline.config.model import reads_experts
+from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
 from trueline.data.pieces import Pieces
-from trueline.monitoring.beats import WORK
 from trueline.monitoring.events import Events
+from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.plan.resolve import suited_rate
+from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.models import Models
-from trueline.rl.plan import RLPlan
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
-from trueline.runs.guard import Guard
-from trueline.runs.learning_rate import suited_rate
+from trueline.runs.guard import UpdateMonitor
+from trueline.runs.launch import Job, Start, training
 from trueline.runs.processes import (
-    Needed,
     Sampling,
-    budget_of,
+    engine_specs,
     model_group,
-    open_environment,
-    opened,
-    opened_loop,
+    open_loop,
+    open_processes,
+    open_sampling,
     role_group,
-    sampling_of,
-    start_engines,
-    started,
 )
 from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.placement import Processes, placed
-from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
+from trueline.runtime.placement import Processes, place_processes
+from trueline.sync.weights import STRANGE, Canary, SyncPlan, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, prepare_saving, start_groups
 from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
+
+
+def prepare_rl(config: RLConfig, start: Start) -> Job:
+    plan = plan_rl(config)
+    return training(plan, plan.config.steps, partial(rl_trainer, plan))
 
 
 @contextmanager
@@ -60,30 +65,29 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
     check_data(checkpoints, data := plan.fingerprint())
     with ExitStack() as stack:
-        processes = stack.enter_context(opened_for(plan, folder))
-        loop = stack.enter_context(opened_loop(config.timeout_seconds))
+        place, saves = (plan.machine, plan.layout, folder.logs, config.runtime), config.checkpoint.save
+        processes = stack.enter_context(open_processes(*place, plan.models(), saves=saves))
+        loop = stack.enter_context(open_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
         groups, pool = start_models(plan, processes, loop, progress)
-        beside = [groups.get(name) for name in ("reference", "teacher", "critic")]
-        models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *beside)
-        rewards = open_rewards(config.reward, plan.roles, groups, folder.logs)
-        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        environment = open_environment(config.environment, rewards, plan.chat, folder.logs, plan.rollout.engine)
-        stack.enter_context(started(environment, loop, progress.note))
-        sampling = sampling_of(plan.chat, pool, environment, loop, budget_of(config.environment, plan.rollout))
+        others = [groups.get(name) for name in ("reference", "teacher", "critic")]
+        models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *others)
+        rewards = open_rewards(config.reward, plan.roles, groups, folder.logs, plan.rewards)
+        sampling = stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
         sync = make_sync(plan, models.policy, pool, sampling)
-        progress.note(f"attested   {sync.attest()}")  # a checkpoint restored first would part trainer and engines
+        # Before a checkpoint is restored: engines have loaded the initial model.
+        progress.note(f"Weight sync {sync.verify_initial_sync()}")
         state = restore(RLState, checkpoints, models.load, progress)
         if config.checkpoint.save:
-            prepare_saving(list(models.trained().values()))
+            prepare_saving(list(models.trained_models().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
         stack.callback(tracker.close)
         tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
-        guard = Guard(models.policy, config.training, progress.note)
+        guard = UpdateMonitor(models.policy, config.training, progress.report)
         guard.skipped = state.skipped_steps
         guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
-        critic_guard = Guard(models.critic, config.critic, progress.note, "critic") if models.critic else None
+        critic_guard = UpdateMonitor(models.critic, config.critic, progress.report, "critic") if models.critic else None
         if critic_guard is not None:
             critic_guard.skipped = state.critic_skipped_steps
         timer = Timer()
@@ -103,21 +107,16 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             guard=guard,
             critic_guard=critic_guard,
             watch=MemoryWatch(plan.forecast, timer),
-            care=care_of(config.health, folder, checkpoints, config.rollout.max_staleness),
+            care=care_of(config, folder, checkpoints, progress),
             pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
         )
-
-
-def opened_for(plan: RLPlan, folder: RunFolder) -> AbstractContextManager[Processes]:
-    needed = Needed(plan.models(), plan.config.checkpoint.save)
-    return opened(plan.machine, plan.layout, folder.logs, plan.config.runtime, needed)
 
 
 @WORK.doing("phase", "start")
 def start_models(
     plan: RLPlan, processes: Processes, loop: EventLoop, progress: Progress
 ) -> tuple[dict[str, ModelGroup], EnginePool]:
-    """Start the policy, the models beside it and the engines, all at once; return models by name, and the engines."""
+    """Start the policy, all other models and the engines at once; return models by name, and the engines."""
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
@@ -129,15 +128,9 @@ def start_models(
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     played = config.environment.plays()
-    engines = start_engines(
-        processes,
-        config.model,
-        plan.rollout,
-        config.seed,
-        plan.cache_bytes(),
-        structured=played,
-        experts=told_experts(config.training),
-    )
+    experts, sizes = reads_experts(config.training), (config.seed, plan.cache_bytes())
+    engine = engine_specs(config.model, plan.rollout, plan.layout, *sizes, structured=played, experts=experts)
+    engines = processes.engines(ROLLOUT_ENGINES[plan.rollout.engine].target(plan.rollout), engine)
     pool = EnginePool(engines, plan.rollout.max_sequences)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()
@@ -175,20 +168,20 @@ def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, sampling: Samp
     prompt = sampling.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance, STRANGE if exact else math.inf)
-    return WeightSync(policy, pool, sampling.loop, config.sync, canary, way_of(plan))
+    return WeightSync(policy, pool, sampling.loop, config.sync, canary, sync_plan(plan))
 
 
-def way_of(plan: RLPlan) -> Way:
+def sync_plan(plan: RLPlan) -> SyncPlan:
     """Choose how weights travel, and say why the trainer's are not the checkpoint's bit for bit, if they are not."""
     config = plan.config
     differs = "the trainer holds them in 4 bits" if config.model.lora.quantize else ""
     if config.model.dtype == "bfloat16" and config.rollout.dtype == "float32":
         differs = "the trainer holds them in bfloat16, the engines in float32"
     transport = "local" if config.runtime == "local" else plan.transport()
-    places = placed(plan.layout, plan.machine)
+    places = place_processes(plan.layout, plan.machine)
     nodes = (places.policy[0], *places.engines)
-    apart, or_gloo = config.model.lora.apart(), transport == "nccl" and config.sync.transport == "auto"
-    return Way(config.rollout.dtype, transport, differs, apart, config.rollout.on_update, nodes, or_gloo)
+    adapter_only, or_gloo = config.model.lora.adapter_only(), transport == "nccl" and config.sync.transport == "auto"
+    return SyncPlan(config.rollout.dtype, transport, differs, adapter_only, config.rollout.on_update, nodes, or_gloo)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

@@ -21,7 +21,7 @@ class DeviceSharing:
         loop: EventLoop,
         shared: bool,
         models: Sequence[ModelGroup] = (),
-        note: Callable[[str], None] = lambda said: None,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.pool, self.loop, self.shared, self.models, self.note = pool, loop, shared, models, note
         self.phase = "start"

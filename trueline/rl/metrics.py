@@ -1,4 +1,4 @@
-"""Metrics and warnings of a step of reinforcement learning."""
+"""Metrics of a step of reinforcement learning."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,11 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from trueline.algorithms.importance_sampling import mismatch_metrics
+from trueline.algorithms.losses import explained_variance
 from trueline.algorithms.needs import needs
-from trueline.algorithms.value_loss import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.types import Outcome, Sample, Trajectory, reported
-from trueline.environments.played import OWN_METRICS
-from trueline.monitoring.health import CUT_OFF, cut_off_words, limits_in
+from trueline.data.types import Outcome, Sample, Trajectory, episode_metric
+from trueline.environments.multi_turn import OWN_METRICS
 from trueline.rollout.groups import Group, limit_shares
 from trueline.rollout.rollouts import Dropped, part_reward
 
@@ -20,11 +19,9 @@ Metrics = dict[str, float]
 
 
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
-REPEATED = 8  # tokens of a run that is said twice by no chance
-UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are warned of again
-UNIFORM = 0.9  # share of groups above which a first step is warned of
+REPEATED = 8  # tokens of a run that hardly occurs twice by chance
 EXAMPLE = 512  # tokens that engines and trainer score under the same weights
-LATEST = ("learning_rate", "skipped_steps")  # where a run stands after its last update; no mean says that
+LATEST = ("learning_rate", "skipped_steps")  # the state after the last update, in place of a mean
 
 
 def excerpt(sample: Sample, context: int) -> Sample:
@@ -39,10 +36,10 @@ def over_updates(updates: list[Metrics]) -> Metrics:
     """Reduce the metrics of a step's updates to means, but for what is a maximum or the latest state."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
-    return {name: reduced(name, values) for name, values in found.items()}
+    return {name: reduce_values(name, values) for name, values in found.items()}
 
 
-def reduced(name: str, values: list[float]) -> float:
+def reduce_values(name: str, values: list[float]) -> float:
     if name.removeprefix("critic/") in LATEST:
         return values[-1]
     return max(values) if name.endswith(("_max", "_gib")) else fmean(values)
@@ -118,12 +115,12 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
 def describe_parts(episodes: list[Metrics]) -> Metrics:
     """Return the mean of each reward, where there are several, and of what environments report.
 
-    Where some episodes have not reported a metric, say because they report it at the end alone, its share is told.
+    Where some episodes have not reported a metric, for example before their end, their share is a metric as well.
     """
     names = {name for metrics in episodes for name in metrics}
     if {name for name in names if name.startswith("reward/")} == {"reward/reward"}:
         names.remove("reward/reward")  # which is reward/mean
-    values = {name: [reported(metrics, name) for metrics in episodes] for name in sorted(names)}
+    values = {name: [episode_metric(metrics, name) for metrics in episodes] for name in sorted(names)}
     found = {name: [value for value in given if value is not None] for name, given in values.items()}
     own = {name for name in names if name.startswith(OWN_METRICS) and not name.endswith("/mean")}
     means = {re.sub("^reward/", "reward/part/", name): fmean(given) for name, given in found.items()}
@@ -165,45 +162,3 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
         gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in samples]
         metrics["distill/kl_per_token"] = sum(gaps) / sum(one.sampled_tokens() for one in samples)
     return metrics
-
-
-def uniform_warning(uniform: int, step: int, steps: int, mean: float) -> str:
-    """Return what to say after so many steps in a row in which all completions had one reward, where it is time to."""
-    if uniform not in UNIFORM_STEPS and (step < steps or uniform < 2):
-        return ""
-    return (
-        f"in {uniform} steps in a row all completions had the same reward, {mean:.3f}, so nothing was learnt from it: "
-        "look at what the reward is given and says with `trueline reward try`, and at transcripts.jsonl"
-    )
-
-
-def first_step_warnings(metrics: Metrics, config: RLConfig) -> list[str]:
-    """Return signs of the first step that a run will not learn, each with the key to change."""
-    warnings = []
-    if metrics["response_length/truncated_share"] > CUT_OFF:
-        limits, values = limits_in(metrics, "response_length/"), {key.path: key.default for key in config.leaves()}
-        warnings.append(cut_off_words(metrics["response_length/truncated_share"], limits, values))
-    if metrics.get("tools/errors"):
-        warnings.append(
-            f"{metrics['tools/errors']:.2g} calls an episode ended in an exception of a tool: the model is told, and "
-            "logs/environment.log has the tracebacks"
-        )
-    if config.judged() and metrics.get("reward/uniform_groups_share", 0.0) > UNIFORM:
-        warnings.append(
-            f"in {metrics['reward/uniform_groups_share']:.0%} of the groups all answers have one reward, so there is "
-            f"nothing to learn from (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "
-            f"another reward, or a larger algorithm.group_size={config.algorithm.group_size}"
-        )
-    alpha, length = config.algorithm.length_adaptive, metrics["response_length/mean"]
-    if "critic" in needs(config.algorithm) and alpha and alpha * length <= 1:
-        warnings.append(
-            f"algorithm.length_adaptive={alpha:g} makes lambda 0 for responses of up to {1 / alpha:g} tokens; "
-            f"their mean length is {length:.0f}: only the critic credits tokens before the last; set it to null"
-        )
-    shaping = config.algorithm.shaping
-    if shaping.overlong_filter and shaping.overlong_factor:
-        warnings.append(
-            "algorithm.shaping.overlong_filter leaves truncated answers out of the loss, so overlong_factor cannot "
-            "reach them: keep one of the two"
-        )
-    return warnings

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Sample
-from trueline.training.checkpoints import Writing
+from trueline.training.checkpoints import PollSave
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.worker import Worker
 
@@ -25,13 +25,13 @@ class Models:
     teacher: ModelGroup | None
     critic: ModelGroup | None
 
-    def score(self, samples: list[Sample], *, fresh: bool = False) -> None:
+    def score(self, samples: list[Sample], *, logprobs_from_update: bool = False) -> None:
         """Set the log-probs and values of samples before the update; models in processes of their own work at once.
 
-        Old log-probs that are `fresh` come from the update itself.
+        With `logprobs_from_update`, the update itself gives the old log-probs.
         """
         wanted: dict[str, Callable[[], list[Tensor]]] = {}
-        if self.algorithm.old_logprobs == "recompute" and not fresh:
+        if self.algorithm.old_logprobs == "recompute" and not logprobs_from_update:
             wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)
         if self.algorithm.needs_reference():
             wanted["ref_logprobs"] = lambda: self._reference(samples)
@@ -54,13 +54,13 @@ class Models:
             return self.reference.score(samples, self.temperature)
         return self.policy.score(samples, self.temperature, reference=True)
 
-    def trained(self) -> dict[str, ModelGroup]:
+    def trained_models(self) -> dict[str, ModelGroup]:
         """Return the models that a checkpoint holds, by their folders inside it."""
         return {"": self.policy} | ({CRITIC: self.critic} if self.critic is not None else {})
 
-    def write(self, folder: Path, whole: bool = True) -> Writing:
-        return write_models(self.trained(), folder, whole)
+    def write(self, folder: Path, whole: bool = True) -> PollSave:
+        return write_models(self.trained_models(), folder, whole)
 
     def load(self, checkpoint: Path) -> None:
-        for place, model in self.trained().items():
+        for place, model in self.trained_models().items():
             model.call(Worker.load, str(checkpoint / place))

@@ -12,34 +12,31 @@ from trueline.algorithms.advantages import assign_advantages, episodes_of
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE, draw_metrics
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.needs import policy_learns
-from trueline.algorithms.reward_shaping import adapted_coefficient, sequence_kl, shape_rewards
+from trueline.algorithms.reward_shaping import adapt_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.pieces import Pieces
 from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.plan.rl import fresh_old_logprobs, untested_draws
 from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.metrics import (
     AIMS,
     describe_models,
     describe_step,
     excerpt,
-    first_step_warnings,
     over_updates,
-    uniform_warning,
 )
 from trueline.rl.models import Models
-from trueline.rl.recipe import fresh_old_logprobs, untested_draws
-from trueline.rl.tokens import token_rows
-from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, transcript
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, token_rows, transcript
 from trueline.rollout.evaluation import Evaluator
-from trueline.rollout.failures import EngineLost, EnginesDie, NothingToLearn
+from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
-from trueline.runs.guard import Guard
+from trueline.runs.guard import UpdateMonitor
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.rescue import Care, MemoryWatch, Rescue
+from trueline.runs.rescue import HealthAction, MemoryWatch, SaveOnFailure
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import Interrupted
@@ -62,19 +59,18 @@ class RLTrainer:
     progress: Progress
     state: RLState
     timer: Timer
-    guard: Guard
-    critic_guard: Guard | None
+    guard: UpdateMonitor
+    critic_guard: UpdateMonitor | None
     watch: MemoryWatch
-    care: Care
-    example: Sample | None = None  # of an answer, in runs whose answers may be stale
-    pieces: Pieces | None = None  # texts of tokens, where transcripts tell of each
-    uniform: int = 0  # steps in a row in which all completions had the same reward
+    care: HealthAction
+    example: Sample | None = None  # of a completion, in runs whose completions may be stale
+    pieces: Pieces | None = None  # texts of tokens, where transcripts hold them
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
         for guard in self.guards():
             guard.watch()
-        rescue = Rescue(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch)
+        rescue = SaveOnFailure(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch, self.progress)
         interrupts = Interrupts(self.progress.note, config.checkpoint.save, self.rollouts.loop.interrupt)
         with self.progress, interrupts, rescue:
             self.care.begin(lambda: self.save({}))
@@ -82,117 +78,70 @@ class RLTrainer:
             self.catch_up()
             if state.step < config.steps:
                 self.rollouts.start(state.version)
-            with suppress(Interrupted):  # while it sampled: the ledger has the prompts, for those who go on
+            with suppress(Interrupted):  # while sampling: the ledger keeps the prompts for a resumed run
                 while state.step < config.steps and not interrupts.requested:
                     self.step(interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
-            self.note(self.rollouts.budget.total())
-            self.progress.note(f"ledger     {state.ledger.balance()}")
+            for line in (*self.rollouts.budget.total(), f"ledger     {state.ledger.balance()}"):
+                self.progress.note(line)
         return state
 
     def step(self, interrupts: Interrupts) -> None:
-        """Sample, update, save if that is due, and make the new weights live."""
-        state, config = self.state, self.config
+        """Sample, score, assign advantages, update and sync; count, save, evaluate and report in between."""
         groups = self.sample()
-        self.settle()
         trajectories = [trajectory for group in groups for trajectory in group]
         samples = [one for number, episode in enumerate(trajectories) for one in to_samples(episode, number)]
         learns = self.policy_learns()
         with self.sharing.training():
-            with self.timer.phase("score"):
-                self.models.score(samples, fresh=self.fresh())
-            self.assess(samples)
-            held = any("agent/structured" in one.metrics for one in trajectories)  # to formats, while it was sampled
-            metrics = self.learn(samples, freely_drawn=not held)
-            metrics |= describe_step(groups, samples, self.rollouts.dropped, state.version)
-            metrics |= describe_models(samples, config) | self.adapt(samples) | self.sharing.pool.metrics()
-            self.example = excerpt(samples[0], self.rollout.longest()) if self.rollout.max_staleness else None
-            state.advance([group[0].group for group in groups], learns)
-            self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that has it behind it
-            self.judge_critic(metrics)
-            state.skipped_steps = self.guard.skipped
-            state.critic_skipped_steps = self.critic_guard.skipped if self.critic_guard is not None else 0
-            for guard in self.guards():
-                guard.whole = True
+            self.score(samples)
+            self.assign_advantages(samples)
+            metrics = self.update_models(samples, freely_drawn=not any(map(has_format, trajectories)))
+            metrics |= self.count_step(groups, samples, learns)
             self.save_if_due(metrics, at_once=interrupts.requested)
         if learns or self.sharing.shared:  # engines that sleep forget their weights
             metrics |= self.publish()
         if self.evaluation_due():
             metrics |= self.evaluate()
-            self.checkpoints.tell(state.step, metrics)
-        if state.step < config.steps:
-            self.rollouts.release(state.version)
+            self.checkpoints.add_metrics(self.state.step, metrics)
+        if self.state.step < self.config.steps:
+            self.rollouts.release(self.state.version)
         self.report(metrics, trajectories, samples)
-        self.care.act(state, lambda: self.save({}), interrupts)
+        self.care.act(self.state, lambda: self.save({}), interrupts)
 
-    def catch_up(self) -> None:
-        """Write the row of the step that a run starts from, where it is not written yet."""
-        if self.tracker.last_step >= self.state.step:
-            return
-        known = self.checkpoints.newest_metrics()  # where a kill came between a step's checkpoint and its report
-        if self.state.step == 0 or (self.evaluation_due() and not any(key.startswith("evaluation/") for key in known)):
-            known |= self.evaluate() | self.timer.flush()
-        self.tracker.log(self.state.step, known)
+    # The algorithm
 
     def sample(self) -> list[Group]:
+        """Sample the groups of a step; meanwhile, the last checkpoint may have been written."""
         try:
             while True:
                 try:
                     with self.timer.phase("rollout"):
-                        return self.rollouts.take(self.config.prompts_per_step)
+                        groups = self.rollouts.take(self.config.prompts_per_step)
                 except EngineLost:
                     self.publish()
-        except NothingToLearn:  # with other prompts it may go on: those that were dropped have their fate
+                else:
+                    break
+        except NothingToLearn:  # a resumed run continues with other prompts: the ledger has those that were dropped
             self.save({})
             self.checkpoints.settle(wait=True)
             raise
+        if self.checkpoints.pending is not None:
+            with self.timer.phase("save"):
+                self.checkpoints.settle()
+        return groups
 
-    def guards(self) -> list[Guard]:
-        return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
+    def score(self, samples: list[Sample]) -> None:
+        with self.timer.phase("score"):
+            self.models.score(samples, logprobs_from_update=self.logprobs_from_update())
 
-    def publish(self) -> dict[str, float]:
-        """Make the newest weights live in the engines, and prove it; start those that are lost again."""
-        with self.timer.phase("sync"):
-            while True:
-                try:
-                    with self.sharing.syncing(self.revive):
-                        metrics = self.sync.publish(self.state.version)
-                    metrics |= self.sync.verify() | self.numerics()
-                except EnginesDie:
-                    raise
-                except ActorFailure:
-                    if not self.sync.lost_engines():
-                        raise
-                else:
-                    self.sync.found()
-                    return metrics | self.sharing.metrics()
-
-    def revive(self) -> None:
-        """Start lost engines again, as often as they die before they are ready."""
-        while gone := self.sync.pool.gone():
-            for cause in gone.values():
-                self.progress.note(f"warning: {cause}; the engine is started again, its answers go on")
-            self.sync.renew()
-
-    def numerics(self) -> dict[str, float]:
-        """Score an answer of the last step by engines and trainer under the same weights, if answers may be stale."""
-        if self.example is None or not self.sync.check:
-            return {}
-        return {"mismatch/numerics": self.sync.gap(self.example.tokens.tolist(), self.example.mask.tolist())}
-
-    def kl_coefficient(self) -> float:
-        """Return the KL coefficient, fixed or as it has adapted so far."""
-        adapted = self.state.kl_coefficient
-        return self.config.algorithm.kl.coefficient if adapted is None else adapted
-
-    def assess(self, samples: list[Sample]) -> None:
+    def assign_advantages(self, samples: list[Sample]) -> None:
         """Shape the rewards and assign the advantages that the losses read."""
         algorithm = self.config.algorithm
         shape_rewards(samples, algorithm, self.rollout.max_new_tokens, self.kl_coefficient())
         assign_advantages(samples, algorithm)
 
-    def learn(self, samples: list[Sample], *, freely_drawn: bool = True) -> dict[str, float]:
+    def update_models(self, samples: list[Sample], *, freely_drawn: bool = True) -> dict[str, float]:
         """Make one optimizer step of each trained model per minibatch; return the metrics of all of them together."""
         config, episodes = self.config, episodes_of(samples)
         updates: list[dict[str, float]] = []
@@ -222,13 +171,82 @@ class RLTrainer:
         found = made["value"].result() if "value" in made else {}
         return metrics | {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
 
-    def make_step(self, guard: Guard, minibatch: list[Sample], loss: str, first: bool) -> dict[str, float]:
+    def make_step(self, guard: UpdateMonitor, minibatch: list[Sample], loss: str, first: bool) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
-        fresh = loss == "policy" and self.fresh()
-        told = loss == "policy" and self.pieces is not None
+        logprobs_from_update = loss == "policy" and self.logprobs_from_update()
+        entropies = loss == "policy" and self.pieces is not None
         draws = loss == "policy" and first and not untested_draws(self.config)
-        settings = LossSettings(self.rollout.temperature, self.config.algorithm, statistics, fresh, told, draws)
-        return guard.update(minibatch, loss, guard.model.prepared(minibatch, loss, settings))
+        settings = LossSettings(
+            self.rollout.temperature, self.config.algorithm, statistics, logprobs_from_update, entropies, draws
+        )
+        return guard.update(minibatch, loss, guard.model.prepare_settings(minibatch, loss, settings))
+
+    def publish(self) -> dict[str, float]:
+        """Make the newest weights live in the engines, and prove it; start those that are lost again."""
+        with self.timer.phase("sync"):
+            while True:
+                try:
+                    with self.sharing.syncing(self.revive):
+                        metrics = self.sync.publish(self.state.version)
+                    metrics |= self.sync.verify() | self.numerics()
+                except EngineCrashLoop:
+                    raise
+                except ActorFailure:
+                    if not self.sync.has_lost_engines():
+                        raise
+                else:
+                    self.sync.readmit_engines()
+                    return metrics | self.sharing.metrics()
+
+    def revive(self) -> None:
+        """Start lost engines again, as often as they die before they are ready."""
+        while missing := self.sync.pool.missing():
+            for cause in missing.values():
+                self.progress.note(f"warning: {cause}; the engine is restarted, and its completions continue")
+            self.sync.restart_engines()
+
+    # What surrounds it
+
+    def count_step(self, groups: list[Group], samples: list[Sample], learns: bool) -> dict[str, float]:
+        """Describe a step that is trained, and count it: what the checkpoint after it holds."""
+        state, config = self.state, self.config
+        metrics = describe_step(groups, samples, self.rollouts.dropped, state.version)
+        metrics |= describe_models(samples, config) | self.adapt_kl(samples) | self.sharing.pool.metrics()
+        self.example = excerpt(samples[0], self.rollout.longest()) if self.rollout.max_staleness else None
+        state.advance([group[0].group for group in groups], learns)
+        self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it
+        wanted, found = config.algorithm.critic_warmup_variance, metrics.get("critic/explained_variance", 0.0)
+        if wanted is not None and found >= wanted and not state.critic_ready:
+            state.critic_ready = True
+            self.progress.note(f"critic     explains {found:.2f} of its returns' variance in step {state.step}")
+        state.skipped_steps = self.guard.skipped
+        state.critic_skipped_steps = self.critic_guard.skipped if self.critic_guard is not None else 0
+        for guard in self.guards():
+            guard.whole = True
+        return metrics
+
+    def catch_up(self) -> None:
+        """Write the row of the step that a run starts from, where it is not written yet."""
+        if self.tracker.last_step >= self.state.step:
+            return
+        known = self.checkpoints.newest_metrics()  # where a kill came between a step's checkpoint and its report
+        if self.state.step == 0 or (self.evaluation_due() and not any(key.startswith("evaluation/") for key in known)):
+            known |= self.evaluate() | self.timer.flush()
+        self.tracker.log(self.state.step, known)
+
+    def guards(self) -> list[UpdateMonitor]:
+        return [guard for guard in (self.guard, self.critic_guard) if guard is not None]
+
+    def numerics(self) -> dict[str, float]:
+        """Score a completion of the last step by engines and trainer under the same weights, where it may be stale."""
+        if self.example is None or not self.sync.check:
+            return {}
+        return {"mismatch/numerics": self.sync.gap(self.example.tokens.tolist(), self.example.mask.tolist())}
+
+    def kl_coefficient(self) -> float:
+        """Return the KL coefficient, fixed or as it has adapted so far."""
+        adapted = self.state.kl_coefficient
+        return self.config.algorithm.kl.coefficient if adapted is None else adapted
 
     def test_draws(self, metrics: dict[str, float]) -> dict[str, float]:
         """Put the test of a step's draws, and of all so far, in place of the sums that its first update has found."""
@@ -240,27 +258,20 @@ class RLTrainer:
         whole = draw_metrics(state.drawn_excess, state.drawn_variance)
         return metrics | draw_metrics(excess, variance) | {f"{name}_run": value for name, value in whole.items()}
 
-    def fresh(self) -> bool:
+    def logprobs_from_update(self) -> bool:
         return self.policy_learns() and fresh_old_logprobs(self.config)
 
     def policy_learns(self) -> bool:
         return policy_learns(self.config.algorithm, self.state.step, self.state.critic_ready)
 
-    def judge_critic(self, metrics: dict[str, float]) -> None:
-        """Remember that the critic predicts well enough for the policy to learn, where that is asked for."""
-        wanted, found = self.config.algorithm.critic_warmup_variance, metrics.get("critic/explained_variance", 0.0)
-        if wanted is not None and found >= wanted and not self.state.critic_ready:
-            self.state.critic_ready = True
-            self.progress.note(f"critic     explains {found:.2f} of its returns' variance in step {self.state.step}")
-
-    def adapt(self, samples: list[Sample]) -> dict[str, float]:
+    def adapt_kl(self, samples: list[Sample]) -> dict[str, float]:
         """Let an adaptive KL coefficient follow its target after a step; return it with the mean KL of a sequence."""
         kl = self.config.algorithm.kl
         if kl.coefficient == 0:
             return {}
         found = sequence_kl(samples)
         if kl.target is not None and self.policy_learns():
-            self.state.kl_coefficient = adapted_coefficient(self.kl_coefficient(), found, len(samples), kl)
+            self.state.kl_coefficient = adapt_coefficient(self.kl_coefficient(), found, len(samples), kl)
         return {"policy/sequence_kl": found, "policy/kl_coefficient": self.kl_coefficient()}
 
     def evaluate(self) -> dict[str, float]:
@@ -284,9 +295,9 @@ class RLTrainer:
         if "mismatch/numerics" in metrics:
             rest = metrics["mismatch/logprob_gap_mean"] - metrics["mismatch/numerics"]
             metrics["mismatch/staleness"] = max(rest, 0.0)
-        if not self.config.judged():
+        if not self.config.has_reward():
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
-        metrics |= self.care.health.judge(self.state.step, metrics)
+        metrics |= self.care.monitor.check(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
         self.show_groups(trajectories, samples)
@@ -298,12 +309,7 @@ class RLTrainer:
             )
         aim = next(name for name in AIMS if name in metrics)
         self.guard.follow(aim, metrics[aim])
-        warnings = first_step_warnings(metrics, self.config) if self.state.step == 1 else []
-        warned = [f"warning: {warning}" for warning in [*warnings, *self.count_uniform(metrics)]]
-        self.note([*warned, *self.rollouts.budget.news()])
-
-    def note(self, lines: list[str]) -> None:
-        for line in lines:
+        for line in self.rollouts.budget.news():
             self.progress.note(line)
 
     def show_groups(self, trajectories: list[Trajectory], samples: list[Sample]) -> None:
@@ -312,18 +318,11 @@ class RLTrainer:
         wanted, size = config.monitoring.transcripts_per_step, config.algorithm.group_size
         count = group_count(wanted, size, step, config.steps)
         shown = chosen_episodes(trajectories, count, [config.seed, step]) if count else []
-        rows = [transcript(trajectories[at], "train") | self.tokens_of(samples, at) for at in shown]
+        rows = [transcript(trajectories[at], "train") for at in shown]
+        for row, at in zip(rows, shown, strict=True):
+            if self.pieces is not None:
+                row["tokens"] = token_rows([one for one in samples if one.episode == at], self.pieces)
         self.tracker.show(step, rows)
-
-    def tokens_of(self, samples: list[Sample], episode: int) -> dict[str, object]:
-        if self.pieces is None:
-            return {}
-        return {"tokens": token_rows([one for one in samples if one.episode == episode], self.pieces)}
-
-    def count_uniform(self, metrics: dict[str, float]) -> list[str]:
-        self.uniform = self.uniform + 1 if metrics.get("reward/std") == 0 else 0
-        said = uniform_warning(self.uniform, self.state.step, self.config.steps, metrics.get("reward/mean", 0.0))
-        return [said] * bool(said)
 
     def evaluation_due(self) -> bool:
         every, step = self.config.evaluation.every, self.state.step
@@ -340,13 +339,12 @@ class RLTrainer:
                 if at_once:
                     self.checkpoints.settle(wait=True)
 
-    def settle(self) -> None:
-        """Give the last checkpoint its name, if it was written while this step was sampled."""
-        if self.checkpoints.underway is not None:
-            with self.timer.phase("save"):
-                self.checkpoints.settle()
-
     def save(self, metrics: dict[str, float]) -> None:
         self.state.ledger.balance()
         write = partial(self.models.write, whole=self.config.checkpoint.holds_model(self.state.step, self.config.steps))
         self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
+
+
+def has_format(trajectory: Trajectory) -> bool:
+    """Tell whether replies were held to a format while they were sampled, which changes the odds of tokens."""
+    return "agent/structured" in trajectory.metrics

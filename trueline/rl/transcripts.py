@@ -1,12 +1,17 @@
-"""Which episodes of a step are written to transcripts.jsonl, and what of each."""
+"""Which episodes of a step are written to transcripts.jsonl, and the texts and numbers of their tokens."""
 
 import math
+from itertools import groupby
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from trueline.data.messages import content_of
-from trueline.data.types import Trajectory
+from trueline.data.pieces import LONGEST, Pieces
+from trueline.data.transcripts import pack_numbers
+from trueline.data.types import Sample, Trajectory, is_filled
 
 PAIR = 2  # groups of a step: one whose rewards differ most, one by chance
 HELD_OUT = 3  # completions of an evaluation
@@ -14,7 +19,7 @@ HELD_OUT = 3  # completions of an evaluation
 
 def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
     several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
-    said = [
+    conversations = [
         {"number": number, "prompt": one.prompt, "turns": one.completion} for number, one in enumerate(several, start=1)
     ]
     return {
@@ -28,7 +33,7 @@ def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
         "outcome": str(trajectory.outcome),
         **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
         **({"turns": trajectory.turns} if trajectory.turns else {}),
-        **({"conversations": said} if said else {}),
+        **({"conversations": conversations} if conversations else {}),
         **trajectory.metrics,
     }
 
@@ -69,3 +74,45 @@ def spread(group: list[Trajectory]) -> float:
 def held_out_count(samples: int) -> int:
     """Return how many completions of an evaluation are written: all of the first prompt, of more where it has few."""
     return math.ceil(HELD_OUT / samples) * samples
+
+
+MOST_TOKENS = 512  # of a sequence, from the first that was sampled
+
+
+def token_rows(samples: list[Sample], pieces: Pieces) -> list[dict[str, Any]]:
+    """Return a row for each sequence of an episode."""
+    return [token_row(sample, pieces) for sample in samples]
+
+
+def token_row(sample: Sample, pieces: Pieces) -> dict[str, Any]:
+    """Return texts and numbers of a sequence's tokens behind its prompt, and who wrote them.
+
+    `sampled` counts: so many tokens of the policy, so many that were inserted, and so on.
+    """
+    first = int(sample.mask.nonzero()[0])
+    shown = slice(first, first + MOST_TOKENS)
+    left_out = sample.length() - first - MOST_TOKENS
+    return {
+        "text": texts(sample, first, pieces),
+        "sampled": [len(list(turn)) for _, turn in groupby(sample.mask[shown].tolist())],
+        **{name: pack_numbers(values[shown].numpy()) for name, values in numbers(sample).items()},
+        **({"left_out": left_out} if left_out > 0 else {}),
+    }
+
+
+def texts(sample: Sample, first: int, pieces: Pieces) -> list[str]:
+    """Return the text of each token; the policy and others never share a character."""
+    ahead = slice(first, first + MOST_TOKENS + LONGEST)  # what is cut off may end a character
+    marked = zip(sample.tokens[ahead].tolist(), sample.mask[ahead].tolist(), strict=True)
+    turns = [[token for token, _ in turn] for _, turn in groupby(marked, key=lambda one: one[1])]
+    return [text for turn in turns for text in pieces.of(turn)][:MOST_TOKENS]
+
+
+def numbers(sample: Sample) -> dict[str, Tensor]:
+    """Return what is known of each token, [T] each."""
+    known = {"logprob": sample.rollout_logprobs, "advantage": sample.advantages}
+    if sample.old_logprobs is not sample.rollout_logprobs:  # the trainer has looked for itself
+        known["log_ratio"] = sample.old_logprobs - sample.rollout_logprobs
+    if is_filled(sample, "entropy"):
+        known["entropy"] = sample.entropy
+    return known

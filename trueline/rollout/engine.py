@@ -1,4 +1,4 @@
-"""What rollout asks of a sampler."""
+"""The protocol of rollout engines."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ class SamplingParams:
     top_k: int = 0  # 0 is all
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()  # looked for by the episode: engines have no tokenizer
-    experts: bool = True  # are told by an engine that tells them; False: nobody trains on them
-    structure: Structure | None = None  # that the completion is held to
+    stop: tuple[str, ...] = ()  # the episode looks for them: engines have no tokenizer
+    experts: bool = True  # return the experts of each token, if the engine can; False: nobody trains on them
+    structure: Structure | None = None  # of the completion, enforced by the engine
 
     def after(self, tokens: int, parts: int) -> "SamplingParams":
-        """Return what is left to sample after so many tokens in so many parts; each part has a seed of its own."""
+        """Return the parameters after so many tokens in so many parts; each part has its own seed."""
         if not parts:
             return self
         seed = self.seed
@@ -39,8 +39,6 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All that an engine must know to start."""
-
     model: str
     dtype: str
     context: int  # longest prompt and completion together
@@ -49,103 +47,103 @@ class EngineSpec:
     seed: int
     gpu_memory_utilization: float
     cuda_graphs: bool
-    sleeps: bool  # gives its GPU memory back between steps
+    sleeps: bool  # releases its GPU memory between steps
     trust_remote_code: bool
-    adapter_rank: int = 0  # of adapters that it holds beside its weights, and is sent in their place
-    cache_bytes: int = 0  # of its KV cache on each GPU; 0: what is free of its share once it has measured that
-    experts: bool = False  # it tells which experts of a mixture it sends each token to
-    structured: bool = False  # it may be asked for completions of a structure, for which it has to know the tokenizer
+    adapter_rank: int = 0  # of adapters that are sent instead of weights
+    cache_bytes: int = 0  # of its KV cache on each GPU; 0: measured by the engine
+    experts: bool = False  # it returns the experts of each token
+    structured: bool = False  # requests may have a structure, for which it loads the tokenizer
 
 
 class RolloutEngine(Protocol):
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion: ...
 
     async def score(self, tokens: list[int]) -> list[float]:
-        """Return log-probs of tokens[1:] at temperature 1, under the weights now in the engine."""
+        """Return log-probs of tokens[1:] at temperature 1, under the current weights."""
 
     async def pause(self, mode: str = "wait") -> None:
-        """Start no new requests; let running ones end (`wait`), or cut them off where they are, to be gone on with
-        by whoever asked (`interrupt`) or, once it resumes, by the engine itself (`keep`).
+        """Start no new requests. Let running ones end (`wait`), or interrupt them: then the caller continues them
+        (`interrupt`), or the engine does when it resumes (`keep`).
         """
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Give device memory back, if it can; what still runs is cut off, and the next update resumes the engine."""
+        """Release device memory, if possible; running requests are interrupted, and the next update resumes it."""
 
     async def wake(self, part: str) -> None:
-        """Take memory again for `weights` or `kv_cache`."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
 
     async def processes(self) -> int:
         """Return how many processes receive weights."""
         return 1
 
     async def connect(self, link: Link, first_rank: int) -> str:
-        """Join the trainer's group, one process after another from this rank on; return why NCCL cannot form it."""
+        """Join the trainer's group with consecutive ranks; return why NCCL cannot form it, or nothing."""
         return ""
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
-        """Take new weights from the group, and return a fingerprint per bucket from each process."""
+        """Receive new weights from the group, and return a fingerprint per bucket from each process."""
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights from this very process."""
+        """Load new weights from this process."""
 
     async def holdings(self) -> list[dict[str, Holding]]:
-        """Return what each process holds of its weights, fused and cut as they are there."""
+        """Return fingerprint and size of each weight in each process, in the engine's own layout."""
 
     async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
-        """Return the bit sums of what each process holds, as numbers of this type."""
+        """Return the bit sum of each weight in each process, cast to this type."""
 
     async def scramble(self) -> None:
         """Overwrite the weights with noise."""
 
     async def load_noise(self, buckets: list[Bucket]) -> None:
-        """Load noise as weights are loaded, under their names: every process gets the same, and keeps its part."""
+        """Load noise by the names of the weights: every process gets the same, and keeps its part."""
 
-    async def cached(self, tokens: list[int]) -> int:
-        """Return how many tokens of a prompt of one cache block are answered from what was computed before.
+    async def cached_tokens(self, tokens: list[int]) -> int:
+        """Return how many tokens of a prompt come from the prefix cache.
 
-        The prompt begins with `tokens`, is cached by this, and is asked also of an engine that is paused.
+        The prompt begins with `tokens` and fills one cache block, which this caches. It works while paused.
         """
         return 0
 
 
-async def in_parts(
+async def sample_in_parts(
     sample: Callable[[list[int], SamplingParams, str], Awaitable[Completion]],
     tokens: list[int],
     params: SamplingParams,
     request: str,
-    goes_on: Callable[[], bool],
+    continues: Callable[[], bool],
 ) -> Completion:
-    """Sample a completion that updates may cut off: each part goes on from the tokens of those before.
+    """Sample a completion that updates may interrupt: each part continues from the tokens of the parts before.
 
-    One of a structure begins anew instead, for an engine can only check that from its beginning on.
+    With a structure it starts again: an engine can only enforce that from the beginning.
     """
     parts: list[Completion] = []
-    asked = 0
-    while not asked or (parts[-1].finish_reason == INTERRUPTED and goes_on()):
+    sent = 0
+    while not sent or (parts[-1].finish_reason == INTERRUPTED and continues()):
         parts = [] if params.structure else parts
         before = [token for part in parts for token in part.tokens.tolist()]
-        rest = params.after(len(before), asked)
-        parts.append(await sample(tokens + before, rest, f"{request}.{asked}" if asked else request))
-        asked += 1
-    return Completion.joined(parts)
+        rest = params.after(len(before), sent)
+        parts.append(await sample(tokens + before, rest, f"{request}.{sent}" if sent else request))
+        sent += 1
+    return Completion.join(parts)
 
 
-def checked_experts(told: np.ndarray | None, tokens: int) -> np.ndarray:
-    """Return the experts of so many tokens, told of all but the last, which was not computed; or refuse what is told.
+def check_experts(experts: np.ndarray | None, tokens: int) -> np.ndarray:
+    """Return the experts of so many tokens; the engine has those of all but the last, which it did not compute.
 
     There is a column for every layer of the decoder; those of layers without experts may hold anything.
     """
-    if told is None or len(told) != tokens - 1:
-        found = 0 if told is None else len(told)
+    found = 0 if experts is None else len(experts)
+    if experts is None or found != tokens - 1:
         raise RuntimeError(
-            f"the engine was to tell the experts of {tokens - 1} tokens and tells those of {found}: "
-            "set training.replay_routing=false"
+            f"the engine returned the experts of {found} tokens instead of {tokens - 1}: set "
+            "training.replay_routing=false"
         )
-    if told.shape[-1] > 1 and not np.ptp(told, axis=-1).any():
+    if experts.shape[-1] > 1 and not np.ptp(experts, axis=-1).any():
         raise RuntimeError(
-            "the engine tells one expert in place of several for every token: its kernel for this model chooses them "
-            "where they are not recorded; set training.replay_routing=false"
+            "the engine returned the same expert several times for every token: its kernel for this model does not "
+            "record them; set training.replay_routing=false"
         )
-    return experts_of(told, tokens)
+    return experts_of(experts, tokens)

@@ -1,4 +1,4 @@
-"""The engines that sample, a row for each: what is known of one before its processes import it."""
+"""The table of rollout engines: what is known before a process imports one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
 
 def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
-    """Return the memory of one engine with its KV cache: on GPUs of each device, on CPUs of all its processes."""
+    """Return the memory of one engine with its KV cache: per device on GPUs, of all its processes on CPUs."""
     if machine.gpus:
         return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
     weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
@@ -21,30 +21,30 @@ def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) ->
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """What an engine is made from, needs and can do."""
-
     path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
-    package: str = ""  # that must be installed
+    package: str = ""  # must be installed
     brought_by: str = ""  # what installs it
-    local: bool = False  # it can live in the process of the run
+    local: bool = False  # it can run in the process of the run
     tensor_parallel: bool = True
-    adapter_ranks: tuple[int, ...] = ()  # sizes of the room that it has for adapters beside its weights
-    adapter_models: tuple[str, ...] = ()  # by model_type: all their `adapter_layers` are known to have that room
+    adapter_ranks: tuple[int, ...] = ()  # supported sizes of separate adapters
+    adapter_models: tuple[str, ...] = ()  # model types whose `adapter_layers` all support adapters
     adapter_layers: tuple[str, ...] = ()
     quantized: bool = False  # it samples from GPTQ, AWQ or FP8 weights
-    experts_on: tuple[str, ...] = ()  # cpu, gpu: where it tells which experts of a mixture it sends each token to
-    structures: bool = False  # it can hold a reply to a JSON schema
-    slow_seeds: bool = False  # on GPUs completions with seeds are drawn one by one
-    sleeps: bool = True  # gives its GPU memory back while models train
-    cpu_head_sizes: tuple[int, ...] = ()  # of attention that it computes without a GPU; none: any
-    cpu_differs: tuple[str, ...] = ()  # model types of which it says something else without a GPU
-    kinds: Mapping[str, str] = field(default_factory=dict)  # packages that it needs for some model types
+    experts_on: tuple[str, ...] = ()  # cpu, gpu: where it returns the experts of each token
+    structures: bool = False  # it can enforce a JSON schema
+    slow_seeds: bool = False  # on GPUs it samples completions with seeds one by one
+    sleeps: bool = True  # it releases its GPU memory while models train
+    cpu_head_sizes: tuple[int, ...] = ()  # that its attention supports on CPUs; empty: any
+    cpu_differs: tuple[str, ...] = ()  # model types that it computes differently on CPUs
+    kinds: Mapping[str, str] = field(default_factory=dict)  # packages that some model types need
     memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
         environment = partial(self.environment, rollout)
-        return Target(self.path, asynchronous=True, crowded=RolloutEngine.generate.__name__, environment=environment)
+        return Target(
+            self.path, asynchronous=True, bulk_method=RolloutEngine.generate.__name__, environment=environment
+        )
 
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
@@ -52,10 +52,10 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
     common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    # One process fewer, which would have to import vLLM too and to be sent every token.
+    # Without another process, which would import vLLM as well and receive every token.
     common["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if gpus:
-        # FlashInfer's sampler compiles kernels at its first use, for minutes.
+        # FlashInfer's sampler compiles kernels for minutes at its first use.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     cache = str(max(round(rollout.cpu_cache_gib), 1))
     return common | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": cache}
@@ -74,7 +74,7 @@ ROLLOUT_ENGINES = {
         structures=True,
         slow_seeds=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-        cpu_differs=("lfm2",),  # vLLM 0.32, tiny models: 0.07 nats a token
+        cpu_differs=("lfm2",),  # vLLM 0.32, tiny models: 0.07 nats per token
         kinds={f"qwen3_5{kind}": "torchvision" for kind in ("", "_text", "_moe", "_moe_text")},
         environment=vllm_environment,
     ),

@@ -1,4 +1,4 @@
-"""Completions without a reward are counted and grouped by cause, and too many of them stop the run."""
+"""Completions without a reward are counted by cause; too many of them stop the run."""
 
 import re
 from collections import deque
@@ -6,51 +6,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trueline.data.types import Trajectory
-from trueline.rewards.base import last_words
+from trueline.rewards.base import short_cause
 from trueline.runtime.actors import ActorFailure
 
 SMALLEST_WINDOW = 100  # completions; a share of fewer would let a single failure stop a small run
-SHOWN, MOST_FILES = 3, 20  # causes that are named at the end, and that a file is written of
+SHOWN, MOST_FILES = 3, 20  # causes that are shown, and that get a file
 
-Report = Callable[[int, Trajectory], str]  # writes a numbered file about a failure, and returns how to look at it
+Report = Callable[[int, Trajectory], str]  # writes a numbered file about a failure, and returns how to reproduce it
 
 
 class RolloutFailure(RuntimeError):
-    """Sampling cannot go on; the message says why."""
+    """Sampling cannot continue."""
 
 
 class NothingToLearn(RolloutFailure):
-    """Every group that was sampled for a step has one reward only."""
+    """All groups of a step have equal rewards."""
 
 
-class EnginesDie(ActorFailure):
-    """They cannot be brought back: each time they die of the same cause."""
+class EngineCrashLoop(ActorFailure):
+    """Engines keep dying of the same cause."""
 
 
 class EngineLost(ActorFailure):
-    """An engine is gone; what was sampled so far is kept, and sampling goes on once it is there again."""
-
-
-def no_report(number: int, trajectory: Trajectory) -> str:
-    return ""
+    """An engine is gone; sampling continues after its restart, and keeps what was sampled."""
 
 
 @dataclass(slots=True)
 class Cause:
-    """Failures that have the same reason, the first of them, and how to look at it."""
-
     first: Trajectory
-    look: str
+    reproduce: str
     count: int = 0
 
     def words(self) -> str:
-        return f"{self.first.outcome}: {last_words(self.first.error)}"
+        return f"{self.first.outcome}: {short_cause(self.first.error)}"
 
 
 class FailureBudget:
-    """Watch the completions of a run, one group after the other."""
-
-    def __init__(self, share: float, completions_per_step: int, report: Report = no_report) -> None:
+    def __init__(self, share: float, completions_per_step: int, report: Report = lambda *_: "") -> None:
         self.share, self.report = share, report
         self.recent: deque[bool] = deque(maxlen=max(completions_per_step, SMALLEST_WINDOW))
         self.causes: dict[str, Cause] = {}
@@ -59,58 +51,56 @@ class FailureBudget:
         self.unreported: list[Cause] = []
 
     def add(self, group: list[Trajectory]) -> int:
-        """Return how many of these completions failed, or raise RolloutFailure once the budget is spent."""
+        """Return how many of these completions failed; raise RolloutFailure when the budget is exceeded."""
         failed = self.count(group)
-        self.recent.extend(trajectory.outcome.failed for trajectory in group)
+        self.recent.extend(trajectory.outcome.is_failure for trajectory in group)
         if sum(self.recent) > self.share * (self.recent.maxlen or 0):
-            shares = f"more than reward.max_failure_share={self.share:g} of {self.recent.maxlen}"
-            raise RolloutFailure(
-                f"{sum(self.recent)} of the last {len(self.recent)} answers have no reward, {shares}. {self.explain()}"
-            )
+            limit = f"more than reward.max_failure_share={self.share:g} of {self.recent.maxlen}"
+            counts = f"{sum(self.recent)} of the last {len(self.recent)} completions have no reward"
+            raise RolloutFailure(f"{counts}, {limit}. {self.explain()}")
         return failed
 
     def count(self, group: list[Trajectory]) -> int:
-        """Count failures by cause, without drawing on the budget."""
-        failed = [trajectory for trajectory in group if trajectory.outcome.failed]
+        """Count failures by cause, without charging the budget."""
+        failed = [trajectory for trajectory in group if trajectory.outcome.is_failure]
         self.seen, self.failed = self.seen + len(group), self.failed + len(failed)
         for trajectory in failed:
             if (kind := cause_of(trajectory)) not in self.causes:
-                look = self.report(len(self.causes) + 1, trajectory) if len(self.causes) < MOST_FILES else ""
-                self.causes[kind] = Cause(trajectory, look)
+                reproduce = self.report(len(self.causes) + 1, trajectory) if len(self.causes) < MOST_FILES else ""
+                self.causes[kind] = Cause(trajectory, reproduce)
                 self.unreported.append(self.causes[kind])
             self.causes[kind].count += 1
         return len(failed)
 
     def news(self) -> list[str]:
-        """Return a line where a cause is new, or failures have doubled since the last line."""
+        """Return a line if a cause is new, or failures have doubled since the last line."""
         if not self.unreported and self.failed < 2 * max(self.reported_failed, 1):
             return []
         seen, failed = self.seen - self.reported_seen, self.failed - self.reported_failed
         first = self.unreported[0] if self.unreported else max(self.causes.values(), key=lambda cause: cause.count)
         self.reported_seen, self.reported_failed, self.unreported = self.seen, self.failed, []
-        look = f"; its call: {first.look}" if first.look else ""
-        return [f"warning: {failed} of the last {seen} answers got no reward ({first.words()}){look}"]
+        again = f"; reproduce it: {first.reproduce}" if first.reproduce else ""
+        return [f"warning: {failed} of the last {seen} completions got no reward ({first.words()}){again}"]
 
     def total(self) -> list[str]:
-        """Return a line for the end of a run in which some failed."""
         if not self.failed:
             return []
         frequent = "; ".join(f"{cause.count} x {cause.words()}" for cause in self.frequent())
-        return [f"failed     {self.failed} of {self.seen} answers got no reward: {frequent}"]
+        return [f"failed     {self.failed} of {self.seen} completions got no reward: {frequent}"]
 
     def frequent(self) -> list[Cause]:
         return sorted(self.causes.values(), key=lambda cause: -cause.count)[:SHOWN]
 
     def explain(self) -> str:
-        """Name the most frequent causes, one example of each, and files that reproduce them."""
+        """Describe the most frequent causes with an example of each, and how to reproduce them."""
         shown = [f"{cause.count} x {cause.first.outcome}: {cause.first.error.strip()}" for cause in self.frequent()]
-        again = "".join(f"\n{cause.look}" for cause in self.frequent() if cause.look)
-        return "Most frequent:\n" + "\n".join(shown) + (f"\nTo see them again:{again}" if again else "")
+        again = "".join(f"\n{cause.reproduce}" for cause in self.frequent() if cause.reproduce)
+        return "Most frequent:\n" + "\n".join(shown) + (f"\nReproduce them:{again}" if again else "")
 
 
 def cause_of(trajectory: Trajectory) -> str:
-    """Return what failures of the same cause share: the kind of exception and its place, or else all but numbers."""
+    """Return the same text for failures of one cause: exception type and place, or the error without its numbers."""
     error = trajectory.error
     if places := re.findall(r'File ".+", line \d+', error):
-        return f"{trajectory.outcome}: {places[-1]}: {last_words(error).partition(':')[0]}"
+        return f"{trajectory.outcome}: {places[-1]}: {short_cause(error).partition(':')[0]}"
     return f"{trajectory.outcome}: {re.sub(r'0x[0-9a-f]+|[0-9]+', '#', error)}"

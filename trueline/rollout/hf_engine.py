@@ -1,4 +1,4 @@
-"""Sampling by Transformers alone: slow, simple, and it runs wherever PyTorch runs."""
+"""Sampling with Transformers alone: slow, simple, and it runs wherever PyTorch runs."""
 
 import asyncio
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.routing import Recorder
 from trueline.models.weight_names import WeightNames
-from trueline.monitoring.beats import WORK
-from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, in_parts
+from trueline.monitoring.heartbeat import WORK
+from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, sample_in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
-from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views, joining
+from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views, try_join
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Request:
 
 
 class HFEngine(RolloutEngine):
-    """Requests that arrive together and have prompts of one length are sampled as one batch."""
+    """Requests that arrive together with prompts of equal length are sampled as one batch."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -38,9 +38,9 @@ class HFEngine(RolloutEngine):
         self.recorder = Recorder(self.model) if spec.experts else None
         self.version = 0
         self.waiting: list[Request] = []
-        self.serving: asyncio.Task[None] | None = None  # referenced, so that it is not collected while it runs
-        self.cutting = False  # what is sampled now ends where it is
-        self.keeps = False  # and goes on here
+        self.serving: asyncio.Task[None] | None = None  # a reference, or it might be collected while it runs
+        self.interrupting = False  # running requests end at once
+        self.keeps = False  # and continue here
         self.open = asyncio.Event()
         self.open.set()
         self.busy = asyncio.Lock()
@@ -48,8 +48,8 @@ class HFEngine(RolloutEngine):
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         if params.structure is not None:
-            raise ValueError(f"rollout.engine=hf holds no reply to a structure (got {params.structure}): take vllm")
-        return await in_parts(self._queue, tokens, params, request, lambda: self.keeps)
+            raise ValueError(f"rollout.engine=hf cannot enforce a structure (got {params.structure}): use vllm")
+        return await sample_in_parts(self._queue, tokens, params, request, lambda: self.keeps)
 
     async def _queue(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -59,7 +59,7 @@ class HFEngine(RolloutEngine):
         return await completion
 
     async def _serve(self) -> None:
-        await asyncio.sleep(0.005)  # others that start now join the batch
+        await asyncio.sleep(0.005)  # lets other requests join the batch
         await self.open.wait()
         async with self.busy:
             requests, self.waiting = self.waiting, []
@@ -81,20 +81,20 @@ class HFEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request]) -> list[Completion]:
         rows = len(requests)
-        generators = [seeded(request.params.seed, self.device) for request in requests]
+        generators = [make_generator(request.params.seed, self.device) for request in requests]
         tokens: list[list[int]] = [[] for _ in range(rows)]
         logprobs: list[list[float]] = [[] for _ in range(rows)]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
-        cache, told = None, list[Tensor]()
+        cache, experts = None, list[Tensor]()
         with torch.inference_mode():
             while not all(reasons):
-                if self.cutting:
+                if self.interrupting:
                     reasons = [reason or INTERRUPTED for reason in reasons]
                     break
                 output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = output.past_key_values
-                told += [self.recorder.of_pass(rows)] if self.recorder is not None else []
+                experts += [self.recorder.of_pass(rows)] if self.recorder is not None else []
                 drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
                 for row in [row for row in range(rows) if not reasons[row]]:
                     tokens[row].append(drawn[row])
@@ -102,10 +102,8 @@ class HFEngine(RolloutEngine):
                     reasons[row] = finish_reason(tokens[row], requests[row].params)
                 inputs = torch.tensor(drawn, device=self.device)[:, None]
                 WORK.move()
-        parts = zip(tokens, logprobs, reasons, sent_to(told, requests, tokens), strict=True)
-        return [
-            Completion.of(row, scores, self.version, reason, experts=experts) for row, scores, reason, experts in parts
-        ]
+        parts = zip(tokens, logprobs, reasons, expert_rows(experts, requests, tokens), strict=True)
+        return [Completion.of(row, scores, self.version, reason, experts=sent) for row, scores, reason, sent in parts]
 
     async def score(self, tokens: list[int]) -> list[float]:
         async with self.busy:
@@ -116,18 +114,18 @@ class HFEngine(RolloutEngine):
 
     async def pause(self, mode: str = "wait") -> None:
         self.open.clear()
-        self.cutting, self.keeps = mode != "wait", mode == "keep"
+        self.interrupting, self.keeps = mode != "wait", mode == "keep"
         async with self.busy:
-            self.cutting = False
+            self.interrupting = False
 
     async def resume(self) -> None:
         self.open.set()
 
     async def connect(self, link: Link, first_rank: int) -> str:
-        return await asyncio.to_thread(joining, partial(self._join, link, first_rank))
+        return await asyncio.to_thread(try_join, partial(self._join, link, first_rank))
 
     def _join(self, link: Link, rank: int) -> None:
-        self.channel = link.received_by(rank, self.device)
+        self.channel = link.open_receiver(rank, self.device)
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         return [await asyncio.to_thread(self._receive, buckets, version)]
@@ -136,7 +134,7 @@ class HFEngine(RolloutEngine):
         assert self.channel is not None
         prints = []
         for bucket in buckets:
-            buffer = self.channel.take(bucket)
+            buffer = self.channel.receive(bucket)
             self._copy(list(bucket_views(bucket, buffer)))
             prints.append(bucket_print(bucket, buffer))
         self.version = version
@@ -166,19 +164,19 @@ class HFEngine(RolloutEngine):
                 self.names.load(name, tensor)
 
 
-def sent_to(told: list[Tensor], requests: list[Request], tokens: list[list[int]]) -> list[np.ndarray]:
-    """Return the experts of each request's prompt and tokens; what was told goes on where other rows were longer."""
-    if not told:
+def expert_rows(experts: list[Tensor], requests: list[Request], tokens: list[list[int]]) -> list[np.ndarray]:
+    """Return the experts of each request's prompt and tokens, without those recorded after its end."""
+    if not experts:
         return [NO_EXPERTS] * len(requests)
     lengths = [
         len(request.tokens) + len(mine) if request.params.experts else 0
         for request, mine in zip(requests, tokens, strict=True)
     ]
-    rows = zip(torch.cat(told, dim=1).numpy(), lengths, strict=True)
+    rows = zip(torch.cat(experts, dim=1).numpy(), lengths, strict=True)
     return [experts_of(row[: length - 1], length) if length else NO_EXPERTS for row, length in rows]
 
 
-def seeded(seed: int | None, device: torch.device) -> torch.Generator:
+def make_generator(seed: int | None, device: torch.device) -> torch.Generator:
     generator = torch.Generator(device)
     if seed is None:
         generator.seed()
@@ -190,9 +188,9 @@ def seeded(seed: int | None, device: torch.device) -> torch.Generator:
 def draw(
     logits: Tensor, requests: list[Request], sampled: list[list[int]], generators: list[torch.Generator]
 ) -> tuple[list[int], list[float]]:
-    """Draw one token per row, and return it with its log-prob under the distribution that it was drawn from."""
+    """Sample one token per row; return it with its log-prob under the distribution it was sampled from."""
     rows = zip(logits, requests, sampled, strict=True)
-    shaped = [reshaped(row, request.params, request.tokens + tokens) for row, request, tokens in rows]
+    shaped = [shape_logits(row, request.params, request.tokens + tokens) for row, request, tokens in rows]
     scores = torch.log_softmax(torch.stack(shaped), dim=-1)
     chosen = [
         torch.multinomial(row.exp(), 1, generator=generator) if request.params.temperature else row.argmax()[None]
@@ -202,18 +200,18 @@ def draw(
     return drawn.tolist(), scores.gather(-1, drawn[:, None])[:, 0].tolist()
 
 
-def reshaped(logits: Tensor, params: SamplingParams, before: list[int]) -> Tensor:
-    """Return the logits [V] of the distribution to draw from; the steps and their order are vLLM's."""
+def shape_logits(logits: Tensor, params: SamplingParams, before: list[int]) -> Tensor:
+    """Return the logits [V] to sample from; the steps and their order are vLLM's."""
     if params.repetition_penalty != 1:
         places = torch.tensor(before, device=logits.device)
         known = logits[places]
         penalty = params.repetition_penalty
         logits = logits.index_put((places,), torch.where(known > 0, known / penalty, known * penalty))
-    return narrowed(logits / params.temperature, params) if params.temperature else logits
+    return filter_logits(logits / params.temperature, params) if params.temperature else logits
 
 
-def narrowed(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the logits [V] with those of tokens that are not to be drawn at minus infinity."""
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Set the logits [V] of excluded tokens to minus infinity."""
     if params.min_p > 0:
         shares = (logits - logits.max()).exp()
         logits = logits.masked_fill(shares < params.min_p, -torch.inf)
@@ -223,7 +221,7 @@ def narrowed(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ascending, places = logits.sort()
         unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        unlikely[-1] = False  # the likeliest one stays, whatever rounding does
+        unlikely[-1] = False  # the likeliest token stays, whatever rounding does
         logits = logits.index_fill(0, places[unlikely], -torch.inf)
     return logits
 

@@ -1,4 +1,4 @@
-"""Every prompt that was drawn has a number and one fate, or is under way; what does not add up stops the run."""
+"""The ledger: every sampled prompt is in flight or has exactly one fate, and a wrong sum stops the run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,21 +13,20 @@ class LedgerFailure(RuntimeError):
 
 @dataclass(slots=True)
 class Ledger:
-    """Numbers are places in the order of the data. It is a part of every checkpoint."""
+    """Numbers are positions in the order of the data. It is saved in every checkpoint."""
 
     drawn: int = 0
-    under_way: dict[int, int] = field(default_factory=dict)  # row of each number that has no fate yet
-    fates: dict[str, int] = field(default_factory=dict)  # how many numbers have met each: `trained`, or why not
-    recent: Row = field(default_factory=dict)  # numbers by fate, since the last row was written
+    under_way: dict[int, int] = field(default_factory=dict)  # row of each number without a fate
+    fates: dict[str, int] = field(default_factory=dict)  # how many numbers have each: `trained`, or why not
+    recent: Row = field(default_factory=dict)  # numbers by fate since the last row
 
     @classmethod
     def of(cls, saved: dict[str, Any]) -> Self:
-        """Take up what was saved; JSON has no numbers as keys."""
+        """Restore a saved ledger; JSON keys are strings."""
         rows = {int(number): row for number, row in saved["under_way"].items()}
         return cls(saved["drawn"], rows, saved["fates"], saved["recent"])
 
     def draw(self, row: int) -> int:
-        """Return the number of the next prompt of the order, which is this row of the data."""
         number, self.drawn = self.drawn, self.drawn + 1
         self.under_way[number] = row
         return number
@@ -35,33 +34,32 @@ class Ledger:
     def close(self, numbers: Iterable[int], fate: str) -> None:
         for number in numbers:
             if self.under_way.pop(number, None) is None:
-                raise LedgerFailure(f"prompt {number} is {fate}, and had its fate before or was never drawn")
+                raise LedgerFailure(f"prompt {number} is {fate}, but it already had a fate or was never sampled")
             self.fates[fate] = self.fates.get(fate, 0) + 1
             self.recent.setdefault(fate, []).append(number)
 
-    def rolled_back(self, before: "Ledger", rows: list[Row]) -> "Ledger":
-        """Return this ledger as of a run that has lost what it trained on since an earlier one.
+    def roll_back(self, before: "Ledger", rows: list[Row]) -> "Ledger":
+        """Return this ledger with the training since an earlier one undone.
 
-        The rows written since are given up with their steps, so the next row tells their numbers again.
+        The rows since then are discarded with their steps, so the next row has their numbers again.
         """
         lost = self.fates.get("trained", 0) - (kept := before.fates.get("trained", 0))
         fates = self.fates | {"trained": kept, "rolled_back": self.fates.get("rolled_back", 0) + lost}
-        told: Row = {}
-        for fate, numbers in (met for row in (*rows, self.recent) for met in row.items()):
-            told.setdefault("rolled_back" if fate == "trained" else fate, []).extend(numbers)
-        return Ledger(self.drawn, self.under_way, fates, told)
+        recent: Row = {}
+        for fate, numbers in (entry for row in (*rows, self.recent) for entry in row.items()):
+            recent.setdefault("rolled_back" if fate == "trained" else fate, []).extend(numbers)
+        return Ledger(self.drawn, self.under_way, fates, recent)
 
     def balance(self) -> str:
-        """Return the sum of all that was drawn, in words; refuse one that does not come out even."""
-        if sum(self.fates.values()) + len(self.under_way) != self.drawn:
-            raise LedgerFailure(f"the ledger does not balance: {self._sum()}")
-        return self._sum()
-
-    def _sum(self) -> str:
-        parts = [*self.fates.items(), ("under way", len(self.under_way))]
-        return f"{self.drawn} prompts drawn = " + " + ".join(f"{count} {fate}" for fate, count in parts)
+        """Describe the fates of all sampled prompts; refuse a sum that does not match."""
+        counts = {**self.fates, "in flight": len(self.under_way)}
+        parts = [f"{count} {fate.replace('_', ' ')}" for fate, count in counts.items() if count]
+        words = f"{self.drawn} prompts sampled: {', '.join(parts)}"
+        if sum(counts.values()) != self.drawn:
+            raise LedgerFailure(f"the ledger does not balance: {words}")
+        return f"{self.drawn} prompts sampled, all trained" if counts.get("trained") == self.drawn else words
 
     def row(self) -> Row:
-        """Return the numbers that met their fate since the last row."""
+        """Return the numbers by fate since the last row."""
         found, self.recent = self.recent, {}
         return found

@@ -1,4 +1,4 @@
-"""vLLM behind the engine protocol, in a process of its own; with tensor parallelism vLLM starts others beside it."""
+"""vLLM as a rollout engine, in its own process; with tensor parallelism vLLM starts more."""
 
 import asyncio
 import os
@@ -23,39 +23,40 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
 from trueline.environments.tools.vllm_structures import BACKEND, vllm_structure
-from trueline.monitoring.beats import WORK
-from trueline.rollout.engine import EngineSpec, SamplingParams, checked_experts, in_parts
+from trueline.monitoring.heartbeat import WORK
+from trueline.rollout.engine import EngineSpec, SamplingParams, check_experts, sample_in_parts
 from trueline.rollout.engines import ADAPTER_RANKS
+from trueline.rollout.vllm_receiver import ADAPTER, PlainBucket
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
-from trueline.sync.vllm import ADAPTER, PlainBucket
 
 CPU_TOKENS_PER_STEP = 4096
-RECEIVER = "trueline.sync.vllm.WeightReceiver"
-WORKER_SECONDS = 5.0  # that the end of a worker may come behind the error of others who wait for it
+STRUCTURES = StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)
+RECEIVER = "trueline.rollout.vllm_receiver.WeightReceiver"
+WORKER_SECONDS = 5.0  # between the errors of other workers and the end of a dying one
 
 
 class VllmEngine:
-    """vLLM's own loop in a thread: it steps while there are requests, and in between does what else it is asked."""
+    """vLLM's own loop in a thread: it steps while there are requests, and makes other calls between steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.version = 0
         self.workers = spec.tensor_parallel
         on_gpu = torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
-        self.apart = spec.adapter_rank > 0
-        self.adapter: LoRARequest | None = None  # that requests name, once it is there
-        self.tells_experts = spec.experts
+        self.adapter_only = spec.adapter_rank > 0
+        self.adapter: LoRARequest | None = None  # of all requests, once it is loaded
+        self.returns_experts = spec.experts
         self.asleep = False
-        self.keeps = False  # requests that were cut off go on here
+        self.keeps = False  # interrupted requests continue here
         self.open = asyncio.Event()
         self.open.set()
         self.running = 0  # requests, preempted ones included
         self.idle = asyncio.Event()
         self.idle.set()
         self.waiting: dict[str, asyncio.Future[Any]] = {}
-        self.asked = 0  # calls that wait for the end of a step
+        self.calls = 0  # that wait for the end of a step
         self.stepping: asyncio.Task[None] | None = None
         self.thread = ThreadPoolExecutor(1)
         options = engine_options(spec, on_gpu)
@@ -64,7 +65,7 @@ class VllmEngine:
             self.llm.model_executor.register_failure_callback(end_process)
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
-        return await in_parts(self._sample, tokens, params, request, lambda: self.keeps)
+        return await sample_in_parts(self._sample, tokens, params, request, lambda: self.keeps)
 
     async def _sample(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         settings = VllmParams(
@@ -87,16 +88,13 @@ class VllmEngine:
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
-        asked = self.tells_experts and params.experts and chosen
-        experts = checked_experts(completion.routed_experts, len(tokens) + len(chosen)) if asked else NO_EXPERTS
+        wanted = self.returns_experts and params.experts and chosen
+        experts = check_experts(completion.routed_experts, len(tokens) + len(chosen)) if wanted else NO_EXPERTS
         cached = output.num_cached_tokens or 0
         return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
 
     async def score(self, tokens: list[int]) -> list[float]:
-        settings = VllmParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
-        output = await self._run(tokens, settings, f"score-{self.version}")
+        output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}")
         entries = output.prompt_logprobs[1:]
         return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
 
@@ -108,78 +106,78 @@ class VllmEngine:
         done = self.waiting[request] = asyncio.get_running_loop().create_future()
         try:
             prompt = TokensPrompt(prompt_token_ids=tokens)
-            await self._ask(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
+            await self._call(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
             if self.stepping is None or self.stepping.done():
                 self.stepping = asyncio.create_task(self._step())
-                self.stepping.add_done_callback(self._stopped)
+                self.stepping.add_done_callback(self._fail_waiting)
             return await done
         except asyncio.CancelledError:
-            await self._ask(self.llm.abort_request, [request])
+            await self._call(self.llm.abort_request, [request])
             raise
         finally:
-            if self.waiting.get(request) is done:  # not one that was asked again under the same name
+            if self.waiting.get(request) is done:  # a new request may have the same name
                 del self.waiting[request]
             self.running -= 1
             if not self.running:
                 self.idle.set()
 
-    async def _ask(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
-        """Have vLLM's thread make a call, behind the step under way."""
-        self.asked += 1
+    async def _call(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
+        """Make a call in vLLM's thread, after the current step."""
+        self.calls += 1
         try:
             return await self._in_thread(partial(method, *args, **named))
         finally:
-            self.asked -= 1
+            self.calls -= 1
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self._guarded, work)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._guard, work)
 
-    def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Call vLLM; where it fails because one of its workers is gone, this process ends, to be started again."""
+    def _guard(self, work: Callable[[], Result]) -> Result:
+        """Call vLLM; if it fails because a worker process is gone, end this process, so that it is restarted."""
         done = False
         try:
             result = work()
             done = True
             return result
         finally:
-            if not done and self.workers > 1 and worker_gone(self.llm.model_executor):
+            if not done and self.workers > 1 and has_lost_worker(self.llm.model_executor):
                 end_process()
 
     async def _step(self) -> None:
         while self.waiting:
-            self._answer(await self._in_thread(self._steps))
+            self._deliver(await self._in_thread(self._run_steps))
 
-    def _answer(self, outputs: list[Any]) -> None:
+    def _deliver(self, outputs: list[Any]) -> None:
         for output in outputs:
             done = self.waiting.get(output.request_id)
-            if done is not None and not done.done():  # who asked may have been cancelled
+            if done is not None and not done.done():  # the request may have been cancelled
                 done.set_result(output)
 
-    def _steps(self) -> list[Any]:
-        """Step until a request is finished, or something else is to be done."""
+    def _run_steps(self) -> list[Any]:
+        """Step until a request is finished or another call waits."""
         finished: list[Any] = []
-        while not finished and not self.asked and self.llm.has_unfinished_requests():
+        while not finished and not self.calls and self.llm.has_unfinished_requests():
             finished = [output for output in self.llm.step() if output.finished]
             WORK.move()
         return finished
 
-    def _stopped(self, stepping: asyncio.Task[None]) -> None:
-        """Tell those who wait of an error that ended the steps."""
+    def _fail_waiting(self, stepping: asyncio.Task[None]) -> None:
+        """Pass an error that ended the steps to all waiting requests."""
         error = None if stepping.cancelled() else stepping.exception()
         for done in self.waiting.values():
             if error is not None and not done.done():
                 done.set_exception(error)
 
     async def pause(self, mode: str = "wait") -> None:
-        """Let all requests end, those that vLLM has preempted too, which would go on under other weights."""
+        """Let all requests end, also preempted ones, which would otherwise continue with other weights."""
         self.open.clear()
         self.keeps = mode == "keep"
         if mode != "wait":
-            self._answer(await self._ask(self._cut_off))
+            self._deliver(await self._call(self._interrupt))
         await self.idle.wait()
 
-    def _cut_off(self) -> list[Any]:
-        """Abort all requests, and return what they have so far; vLLM itself tells that to its asynchronous client."""
+    def _interrupt(self) -> list[Any]:
+        """Abort all requests, and return their tokens so far, as vLLM's asynchronous client does."""
         states = list(self.llm.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
         self.llm.abort_request([state.external_req_id for state in states])
@@ -190,13 +188,14 @@ class VllmEngine:
 
     async def sleep(self) -> None:
         if self.sleeps:
-            await self.pause("interrupt")  # a request that goes on would compute on memory that is gone
-            await self._ask(self.llm.sleep, level=1 if self.apart else 2)  # 1 keeps a copy, of what is not sent again
+            await self.pause("interrupt")  # running requests would compute on released memory
+            level = 1 if self.adapter_only else 2  # 1 keeps a copy of the weights, which are not sent again
+            await self._call(self.llm.sleep, level=level)
             self.asleep = True
 
     async def wake(self, part: str) -> None:
         if self.asleep:
-            await self._ask(self.llm.wake_up, tags=[part])
+            await self._call(self.llm.wake_up, tags=[part])
             self.asleep = part == "weights"  # the cache still sleeps
 
     async def processes(self) -> int:
@@ -204,47 +203,50 @@ class VllmEngine:
 
     async def connect(self, link: Link, first_rank: int) -> str:
         plain = (list(link.address), list(link.nodes), link.timeout_seconds, link.transport, link.shared)
-        reasons: list[str] = await self._ask(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
+        reasons: list[str] = await self._call(self.llm.collective_rpc, "join_trainer", args=(plain, first_rank))
         return next(filter(None, reasons), "")
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = plain_buckets(buckets)
-        sums: list[list[int]] = await self._ask(self.llm.collective_rpc, "receive_weights", args=(plain,))
-        if not await self._ask(self.llm.reset_prefix_cache):
-            raise RuntimeError("vLLM could not empty its prefix cache: it would answer with what old weights cached")
+        sums: list[list[int]] = await self._call(self.llm.collective_rpc, "receive_weights", args=(plain,))
+        if not await self._call(self.llm.reset_prefix_cache):
+            raise RuntimeError("vLLM could not empty its prefix cache, which the old weights have filled")
         self.version = version
-        if self.apart:
+        if self.adapter_only:
             self.adapter = LoRARequest("policy", ADAPTER, "in memory")
         return sums
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
-        raise RuntimeError("a vLLM engine has a process of its own: send its weights through a broadcast group")
+        raise RuntimeError("a vLLM engine has its own process: send its weights through a broadcast group")
 
     async def holdings(self) -> list[dict[str, Holding]]:
-        found: list[dict[str, Any]] = await self._ask(self.llm.collective_rpc, "weight_holdings")
+        found: list[dict[str, Any]] = await self._call(self.llm.collective_rpc, "weight_holdings")
         return [{name: tuple(held) for name, held in process.items()} for process in found]
 
     async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
-        return await self._ask(self.llm.collective_rpc, "weight_bit_sums", args=(dtype,))
+        return await self._call(self.llm.collective_rpc, "weight_bit_sums", args=(dtype,))
 
     async def scramble(self) -> None:
-        await self._ask(self.llm.collective_rpc, "scramble_weights")
+        await self._call(self.llm.collective_rpc, "scramble_weights")
 
     async def load_noise(self, buckets: list[Bucket]) -> None:
-        await self._ask(self.llm.collective_rpc, "load_noise", args=(plain_buckets(buckets),))
+        await self._call(self.llm.collective_rpc, "load_noise", args=(plain_buckets(buckets),))
 
-    async def cached(self, tokens: list[int]) -> int:
+    async def cached_tokens(self, tokens: list[int]) -> int:
         if self.asleep:
-            return 0  # with its memory the cache is given up
+            return 0  # the cache was released
         config = self.llm.vllm_config
         length = min(config.cache_config.block_size + 1, config.model_config.max_model_len - 1)
-        prompt = (tokens * length)[:length]  # whole blocks alone are cached, and the last token never
-        settings = VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        return int((await self._run(prompt, settings, f"cached-{self.version}", paused=True)).num_cached_tokens or 0)
+        prompt = (tokens * length)[:length]  # only whole blocks are cached, and never the last token
+        output = await self._run(prompt, one_token(), f"cached-{self.version}", paused=True)
+        return int(output.num_cached_tokens or 0)
 
 
-def worker_gone(executor: Any) -> bool:
-    """Tell whether one of vLLM's worker processes has ended, or ends in this moment."""
+def one_token(**settings: Any) -> VllmParams:
+    return VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
+
+
+def has_lost_worker(executor: Any) -> bool:
     return executor.is_failed or bool(wait([worker.proc.sentinel for worker in executor.workers], WORKER_SECONDS))
 
 
@@ -255,11 +257,12 @@ def end_process() -> None:
 
 
 def plain_buckets(buckets: list[Bucket]) -> list[PlainBucket]:
-    """Return what vLLM's processes can be sent: nothing of ours to unpickle."""
+    """Return the buckets as plain values, which vLLM's processes can unpickle."""
     return [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in buckets]
 
 
 def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
+    room = next(room for room in ADAPTER_RANKS if room >= spec.adapter_rank)
     return {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -267,7 +270,7 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": spec.tensor_parallel,
         "max_num_seqs": spec.max_sequences,
         "distributed_executor_backend": "mp" if spec.tensor_parallel > 1 else "uni",
-        # The log-probs of the distribution that was sampled from, not of the raw logits.
+        # Log-probs of the distribution that was sampled from, not of the raw logits.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": RECEIVER,
         "skip_tokenizer_init": not spec.structured,
@@ -275,46 +278,37 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
         **(on_gpu_options(spec) if on_gpu else on_cpu_options(spec)),
-        **(adapter_options(spec.adapter_rank) if spec.adapter_rank else {}),
-        **(structure_options() if spec.structured else {}),
+        **(
+            {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+            if spec.adapter_rank
+            else {}
+        ),
+        # Checked while requests are compiled: a structure that only compiling refuses would end vLLM.
+        **({"structured_outputs_config": STRUCTURES} if spec.structured else {}),
         **({"enable_return_routed_experts": True} if spec.experts else {}),
     }
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
-    measured = {"gpu_memory_utilization": spec.gpu_memory_utilization}
-    # Beside models that load at the same time nothing can be measured; vLLM still asks that this share is free.
-    told = {"kv_cache_memory_bytes": spec.cache_bytes, "gpu_memory_utilization": 0.01}
-    return {
-        "enable_sleep_mode": spec.sleeps,
-        "enforce_eager": not spec.cuda_graphs,
-        **(told if spec.cache_bytes else measured),
-    }
-
-
-def adapter_options(rank: int) -> dict[str, Any]:
-    room = next(room for room in ADAPTER_RANKS if room >= rank)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
-
-
-def structure_options() -> dict[str, Any]:
-    """Return options by which requests are checked as they are compiled: one that only compiling refuses ends vLLM."""
-    return {"structured_outputs_config": StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)}
+    memory: dict[str, Any] = {"gpu_memory_utilization": spec.gpu_memory_utilization}
+    if spec.cache_bytes:  # nothing can be measured while models load; vLLM still requires this share to be free
+        memory = {"kv_cache_memory_bytes": spec.cache_bytes, "gpu_memory_utilization": 0.01}
+    return {"enable_sleep_mode": spec.sleeps, "enforce_eager": not spec.cuda_graphs, **memory}
 
 
 def has_states(spec: EngineSpec) -> bool:
-    """Tell whether some layers keep a state in place of keys and values."""
+    """Tell whether some layers keep a state instead of keys and values."""
     settings = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code).get_text_config()
     return any(kind in ("conv", "linear_attention", "mamba") for kind in settings.to_dict().get("layer_types") or ())
 
 
 def on_cpu_options(spec: EngineSpec) -> dict[str, Any]:
-    """Return options by which prompts are read in one piece: vLLM 0.32 on a CPU dies when one with a seed is cut in
-    two, because it sets back the random generator's offset, which CPU generators do not have.
+    """Return options that keep prompts in one chunk: vLLM 0.32 on CPUs dies when a prompt with a seed is split,
+    because it resets the offset of the random generator, which CPU generators do not have.
     """
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(spec.context, CPU_TOKENS_PER_STEP),
-        **({"enable_prefix_caching": False} if has_states(spec) else {}),  # of states it would cut prompts too
+        **({"enable_prefix_caching": False} if has_states(spec) else {}),  # it would split prompts as well
     }

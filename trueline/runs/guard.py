@@ -1,4 +1,4 @@
-"""Check what must hold after every step: numbers are finite, and weights move."""
+"""Check what must hold after every update: numbers are finite, and weights move."""
 
 import math
 from collections.abc import Callable
@@ -10,27 +10,30 @@ from trueline.algorithms.entries import is_own
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Sample
+from trueline.monitoring.findings import FINE, WATCH, Finding
+from trueline.monitoring.limits import FIRST_STEPS, STALLED_CHANGE, STALLED_STEPS
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings, Metrics
 from trueline.training.worker import Worker
 
-WINDOW = 20  # steps after which a run is asked whether it gets anywhere; again after twice as many
 SAMPLED = 256  # weights of each tensor
-STILL = 0.01  # of the weights' norm: a change below is small
-FIRST_STEPS = 2  # some tensors get their first gradient only in the second step, such as a LoRA's first matrix
 
 
 class TrainingFailure(RuntimeError):
-    """Training cannot go on; the message says why and what to change."""
+    """Training cannot continue; the message has the cause and the remedy."""
+
+    def __init__(self, message: str, code: str = "failed", key: str = "") -> None:
+        super().__init__(message)
+        self.code, self.key = code, key  # of the finding that reports it
 
 
-class Guard:
-    """Watch the updates of one model from wherever a run starts or resumes."""
+class UpdateMonitor:
+    """Watch the updates of one model from the start or resumption of a run."""
 
     def __init__(
-        self, model: ModelGroup, config: TrainingConfig, note: Callable[[str], None], section: str = "training"
+        self, model: ModelGroup, config: TrainingConfig, report: Callable[[Finding], None], section: str = "training"
     ) -> None:
-        self.model, self.config, self.note, self.section = model, config, note, section
+        self.model, self.config, self.report, self.section = model, config, report, section
         self.own = ""  # where a user's own loss is computed
         self.skipped = 0
         self.in_a_row = 0
@@ -43,18 +46,19 @@ class Guard:
         self.sampled = np.zeros(0)
         self.history: list[float] = []
 
-    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
+    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
         """Make one optimizer step and return its metrics."""
-        self.own = own_loss(settings)
+        section = settings.section
+        is_users = isinstance(section, AlgorithmConfig) and is_own(section.loss)
+        self.own = f"; check logarithms and divisions in algorithm.loss={section.loss}" if is_users else ""
         whole, self.whole = self.whole, False
         halved = self.model.halved
-        metrics = self.model.update(samples, loss, settings, together=together)
+        metrics = self.model.update(samples, loss, settings, samples_per_row=samples_per_row)
         if self.model.halved > halved:
-            self.note(
-                f"warning: memory ran out, so passes have up to {self.model.budget.tokens} tokens from now on: set "
-                f"{self.section}.micro_batch_tokens to that"
-            )
-        self.whole = whole and bool(metrics["skipped"])  # a step that was skipped changed nothing
+            key, tokens = f"{self.section}.micro_batch_tokens", self.model.budget.tokens
+            what = f"memory ran out, so passes now have up to {tokens} tokens"
+            self.report(Finding(WATCH, "smaller_passes", what, f"set {key}={tokens}", key))
+        self.whole = whole and bool(metrics["skipped"])  # a skipped step changed nothing
         return self.check(metrics)
 
     def watch(self) -> None:
@@ -64,23 +68,23 @@ class Guard:
             self.sampled = self.model.call(Worker.weight_sample, SAMPLED)[0]
 
     def follow(self, name: str, value: float) -> None:
-        """Follow a number that training should move, and warn where it does not move and the weights hardly do."""
+        """Follow a number that training should move, and report if neither it nor the weights move."""
         if not self.made or not math.isfinite(value):
             return  # nothing is trained yet, or the step was skipped
         self.history.append(value)
-        windows, rest = divmod(len(self.history), WINDOW)
-        if rest or windows & (windows - 1) or moved(self.history):
+        windows, rest = divmod(len(self.history), STALLED_STEPS)
+        if rest or windows & (windows - 1) or has_moved(self.history):
             return
         change = relative_change(self.sampled, self.model.call(Worker.weight_sample, SAMPLED)[0])
-        if change < STILL:
-            low = self.config.peak_rate() < self.suited
-            advice = "raise it" if low else "it is not too small, so look at data and rewards, or give it more steps"
-            self.note(
-                f"warning: in {len(self.history)} steps {name} has not moved beyond its noise "
-                f"({fmean(self.history[-WINDOW // 2 :]):.4g}) and the weights only by {change:.1e} of their norm; "
-                f"{self.section}.learning_rate={self.config.peak_rate():g}, about {self.suited:.0e} suits a model of "
-                f"this size: {advice}"
+        if change < STALLED_CHANGE:
+            low, key = self.config.peak_rate() < self.suited, f"{self.section}.learning_rate"
+            advice = "raise it" if low else "it is not too small, so check data and rewards, or train more steps"
+            what = (
+                f"in {len(self.history)} steps {name} has not moved beyond its noise "
+                f"({fmean(self.history[-STALLED_STEPS // 2 :]):.4g}), the weights only by {change:.1e} of their norm"
             )
+            why = f"{key}={self.config.peak_rate():g}, and about {self.suited:.0e} suits a model of this size: {advice}"
+            self.report(Finding(WATCH, "stalled", what, why, key))
 
     def check(self, metrics: dict[str, float]) -> Metrics:
         """Check a step's metrics; return them with the count of skipped steps in place of the flag."""
@@ -90,48 +94,46 @@ class Guard:
         moved = not bad and metrics["grad_norm"] > 0  # a gradient of exactly zero rightly moves nothing
         self.made += moved
         if bad:
-            self._warn(metrics)
+            self._report_skipped(metrics)
         elif moved and self.made <= self.patience and self.at_start:
             self._compare()
         return metrics | {"skipped_steps": float(self.skipped)}
 
-    def _warn(self, metrics: dict[str, float]) -> None:
-        limit = self.config.max_bad_steps
+    def _report_skipped(self, metrics: dict[str, float]) -> None:
+        limit, key = self.config.max_bad_steps, f"{self.section}.learning_rate"
         found = f"loss {metrics['loss']:.4g}, gradient norm {metrics['grad_norm']:.4g}"
         if self.in_a_row > limit:
             raise TrainingFailure(
                 f"{self.in_a_row} steps in a row were not finite ({found}); {self.section}.max_bad_steps={limit}: "
-                f"lower {self.section}.learning_rate, look at the last rows of the data, or try "
-                f"model.dtype=float32{self.own}"
+                f"lower {key}, check the last rows of the data, or try model.dtype=float32{self.own}",
+                "not_finite",
+                key,
             )
-        self.note(f"warning: {found}: not finite, so this step was skipped ({self.in_a_row} in a row){self.own}")
+        what = f"{found}: not finite, so this step was skipped ({self.in_a_row} in a row){self.own}"
+        self.report(Finding(WATCH, "not_finite", what, key=key))
 
     def _compare(self) -> None:
         now = self.model.call(Worker.fingerprints)[0]
         still = [name for name, before in self.at_start.items() if now[name] == before]
-        self.note(
-            f"changed    {len(now) - len(still)} of {len(now)} trained tensors ({self.section}) after step {self.made}"
-        )
+        key = f"{self.section}.learning_rate"
+        count = f"{len(now) - len(still)} of {len(now)}" if still else f"All {len(now)}"
+        what = f"{count} trainable tensors{' of the critic' * (self.section == 'critic')} changed in step {self.made}"
+        self.report(Finding(FINE, "tensors_changed", what))
         if not still:
             self.made = self.patience
         elif self.made == self.patience:
             raise TrainingFailure(
-                f"{len(still)} of {len(now)} trained tensors did not change in {self.patience} steps, {still[0]} for "
-                f"one: {self.section}.learning_rate={self.config.learning_rate} may be too small for their precision, "
-                "or the loss does not reach them"
+                f"{len(still)} of {len(now)} trainable tensors did not change in {self.patience} steps, for example "
+                f"{still[0]}: {key}={self.config.learning_rate} may be too small for their precision, or the loss does "
+                "not reach them",
+                "unchanged_tensors",
+                key,
             )
 
 
-def own_loss(settings: LossSettings) -> str:
-    """Return where to look, besides, when the loss of a step is not finite and the user's own."""
-    section = settings.section
-    own = isinstance(section, AlgorithmConfig) and is_own(section.loss)
-    return f"; see to logarithms and divisions in algorithm.loss={section.loss}" if own else ""
-
-
-def moved(history: list[float]) -> bool:
+def has_moved(history: list[float]) -> bool:
     """Tell whether the means of the first and the last steps differ by more than twice their standard error."""
-    first, last = history[: WINDOW // 2], history[-WINDOW // 2 :]
+    first, last = history[: STALLED_STEPS // 2], history[-STALLED_STEPS // 2 :]
     noise = 2 * ((pvariance(first) + pvariance(last)) / len(last)) ** 0.5
     return abs(fmean(last) - fmean(first)) > noise
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run after the update under way, with a checkpoint; a second one ends it at once.
+"""Ctrl-C ends a run after the current update, with a checkpoint; a second one ends it at once.
 
 So do SIGTERM, which schedulers send, and SIGHUP, which a dropped connection leaves behind.
 """
@@ -36,6 +36,6 @@ class Interrupts:
         self.requested = True
         self.break_off()
         how = "with" if self.saves else "without"
-        said = f"stopping after the update under way, {how} a checkpoint; interrupt again to stop at once"
+        text = f"stopping after the current update, {how} a checkpoint; interrupt again to stop at once"
         # In a thread: the signal may have come in the middle of a line, which would be written twice.
-        threading.Thread(target=self.note, args=[said]).start()
+        threading.Thread(target=self.note, args=[text]).start()

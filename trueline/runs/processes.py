@@ -1,89 +1,60 @@
-"""The one opening of processes: Ray, ranks, engines, and what turns prompts into scored completions."""
+"""Open the processes of a run: Ray, ranks, engines, and what turns prompts into scored completions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.rl import ResolvedRollout, SamplingControls
-from trueline.data.chat import ChatFormat
 from trueline.environments.base import Environment
 from trueline.environments.opening import OpenEnvironment
+from trueline.plan.rl import RLPlan
+from trueline.plan.roles import RoleModel
+from trueline.plan.sampling import SamplingPlan
 from trueline.rewards.combined import CombinedReward
-from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
+from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget
-from trueline.runs.roles import RoleModel
+from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.actors import Actor
-from trueline.runtime.cluster import Machine, prove_folders, ray_cluster
+from trueline.runtime.cluster import Machine, check_folders, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
-@dataclass(frozen=True, slots=True)
-class Needed:
-    """What the nodes of a cluster have to see of each other's disks."""
-
-    models: Sequence[str]
-    saves: bool = False  # all of them write into the folder of the run
-
-
-NOTHING = Needed(())
-
-
 @contextmanager
-def opened(machine: Machine, layout: Layout, logs: Path, runtime: str, needed: Needed = NOTHING) -> Iterator[Processes]:
-    """Start Ray, unless everything stays in this process, and end it with all that was started."""
+def open_processes(
+    machine: Machine, layout: Layout, logs: Path, runtime: str, models: Sequence[str] = (), *, saves: bool = False
+) -> Iterator[Processes]:
+    """Start Ray, unless everything stays in this process, and end it with all that was started.
+
+    The nodes of a cluster must see these models, and the run folder where each of them `saves`.
+    """
     local = runtime == "local"
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(machine))
         processes = Processes(machine, layout, logs, local)
         if machine.nodes and not local:
-            nodes = [machine.nodes[at] for at in processes.places.used()]
-            prove_folders(nodes, logs.parent, needed.models, needed.saves)
+            nodes = [machine.nodes[at] for at in processes.places.nodes()]
+            check_folders(nodes, logs.parent, models, saves)
         yield processes
 
 
 @contextmanager
-def opened_loop(timeout_seconds: float) -> Iterator[EventLoop]:
+def open_loop(timeout_seconds: float) -> Iterator[EventLoop]:
     loop = EventLoop(timeout_seconds)
     try:
         yield loop
     finally:
         loop.stop()
-
-
-def open_environment(
-    config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path, engine: str
-) -> OpenEnvironment:
-    """Open an environment for what samples with a rollout engine."""
-    structures = ROLLOUT_ENGINES[engine].structures
-    return OpenEnvironment(config, rewards, chat, logs, engine=engine, structures=structures)
-
-
-@contextmanager
-def started(environment: OpenEnvironment, loop: EventLoop, note: Callable[[str], None]) -> Iterator[None]:
-    """Start the processes of an environment, and end them."""
-    try:
-        loop.run(environment.start(), "starting the environment")
-        if environment.remark:
-            note(environment.remark)
-        yield
-    finally:
-        loop.run(environment.stop(), "stopping the environment")
-
-
-def budget_of(environment: EnvironmentConfig, rollout: ResolvedRollout) -> Budget:
-    turns = environment.max_turns if environment.kind() else 1
-    return Budget(rollout.longest(), turns, environment.max_turn_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +89,38 @@ class Sampling:
         return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
 
 
+@contextmanager
+def open_sampling(
+    plan: RLPlan | SamplingPlan[Any],
+    pool: EnginePool,
+    rewards: CombinedReward,
+    loop: EventLoop,
+    logs: Path,
+    note: Callable[[str], None],
+) -> Iterator[Sampling]:
+    """Start the processes of an environment, yield what samples with it, and end them and the rewards."""
+    config, rollout, chat = plan.config.environment, plan.rollout, plan.chat
+    structures = ROLLOUT_ENGINES[rollout.engine].structures
+    with ExitStack() as stack:
+        stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
+        environment = OpenEnvironment(config, rewards, chat, logs, engine=rollout.engine, structures=structures)
+        stack.callback(lambda: loop.run(environment.stop(), "stopping the environment"))
+        loop.run(environment.start(), "starting the environment")
+        if environment.remark:
+            note(environment.remark)
+        episodes = Episodes(pool, chat, episode_budget(config, rollout))
+        yield Sampling(episodes, environment, tuple(sorted(chat.stop_ids)), loop)
+
+
+def episode_budget(environment: EnvironmentConfig, rollout: ResolvedRollout) -> EpisodeLimits:
+    turns = environment.max_turns if environment.kind() else 1
+    return EpisodeLimits(rollout.longest(), turns, environment.max_turn_tokens)
+
+
 def role_group(
     role: RoleModel, processes: Processes, seed: int, timeout_seconds: float, updates: int = 0
 ) -> ModelGroup:
-    """Make the processes of a model beside the policy, not yet started."""
+    """Make the processes of a role's model, not yet started."""
     specs = [
         WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
         for rank in range(role.world)
@@ -131,21 +130,6 @@ def role_group(
 
 def model_group(name: str, actors: list[Actor[Worker]], specs: list[WorkerSpec]) -> ModelGroup:
     return ModelGroup(name, actors, specs[0].ranks, specs[0].timeout_seconds, specs[0].mesh())
-
-
-def start_engines(
-    processes: Processes,
-    model: ModelConfig,
-    rollout: ResolvedRollout,
-    seed: int,
-    cache_bytes: int = 0,
-    *,
-    structured: bool = False,
-    experts: bool = False,
-) -> list[Actor[RolloutEngine]]:
-    layout = processes.layout
-    specs = engine_specs(model, rollout, layout, seed, cache_bytes, structured=structured, experts=experts)
-    return processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
 
 
 def engine_specs(
@@ -170,20 +154,10 @@ def engine_specs(
             cuda_graphs=rollout.cuda_graphs,
             sleeps=layout.colocated and layout.in_turns and ROLLOUT_ENGINES[rollout.engine].sleeps,
             trust_remote_code=model.trust_remote_code,
-            adapter_rank=model.lora.rank if model.lora.apart() else 0,
+            adapter_rank=model.lora.rank if model.lora.adapter_only() else 0,
             cache_bytes=cache_bytes,
             structured=structured and ROLLOUT_ENGINES[rollout.engine].structures,
             experts=experts,
         )
         for number in range(layout.engines)
     ]
-
-
-def sampling_of(
-    chat: ChatFormat,
-    pool: EnginePool,
-    environment: Callable[[], Environment],
-    loop: EventLoop,
-    budget: Budget,
-) -> Sampling:
-    return Sampling(Episodes(pool, chat, budget), environment, tuple(sorted(chat.stop_ids)), loop)

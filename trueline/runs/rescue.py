@@ -1,4 +1,4 @@
-"""Whatever ends a run early, what it has trained is saved first, as long as its models still answer."""
+"""Act on bad health, and save what is trained before an error ends a run, as long as its models respond."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,26 +6,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from trueline.config.run import HealthConfig
-from trueline.monitoring.beats import WORK
-from trueline.monitoring.health import Health
+from trueline.config.run import HealthConfig, RunConfig
+from trueline.monitoring.findings import REFUSED, WATCH, Finding
+from trueline.monitoring.health import RunMonitor
+from trueline.monitoring.heartbeat import WORK
+from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import fates_after
-from trueline.runs.guard import Guard, TrainingFailure
+from trueline.plan.memory import GIB, Forecast
+from trueline.runs.guard import TrainingFailure, UpdateMonitor
 from trueline.runs.interrupts import Interrupts
-from trueline.runs.memory import GIB, Forecast
 from trueline.runs.state import RLState, SupervisedState
 from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
 
 PATIENCE_SECONDS = 60.0
-PROVEN = 10  # steps without BAD behind a checkpoint that is healthy
+PROVEN = 10  # steps without a bad one after a checkpoint that counts as healthy
 MOST_ROLL_BACKS = 2
 GO_ON = "go_on"  # file that ends a pause
-
-
-# The phase of a forecast in which something of a step happens, and keys that leave it more memory.
+# The phase of the forecast for each phase of a step, and the keys that leave it more memory.
 PHASES = {"rollout": "rollout", "sync": "rollout"}
 REMEDIES = {
     "rollout": ("rollout.gpu_memory_utilization", "rollout.max_sequences"),
@@ -35,7 +35,7 @@ REMEDIES = {
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """Keep the most that is in use of a device beside what was forecast of it."""
+    """Compare the peak memory of a device with its forecast."""
 
     forecast: Forecast
     timer: Timer
@@ -45,35 +45,36 @@ class MemoryWatch:
         self.most = max(self.most, metrics.get("memory/device_gib", 0.0))
 
     def summary(self) -> str:
-        return f"memory: forecast {self.forecast.largest()}, most in use {self.most:.1f} GiB"
+        return f"Peak memory {self.most:.1f} GiB (forecast {self.forecast.largest()})"
 
-    def answer(self, step: int) -> str:
-        """Answer a failure for want of memory: where, what was expected, what was seen, and the key to change."""
+    def out_of_memory(self, step: int) -> Finding:
+        """Report where memory ran out, the forecast, the peak so far, and the keys to change."""
         phase = PHASES.get(self.timer.latest, "training")
-        keys = " or ".join(REMEDIES[phase])
+        keys = REMEDIES[phase]
         spare = "" if phase == "rollout" else ", or set model.gradient_checkpointing=true or training.offload=moments"
-        return (
+        what = (
             f"out of memory in step {step} ({self.timer.latest}): forecast {self.forecast.largest()} of "
-            f"{self.forecast.room.size / GIB:.1f} GiB, most in use before {self.most:.1f} GiB: lower {keys}{spare}"
+            f"{self.forecast.room.size / GIB:.1f} GiB, peak before {self.most:.1f} GiB"
         )
+        return Finding(REFUSED, "out_of_memory", what, f"lower {' or '.join(keys)}{spare}", keys[0])
 
 
 class RolledBack(Exception):
-    """The run is to go on from an earlier checkpoint, at a lower learning rate."""
+    """The run continues from an earlier checkpoint, at a lower learning rate."""
 
 
 @dataclass(slots=True)
-class Care:
-    """Do what is asked for about steps that are judged BAD."""
+class HealthAction:
+    """Do what `health.action` says after a bad step."""
 
     config: HealthConfig
-    health: Health
+    monitor: RunMonitor
     checkpoints: Checkpoints
     folder: Path  # of the run
-    known: set[str] = field(default_factory=set)  # rules that a person has let pass
+    accepted: set[str] = field(default_factory=set)  # rules that a person has let pass
 
     def begin(self, save: Callable[[], None]) -> None:
-        """Make sure that there is something to go back to."""
+        """Make sure that there is a checkpoint to roll back to."""
         if self.config.action != "roll_back":
             return
         if self.checkpoints.newest() is None:
@@ -82,61 +83,63 @@ class Care:
         self.checkpoints.held = self.checkpoints.newest()
 
     def act(self, state: RLState | SupervisedState, save: Callable[[], None], interrupts: Interrupts) -> None:
-        """Act upon the verdict on the last step."""
-        bad = self.health.bad()
-        self.known &= set(bad)
-        rules = f"health: {', '.join(bad)} BAD, as said above"
+        """Act on the findings of the last step."""
+        bad = self.monitor.bad()
+        self.accepted &= set(bad)
+        rules = f"health is bad ({', '.join(bad)})"
         if not bad or self.config.action == "log":
             if self.config.action == "roll_back":
                 self.checkpoints.hold(state.step - PROVEN)
         elif self.config.action == "pause":
             self._pause(set(bad), save, interrupts)
         elif self.config.action == "stop":
-            raise TrainingFailure(f"{rules}; health.action=log goes on with --resume")
+            raise TrainingFailure(f"{rules}; --resume with health.action=log continues")
         elif state.rolled_back >= MOST_ROLL_BACKS or self.checkpoints.held is None:
-            raise TrainingFailure(f"{rules}, and the run has gone back {state.rolled_back} times before")
+            raise TrainingFailure(f"{rules}, and the run was rolled back {state.rolled_back} times before")
         else:
             ledger = RunFolder(self.folder).ledger
-            step = self.checkpoints.go_back(lambda saved: state.behind(saved, fates_after(ledger, saved["step"])))
+            step = self.checkpoints.roll_back(lambda saved: state.behind(saved, fates_after(ledger, saved["step"])))
             self.checkpoints.note(
-                f"health     back from step {state.step} to {step}, behind the prompts in between; learning rates x "
-                f"{self.config.rate_factor:g} (roll back {state.rolled_back + 1} of {MOST_ROLL_BACKS})"
+                f"Rolled back from step {state.step} to {step} ({state.rolled_back + 1} of {MOST_ROLL_BACKS} times); "
+                f"learning rates x {self.config.rate_factor:g}, and the prompts in between are not used again"
             )
             raise RolledBack
 
     def _pause(self, bad: set[str], save: Callable[[], None], interrupts: Interrupts) -> None:
-        """Wait until a person has looked; a rule that was let pass is not asked about again while it stays BAD."""
-        if bad <= self.known:
+        """Wait until a person has looked; a rule that was let pass does not pause again while it stays bad."""
+        if bad <= self.accepted:
             return
         save()
         file = self.folder / GO_ON
-        self.checkpoints.note(f"health     paused: `touch {file}` goes on, Ctrl-C ends the run")
+        self.checkpoints.note(f"Paused: `touch {file}` continues the run, Ctrl-C ends it")
         while not file.exists() and not interrupts.requested:
             WORK.move()
             time.sleep(0.5)
         file.unlink(missing_ok=True)
-        self.known |= bad
+        self.accepted |= bad
 
 
-def care_of(config: HealthConfig, folder: RunFolder, checkpoints: Checkpoints, max_staleness: int = 0) -> Care:
-    """Judge a run from what it has reported before it was taken up."""
-    health = Health(checkpoints.note, max_staleness)
-    health.recall(row for row in folder.rows() if row["step"] > 0)
-    return Care(config, health, checkpoints, folder.path)
+def care_of(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints, progress: Progress) -> HealthAction:
+    """Make the monitor of a run, which knows what the run reported before it was resumed."""
+    monitor = RunMonitor(progress.report, config)
+    monitor.recall(row for row in folder.rows() if row["step"] > 0)
+    return HealthAction(config.health, monitor, checkpoints, folder.path)
 
 
-class Rescue:
-    """Call `save`, where that makes sense, before an error that leaves the loop inside is passed on."""
+class SaveOnFailure:
+    """Save before an error leaves the training loop, if the weights are those of a whole step."""
 
     def __init__(
         self,
         state: RLState | SupervisedState,
-        guards: list[Guard],
+        guards: list[UpdateMonitor],
         save: Callable[[], None],
         checkpoints: Checkpoints,
         watch: MemoryWatch,
+        progress: Progress,
     ) -> None:
         self.state, self.guards, self.save, self.checkpoints, self.watch = state, guards, save, checkpoints, watch
+        self.progress = progress
 
     def __enter__(self) -> None:
         pass
@@ -144,16 +147,17 @@ class Rescue:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        note = self.checkpoints.note
         if kind is None and self.watch.most:
-            note(self.watch.summary())
+            self.progress.note(self.watch.summary())
+        step = self.state.step
         if "CUDA" in str(error) and "out of memory" in str(error):  # rewards can run out of their own
-            note(f"error: {self.watch.answer(self.state.step + 1)}")
-        if kind is None or not issubclass(kind, Exception) or kind is RolledBack or self.state.step == 0:
+            self.progress.report(self.watch.out_of_memory(step + 1))
+        if kind is None or not issubclass(kind, Exception) or kind is RolledBack or step == 0:
             return
         whole = all(guard.whole for guard in self.guards)
         if not whole:
-            note(f"warning: stopped inside step {self.state.step + 1}, so there are no weights of a whole step to save")
+            what = f"the run ended inside step {step + 1}, so there are no weights of a whole step to save"
+            self.progress.report(Finding(WATCH, "unfinished_step", what))
         try:
             for guard in self.guards:
                 guard.model.wait_until_idle(PATIENCE_SECONDS)
@@ -161,4 +165,5 @@ class Rescue:
                 self.save()
             self.checkpoints.settle(wait=True)
         except ActorFailure as failure:
-            note(f"warning: the steps since the last checkpoint could not be saved: {failure}")
+            what = f"the steps since the last checkpoint could not be saved: {failure}"
+            self.progress.report(Finding(WATCH, "unsaved_steps", what))

@@ -1,4 +1,4 @@
-"""The state of a run, and how it is taken up again."""
+"""The state of a run, and how a resumed run restores it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -34,7 +34,7 @@ class RLState:
 
         The fates are those that the ledger's rows tell of these steps.
         """
-        ledger = asdict(self.ledger.rolled_back(Ledger.of(saved["ledger"]), fates))
+        ledger = asdict(self.ledger.roll_back(Ledger.of(saved["ledger"]), fates))
         return saved | {"ledger": ledger, "rolled_back": self.rolled_back + 1}
 
     def advance(self, trained: Iterable[int], learnt: bool) -> None:

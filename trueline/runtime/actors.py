@@ -1,7 +1,7 @@
-"""Objects that live in processes of their own (Ray) or in this one, behind the same three calls.
+"""Objects in Ray processes or in this one, behind the same three calls.
 
-A call names the method itself, `actor.submit(Worker.score, ...)`, so that its arguments and result are checked; what
-travels is the method's name.
+A call names the method itself, `actor.submit(Worker.score, ...)`, so mypy checks its arguments and result. Only the
+method's name is sent.
 """
 
 import asyncio
@@ -19,59 +19,60 @@ import ray
 from ray.exceptions import GetTimeoutError, NodeDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from trueline.monitoring.beats import BEAT, WORK, Doing
-from trueline.runtime.host import AsyncHost, Home, Host
+from trueline.monitoring.heartbeat import BEAT, WORK, Activity
+from trueline.runtime.host import ActorHost, AsyncActorHost, Location
 
-CONCURRENT_CALLS = 4096  # of the one method that is called by the thousand
-CONTROL, CONTROL_CALLS = "control", 64  # Ray's concurrency group of all others, which must not queue behind those
-DEATHS = (RayActorError, ObjectLostError, NodeDiedError)  # an answer is lost with the node that held it, too
-HOME_SECONDS = 10  # that a process has to say where it is, once it is to be ended
+CONCURRENT_CALLS = 4096  # of the target's bulk method
+CONTROL, CONTROL_CALLS = "control", 64  # Ray's concurrency group of all other methods: they must not queue behind it
+DEATHS = (RayActorError, ObjectLostError, NodeDiedError)  # a result is lost with its node, too
+LOCATION_SECONDS = 10  # that a process has to report its location before it is killed
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 Object = TypeVar("Object")
 Object_co = TypeVar("Object_co", covariant=True)
+Method = Callable[Concatenate[Object, Given], Result]
+AsyncMethod = Callable[Concatenate[Object, Given], Coroutine[Any, Any, Result]]
 
 
 class ActorFailure(RuntimeError):
-    """A process of the run failed; the message names it, what it was doing and where its log is."""
+    """A process of the run failed; the message names the process, the call and the log."""
 
 
 class ActorDeath(ActorFailure):
-    """Its process is gone."""
+    """The process is gone; `cause` is the same for deaths of the same kind."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause or message
 
 
 class NodeLost(ActorDeath):
-    """Its process is gone, and the node that it was on."""
+    """The process is gone, and its node with it."""
 
 
 class Pending(Protocol[Result_co]):
-    """A call under way."""
-
     @property
     def who(self) -> str: ...
 
     def result(self, timeout_seconds: float) -> Result_co: ...
 
-    async def awaited(self) -> Result_co:
-        """Give the result to callers inside an event loop."""
+    async def async_result(self) -> Result_co:
+        """Return the result to callers inside an event loop."""
 
 
 class Actor(Protocol[Object_co]):
-    """A handle of one object; `submit` takes its ordinary methods, `call` its coroutines."""
+    """A handle of one object; `submit` takes ordinary methods, `call` takes coroutines."""
 
     name: str
 
     def submit(
-        self, method: Callable[Concatenate[Object_co, Given], Result], *args: Given.args, **named: Given.kwargs
+        self, method: Method[Object_co, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]: ...
 
     async def call(
-        self,
-        method: Callable[Concatenate[Object_co, Given], Coroutine[Any, Any, Result]],
-        *args: Given.args,
-        **named: Given.kwargs,
+        self, method: AsyncMethod[Object_co, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Result: ...
 
     def stop(self) -> None: ...
@@ -85,7 +86,7 @@ class Done(Generic[Result]):
     def result(self, timeout_seconds: float) -> Result:
         return self.value
 
-    async def awaited(self) -> Result:
+    async def async_result(self) -> Result:
         return self.value
 
 
@@ -93,22 +94,19 @@ LOCAL_CALLS = threading.RLock()  # models of one process share the state of a fo
 
 
 class LocalActor(Generic[Object]):
-    """An object of this process; calls run at once, one after the other."""
+    """An object of this process; calls run at once, one at a time."""
 
     def __init__(self, name: str, target: Object) -> None:
         self.name, self.target = name, target
 
     def submit(
-        self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
+        self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
         with WORK.doing("call", self.name, method.__name__), LOCAL_CALLS:
             return Done(self.name, methodcaller(method.__name__, *args, **named)(self.target))
 
     async def call(
-        self,
-        method: Callable[Concatenate[Object, Given], Coroutine[Any, Any, Result]],
-        *args: Given.args,
-        **named: Given.kwargs,
+        self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Result:
         with WORK.doing("call", self.name, method.__name__):
             result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
@@ -123,40 +121,38 @@ class RayPending(Generic[Result]):
     who: str
     reference: Any
     log: Path
-    doing: Doing | None = None
+    activity: Activity | None = None
     address: str = ""  # of its node, in a cluster
 
     def result(self, timeout_seconds: float) -> Result:
         try:
             value: Result = ray.get(self.reference, timeout=timeout_seconds)
-            self._returned()
-            return value
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
         except (*DEATHS, RayTaskError) as error:
-            raise failure(self.who, error, self.log, self.address) from error
+            raise make_failure(self.who, error, self.log, self.address) from error
+        self._end_activity()
+        return value
 
-    async def awaited(self) -> Result:
+    async def async_result(self) -> Result:
         try:
             value: Result = await self.reference
-            self._returned()
-            return value
         except (*DEATHS, RayTaskError) as error:
-            raise failure(self.who, error, self.log, self.address) from error
+            raise make_failure(self.who, error, self.log, self.address) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
             raise
+        self._end_activity()
+        return value
 
-    def _returned(self) -> None:
-        if self.doing is not None:
-            WORK.end(self.doing)
+    def _end_activity(self) -> None:
+        if self.activity is not None:
+            WORK.end(self.activity)
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
-    """Where a process is put and what it sees."""
-
+class Placement:
     group: Any = None  # Ray placement group
     bundle: int = -1
     node: str | None = None  # instead of a bundle: this node, sharing the devices named in `environment`
@@ -182,67 +178,69 @@ class Spot:
 class RayActor(Generic[Object]):
     """An object in a Ray process; what it prints goes to `log`."""
 
-    def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Spot, log: Path) -> None:
+    def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Placement, log: Path) -> None:
         self.name, self.log = name, log
-        self.target, self.args, self.spot = target, args, spot
+        self.target, self.args, self.placement = target, args, spot
         self.begin()
 
     def begin(self) -> None:
-        """Start the process, anew where the one before is gone."""
+        """Start the process, or replace it if it is gone."""
         remote: Any = ray.remote  # whose types know no concurrency groups
-        options = self.spot.options()
+        options = self.placement.options()
         if self.target.asynchronous:
-            host = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(AsyncHost)
+            host = remote(concurrency_groups={CONTROL: CONTROL_CALLS})(AsyncActorHost)
             options["max_concurrency"] = CONCURRENT_CALLS
         else:
-            host = remote(Host)
+            host = remote(ActorHost)
         self.handle = host.options(**options).remote(str(self.log))
-        # Known before the object is made, which takes long; neither may wait behind calls that wait for it.
-        self.at_home = self._remote(self.handle.home, crowded=False).remote()
-        self._remote(self.handle.make, crowded=False).remote(self.target.path, self.args)
+        # The location is known before the object is made, which takes long. Neither may queue behind bulk calls.
+        self.location_ref = self._remote(self.handle.location, bulk=False).remote()
+        self._remote(self.handle.make, bulk=False).remote(self.target.path, self.args)
 
     def kill(self) -> None:
-        """End the process and all that it has started, by a signal that one which is stopped obeys as well."""
-        handle, at_home = self.handle, self.at_home  # not those of a process that is begun meanwhile
-        with suppress(RayError):  # it died or was stopped before it could say where it is, or its node is gone
-            home: Home = ray.get(at_home, timeout=HOME_SECONDS)
-            if home.node == ray.get_runtime_context().get_node_id():
-                kill_family(home.pid)
+        """Kill the process and its children with SIGKILL, which ends stopped ones as well."""
+        handle, location_ref = self.handle, self.location_ref  # `begin` may replace them meanwhile
+        with suppress(RayError):  # it died or was stopped before it reported its location, or its node is gone
+            location: Location = ray.get(location_ref, timeout=LOCATION_SECONDS)
+            if location.node == ray.get_runtime_context().get_node_id():
+                kill_family(location.pid)
             else:
-                there = NodeAffinitySchedulingStrategy(home.node, soft=False)
-                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(home.pid))
+                there = NodeAffinitySchedulingStrategy(location.node, soft=False)
+                ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(location.pid))
         ray.kill(handle)
 
     def submit(
-        self, method: Callable[Concatenate[Object, Given], Result], *args: Given.args, **named: Given.kwargs
+        self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
         return self._pending(method.__name__, *args, **named)
 
     async def call(
-        self,
-        method: Callable[Concatenate[Object, Given], Coroutine[Any, Any, Result]],
-        *args: Given.args,
-        **named: Given.kwargs,
+        self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Result:
         pending: RayPending[Result] = self._pending(method.__name__, *args, **named)
-        return await pending.awaited()
+        return await pending.async_result()
 
     def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        doing, address = WORK.begin("call", self.name, method), self.spot.address
-        called = self._remote(self.handle.call, crowded=method == self.target.crowded).remote(method, *args, **named)
-        return RayPending(f"{self.name}.{method}", called, self.log, doing, address)
+        activity, address = WORK.begin("call", self.name, method), self.placement.address
+        reference = self._remote(self.handle.call, bulk=method == self.target.bulk_method).remote(
+            method, *args, **named
+        )
+        return RayPending(f"{self.name}.{method}", reference, self.log, activity, address)
 
-    def _remote(self, method: Any, *, crowded: bool) -> Any:
-        """Return the host's method, in the concurrency group of the call."""
-        return method if crowded or not self.target.asynchronous else method.options(concurrency_group=CONTROL)
+    def _remote(self, method: Any, *, bulk: bool) -> Any:
+        """Return the host's method in the concurrency group of the call."""
+        return method if bulk or not self.target.asynchronous else method.options(concurrency_group=CONTROL)
 
-    def alive(self) -> Pending[None]:
-        """Ask a process with coroutines for a sign of life."""
-        asked = self._remote(self.handle.alive, crowded=False).remote()
-        return RayPending(f"{self.name}.alive", asked, self.log, address=self.spot.address)
+    def ping(self) -> Pending[None]:
+        """Check that a process with coroutines responds."""
+        reference = self._remote(self.handle.ping, bulk=False).remote()
+        return RayPending(f"{self.name}.ping", reference, self.log, address=self.placement.address)
 
-    def home(self) -> Pending[Home]:
-        return RayPending(f"{self.name}.home", self.at_home, self.log, address=self.spot.address)
+    def has_lost_node(self) -> bool:
+        return is_node_lost(self.placement.address)
+
+    def location(self) -> Pending[Location]:
+        return RayPending(f"{self.name}.location", self.location_ref, self.log, address=self.placement.address)
 
     def stop(self) -> None:
         ray.kill(self.handle)
@@ -251,26 +249,24 @@ class RayActor(Generic[Object]):
 
 @dataclass(frozen=True, slots=True)
 class Target(Generic[Object]):
-    """A class by its import path, whether its methods are coroutines, and what its processes start with."""
-
     path: str
-    asynchronous: bool = False
-    crowded: str = ""  # the method that is called by the thousand: others have slots of their own
+    asynchronous: bool = False  # its methods are coroutines
+    bulk_method: str = ""  # has thousands of calls in progress; other methods do not queue behind it
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
 
 
-def failure(who: str, error: Exception, log: Path, address: str = "") -> ActorFailure:
-    """Make a failure of the cause alone, the user's mistake or ours, for Ray's own message is pages long."""
+def make_failure(who: str, error: Exception, log: Path, address: str = "") -> ActorFailure:
+    """Keep the cause alone: Ray's own message is pages long."""
     if isinstance(error, RayTaskError):
         return ActorFailure(f"{who}: {type(error.cause).__name__}: {error.cause}; see {log}")
-    if gone(address):
-        return NodeLost(f"{who}: node {address} is gone, with all of its processes; --resume goes on with what is left")
-    where = f" on {address}" if address else ""
-    return ActorDeath(f"{who}: its process died{where} ({last_line(log)}); see {log}")
+    if is_node_lost(address):
+        message = f"{who}: node {address} is gone with all its processes; resume on the other nodes with --resume"
+        return NodeLost(message, f"node {address} is gone")
+    where, line = f" on {address}" if address else "", last_line(log)
+    return ActorDeath(f"{who}: its process died{where} ({line}); see {log}", line)
 
 
-def gone(address: str) -> bool:
-    """Tell whether a node of the cluster is lost."""
+def is_node_lost(address: str) -> bool:
     return bool(address) and not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
 
 
@@ -283,13 +279,13 @@ def kill_family(pid: int) -> None:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log: where an exception ended the process, its type and message."""
+    """Return the last line of a log: the type and message of an exception that ended the process."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "without a word")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
 
 def wait_all(pendings: Sequence[Pending[Result]], timeout_seconds: float) -> list[Result]:
-    """Return all results in order; raise the first failure as soon as it is known, not after its peers' deadline."""
+    """Return all results in order; raise the first failure at once, without waiting for the other calls."""
     deadline = time.monotonic() + timeout_seconds
     waiting = {pending.reference: pending for pending in pendings if isinstance(pending, RayPending)}
     while waiting:
@@ -304,6 +300,6 @@ def wait_all(pendings: Sequence[Pending[Result]], timeout_seconds: float) -> lis
 
 
 def share(value: Result) -> Result:
-    """Put a value that several actors read into the object store once; Ray hands it to them as itself."""
+    """Put a value into the object store once for several actors; Ray passes them the value itself."""
     shared: Any = ray.put(value) if ray.is_initialized() else value
     return shared

@@ -1,4 +1,4 @@
-"""The machines a run has: what is there, and Ray on top of it."""
+"""The machines of a run: their free devices and memory, and Ray on top of them."""
 
 import logging
 import os
@@ -18,47 +18,42 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.beats import WORK
+from trueline.monitoring.heartbeat import WORK
 from trueline.runtime import REACH
 
 START_SECONDS = 120
 PROCESS_GROUPS, CONTROLLERS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 OBJECT_STORE_BYTES = 512 * 2**20
-PROCESS_BYTES = 512 * 2**20  # of a process that has imported its libraries
+PROCESS_BYTES = 512 * 2**20  # of a process with its libraries imported
 VERSIONS = f"Python {platform.python_version()}, Ray {ray.__version__}"
 
-# What every process of a run starts with. Ray must leave device variables alone: processes that share a
-# GPU are given none by Ray and see it through CUDA_VISIBLE_DEVICES.
+# The environment of every process. Ray must leave device variables alone: processes that share a GPU get none from Ray
+# and see it through CUDA_VISIBLE_DEVICES.
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_worker_niceness": "0",  # Ray's own 15 leaves a rank 3 % of a core that another program keeps busy
+    "RAY_worker_niceness": "0",  # with Ray's 15, a rank gets 3 % of a busy core
     "DO_NOT_TRACK": "1",
     **REACH,
 }
 
-# Threads that wait for each other sleep: were they to spin, those of a process that waits would take the cores from the
-# one at work, and any other program would stall them all.
+# Waiting threads sleep: spinning ones would take the cores from the process that works.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is free on one node of a cluster."""
-
     address: str
     id: str  # Ray's
-    cpus: int  # slots that Ray has free
+    cpus: int  # free slots of Ray
     memory_bytes: int
     gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one run may use: of the machine that it is started on, or of a cluster's nodes together."""
-
     cpus: int
     memory_bytes: int
     gpus: int
@@ -67,22 +62,22 @@ class Machine:
     nodes: tuple[Node, ...] = ()  # of a cluster
 
     def split(self) -> tuple[Node, ...]:
-        """Return the nodes; this machine by itself is one."""
+        """Return the nodes; without a cluster, this machine is the only one."""
         return self.nodes or (Node("", "", self.cpus, self.memory_bytes, self.gpus),)
 
 
 def machine_at_hand() -> Machine:
-    """Look at the cluster that RAY_ADDRESS names, or at this machine."""
+    """Return the resources of the cluster at RAY_ADDRESS, or of this machine."""
     if "RAY_ADDRESS" not in os.environ:
         return own_devices()
     connect(0)
     living = [node for node in ray.nodes() if node["Alive"]]
     living.sort(key=lambda node: ip_address(node["NodeManagerAddress"]))
-    seen = [(node, look(node["NodeID"], own_devices)) for node in living]
+    seen = [(node, run_on_node(node["NodeID"], own_devices)) for node in living]
     free = cluster_state.available_resources_per_node()
     nodes, kinds = [], []
     for node, pending in seen:
-        there = answered(pending, node["NodeManagerAddress"])
+        there = wait_for_node(pending, node["NodeManagerAddress"])
         left = free.get(node["NodeID"], {})
         cpus, gpus = int(left.get("CPU", 0)), int(left.get("GPU", 0))
         nodes.append(Node(node["NodeManagerAddress"], node["NodeID"], cpus, there.memory_bytes, gpus))
@@ -109,56 +104,55 @@ def own_devices() -> Machine:
 
 
 def free_memory() -> int:
-    """Return the bytes that processes here may still take: of the machine, or of their control group (1 or 2)."""
+    """Return the free bytes of this machine, or of the control group (v1 or v2) if that is less."""
     rooms = [psutil.virtual_memory().available]
     for line in PROCESS_GROUPS.read_text().splitlines() if PROCESS_GROUPS.exists() else ():
         _, controller, name = line.split(":", 2)
         folder = CONTROLLERS / controller / name.lstrip("/")
-        with suppress(OSError, ValueError, KeyError):  # no such group is seen from here, or it has no limit
+        with suppress(OSError, ValueError, KeyError):  # the group is not visible here, or has no limit
             known = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
             limit = known.get("hierarchical_memory_limit") or (folder / "memory.max").read_text()
-            rooms.append(int(limit) - int(known.get("total_rss") or known["anon"]))  # cached files make room
+            rooms.append(int(limit) - int(known.get("total_rss") or known["anon"]))  # cached files can be evicted
     return max(min(rooms), 0)
 
 
-def look(node: str, work: Any, *args: Any) -> Any:
-    """Have a node do something small."""
+def run_on_node(node: str, work: Any, *args: Any) -> Any:
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"scheduling_strategy": there, "num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": QUIET}}
     return ray.remote(work).options(**options).remote(*args)
 
 
-def answered(pending: Any, address: str) -> Any:
+def wait_for_node(pending: Any, address: str) -> Any:
     try:
         return ray.get(pending, timeout=START_SECONDS)
     except (RayError, GetTimeoutError) as error:
-        said = str(error).strip().split("\n")[-1]
+        reason = str(error).strip().split("\n")[-1]
         raise ConfigError(
-            f"node {address} cannot do this run's work ({said}): it needs the same {VERSIONS} and this package, "
-            "installed or sent as Ray's working directory"
+            f"node {address} cannot run tasks of this run ({reason}): install the same {VERSIONS} and this package "
+            "there, or send the package as Ray's working directory"
         ) from error
 
 
 def connect(gpus: int) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start Ray here, unless that is done."""
+    """Join the cluster at RAY_ADDRESS, or start Ray here; do nothing if Ray is running."""
     if ray.is_initialized():
         return
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     address = os.environ.get("RAY_ADDRESS")
     if address and address.startswith("ray://"):
-        raise ConfigError(f"RAY_ADDRESS={address}: start the run on a node of the cluster, and name HOST:PORT or auto")
+        raise ConfigError(f"RAY_ADDRESS={address}: start the run on a node of the cluster, and set HOST:PORT or auto")
     local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": gpus}
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError) as error:
         if not address:
             raise
-        raise ConfigError(f"the Ray cluster at {address} cannot be joined with {VERSIONS}: {error}") from error
+        raise ConfigError(f"cannot join the Ray cluster at {address} with {VERSIONS}: {error}") from error
 
 
 @contextmanager
 def ray_cluster(machine: Machine) -> Iterator[None]:
-    """Be part of the cluster, or of one of this machine's own; afterwards end all processes of the run."""
+    """Join the cluster or start Ray here; at the end, stop all processes of the run."""
     connect(machine.gpus)
     try:
         yield
@@ -168,7 +162,7 @@ def ray_cluster(machine: Machine) -> Iterator[None]:
 
 
 def reserve(bundles: Sequence[dict[str, float]]) -> object:
-    """Return a placement group for these bundles, or say in an error what is missing, but never wait endlessly."""
+    """Return a placement group for these bundles, or raise an error that names the missing resources."""
     group = ray.util.placement_group(list(bundles), strategy="PACK")
     try:
         ray.get(group.ready(), timeout=START_SECONDS)
@@ -176,31 +170,30 @@ def reserve(bundles: Sequence[dict[str, float]]) -> object:
         wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in wanted}
         ray.util.remove_placement_group(group)
-        raise ConfigError(
-            f"the cluster has no room: {wanted} wanted, {free} free; use fewer ranks or engines"
-        ) from None
+        message = f"the cluster has no room: {wanted} wanted, {free} free; use fewer ranks or engines"
+        raise ConfigError(message) from None
     return group
 
 
-def prove_folders(nodes: Sequence[Node], run: Path, models: Sequence[str], saves: bool) -> None:
-    """Have every node read the models and write into the run's folder, and look for what it wrote."""
-    pendings = [(node, look(node.id, visit, str(run), models)) for node in nodes]
+def check_folders(nodes: Sequence[Node], run: Path, models: Sequence[str], saves: bool) -> None:
+    """Check that every node can read the models, and that files it writes into the run's folder arrive here."""
+    pendings = [(node, run_on_node(node.id, try_folders, str(run), models)) for node in nodes]
     for node, pending in pendings:
-        unread, written = answered(pending, node.address)
+        unread, written = wait_for_node(pending, node.address)
         if unread:
-            raise ConfigError(f"node {node.address} cannot read {unread}: put it on a disk that all nodes see")
+            raise ConfigError(f"node {node.address} cannot read {unread}: put it on a shared disk")
         mark = run / written if written else None
         if mark is not None and mark.is_file():
             mark.unlink()
         elif saves:
             raise ConfigError(
-                f"node {node.address} does not write into {run}, where checkpoints and logs go: set folder= to one on "
-                "a disk that all nodes see, or checkpoint.save=false, which leaves logs on their nodes"
+                f"node {node.address} does not write into {run}, the folder of checkpoints and logs: set folder= to "
+                "one on a shared disk, or checkpoint.save=false, which leaves logs on their nodes"
             )
 
 
-def visit(run: str, models: Sequence[str]) -> tuple[str, str]:
-    """Return the first model that cannot be read here, and the name of a file that was written into the folder."""
+def try_folders(run: str, models: Sequence[str]) -> tuple[str, str]:
+    """Return the first model that cannot be read here, and the name of a file written into the run's folder."""
     unread = next((path for path in models if Path(path).is_absolute() and not Path(path, "config.json").is_file()), "")
     mark = Path(run, f"node-{ray.get_runtime_context().get_node_id()}")
     try:

@@ -1,4 +1,4 @@
-"""An event loop beside a synchronous controller."""
+"""An event loop for a synchronous controller."""
 
 import asyncio
 import threading
@@ -13,19 +13,17 @@ STOP_SECONDS = 10
 
 
 class Interrupted(Exception):
-    """What was waited for is broken off, as the run is to end."""
+    """The work was cancelled because the run is ending."""
 
 
 class EventLoop:
-    """An event loop in a thread of its own, for a controller that is not asynchronous."""
-
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="rollouts", daemon=True)
         self.thread.start()
         self.interrupted = False
-        self.breakable: asyncio.Task[Any] | None = None  # what an interrupt breaks off
+        self.cancellable: asyncio.Task[Any] | None = None  # an interrupt cancels it
 
     def run(self, work: Coroutine[Any, Any, Result], what: str, *, bounded: bool = True) -> Result:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -36,41 +34,40 @@ class EventLoop:
             raise ActorFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
 
     def run_until_interrupted(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
-        """Run work of any length; raise `Interrupted`, once it has ended, if there was an interrupt before its end."""
+        """Run work of any length; raise `Interrupted` after it ended if there was an interrupt."""
         try:
-            found = self.run(self._break_off(work), what, bounded=False)
+            found = self.run(self._run_cancellable(work), what, bounded=False)
         except CancelledError:
             raise Interrupted from None
         if self.interrupted:
             raise Interrupted
         return found
 
-    async def _break_off(self, work: Coroutine[Any, Any, Result]) -> Result:
-        self.breakable = asyncio.current_task()
+    async def _run_cancellable(self, work: Coroutine[Any, Any, Result]) -> Result:
+        self.cancellable = asyncio.current_task()
         try:
             if self.interrupted:
                 work.close()
                 raise Interrupted
             return await work
         finally:
-            self.breakable = None
+            self.cancellable = None
 
     def interrupt(self) -> None:
-        """Break off what may be broken off, now and from now on; a handler of signals may call it."""
+        """Cancel cancellable work, now and from now on; signal handlers may call this."""
         self.interrupted = True
-        self.loop.call_soon_threadsafe(lambda: self.breakable and self.breakable.cancel())
+        self.loop.call_soon_threadsafe(lambda: self.cancellable and self.cancellable.cancel())
 
     def stop(self) -> None:
-        """End what still runs, then the loop and its thread."""
+
+        async def cancel_others() -> None:
+            # Until all end: Python 3.11's `wait_for` can lose a cancellation.
+            while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in others:
+                    task.cancel()
+                await asyncio.wait(others, timeout=0.2)
+
         asyncio.run_coroutine_threadsafe(cancel_others(), self.loop).result(STOP_SECONDS)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(STOP_SECONDS)
         self.loop.close()
-
-
-async def cancel_others() -> None:
-    """Cancel other tasks until all end: Python 3.11's `wait_for` loses a cancellation that meets a result."""
-    while others := asyncio.all_tasks() - {asyncio.current_task()}:
-        for task in others:
-            task.cancel()
-        await asyncio.wait(others, timeout=0.2)

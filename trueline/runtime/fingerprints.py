@@ -1,24 +1,34 @@
-"""Bit patterns as numbers, computed where the tensor lives, to tell across processes whether two hold the same."""
+"""Fingerprints and bit sums of weights, computed on their device, to compare weights across processes."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 ROW = 1024  # words of eight bytes
-PIECE = 2**26  # bytes that are worked on at a time, so that a fingerprint takes little memory
+PIECE = 2**26  # bytes that are processed at a time, to save memory
 ODD = 0x9E3779B97F4A7C15 - 2**64
 PATTERNS = {2: torch.int16, 4: torch.int32}  # whole numbers as wide as a weight
+
+ADAPTERS = "adapters"  # in place of a weight's name: the sum of all adapters of a process
 
 Holding = tuple[int, int]  # a weight's fingerprint and its number of elements
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a number that is equal for equal values, and another once one bit changes or two values change places.
+class LiveSums(NamedTuple):
+    """Bit sums of the trainer's tensors."""
 
-    Zeros count alike whatever their sign: adding an adapter of zeros turns -0.0 into 0.0.
+    plain: int = 0  # weights; adapters are merged unless they are sent separately
+    adapters: int = 0
+    fixed: int = 0  # numbers that training does not change; an engine may hold them as weights
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return a number that differs if one bit changes or two values swap places.
+
+    0.0 and -0.0 are equal: adding an adapter of zeros turns -0.0 into 0.0.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     columns = multipliers(0, ROW, tensor.device)
@@ -33,19 +43,19 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def multipliers(first: int, count: int, device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern, one for each place."""
+    """Return pseudo-random odd numbers, one for each position."""
     mixed = (torch.arange(first, first + count, device=device) + 1) * ODD
     return ((mixed ^ (mixed >> 29)) * ODD) | 1
 
 
-def salted(print_: Tensor, label: str) -> Tensor:
-    """Return a fingerprint as one of this label alone."""
+def salt_print(print_: Tensor, label: str) -> Tensor:
+    """Return a fingerprint that depends on this label."""
     salt = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "big", signed=True)
     return print_ * (salt | 1) + salt
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Add bit patterns as whole numbers: whichever way a tensor is fused, cut or permuted, the sum is the same."""
+    """Add bit patterns as integers: the sum does not change if a tensor is fused, split or permuted."""
     pattern = PATTERNS[tensor.element_size()]
     negative_zero = torch.iinfo(pattern).min
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -55,7 +65,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def plain_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight once; one that the engine has packed away is empty."""
+    """Yield each weight once; weights that the engine has packed are empty."""
     seen: set[int] = set()
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and (parameter.data_ptr() not in seen or not parameter.numel()):
@@ -64,31 +74,29 @@ def plain_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def holdings(model: Any) -> dict[str, Holding]:
-    """Return what a process holds of each weight, in its own layout."""
     named = list(plain_parameters(model))
     prints = as_numbers(fingerprint(weight) for _, weight in named)
     return {name: (print_, weight.numel()) for (name, weight), print_ in zip(named, prints, strict=True)}
 
 
 def bit_sums(model: Any, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bit sum of each weight as numbers of this type."""
     named = list(plain_parameters(model))
     sums = as_numbers(bit_sum(weight.to(dtype)) for _, weight in named)
     return {name: bits for (name, _), bits in zip(named, sums, strict=True)}
 
 
 def as_numbers(values: Iterable[Tensor]) -> list[int]:
-    """Return the numbers of all values by one transfer from their device."""
+    """Return all numbers with one transfer from the device."""
     listed = list(values)
     return torch.stack(listed).tolist() if listed else []
 
 
 def scramble(model: Any) -> None:
-    """Overwrite every plain weight with noise, so that only what is loaded afterwards can be right."""
+    """Overwrite every weight with noise, so that only weights loaded afterwards can be right."""
     for _, weight in plain_parameters(model):
         weight.normal_()
 
 
-def wrapped(total: int) -> int:
-    """Return a sum as the signed number of 64 bits that devices compute."""
+def wrap_int64(total: int) -> int:
+    """Wrap a sum into a signed 64-bit number, as devices do."""
     return (total + 2**63) % 2**64 - 2**63

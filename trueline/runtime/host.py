@@ -1,4 +1,4 @@
-"""Inside of a process of a run: it makes one object and passes calls on to it."""
+"""Inside a process of a run: it makes one object and forwards calls to it."""
 
 import asyncio
 import os
@@ -13,26 +13,24 @@ from typing import Any, NamedTuple
 import psutil
 import ray
 
-from trueline.monitoring.beats import WORK, start_beating
+from trueline.monitoring.heartbeat import WORK, start_beating
 
 
-class Home(NamedTuple):
+class Location(NamedTuple):
     node: str
     gpus: list[str]
     pid: int
 
 
-class Host:
-    """Make the object that `target` names inside a process of its own, and pass calls on to it."""
-
+class ActorHost:
     def __init__(self, log: str) -> None:
         redirect_output(Path(log))
         use_interface(ray.util.get_node_ip_address())
         start_beating(Path(log).parent, Path(log).stem)
-        self.making = WORK.begin("call", "", "make")  # from now on: what is sent along is imported first
+        self.making = WORK.begin("call", "", "make")  # unpickling the arguments of `make` imports modules first
 
     def make(self, target: str, args: Sequence[Any]) -> None:
-        """Import and build it; an error ends the process, and its last words in the log are what callers are told."""
+        """Import and build the object; an error ends the process, and callers get the last line of its log."""
         self.target = None
         try:
             self.target = build(target, args)
@@ -47,13 +45,13 @@ class Host:
         with WORK.doing("call", "", method):
             return methodcaller(method, *args, **named)(self.target)
 
-    def home(self) -> "Home":
-        """Return where this process is, for others that share its GPUs or have to end it."""
-        return Home(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], os.getpid())
+    def location(self) -> Location:
+        """Return where this process runs, for those that share its GPUs or kill it."""
+        return Location(ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()], os.getpid())
 
 
 def use_interface(address: str) -> None:
-    """Have gloo, NCCL and vLLM meet others at this node's address, unless the user has said where."""
+    """Let gloo, NCCL and vLLM use the interface of this node's address, unless the user has chosen one."""
     named = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
     interface = next(named, None)
     if interface is not None:
@@ -62,35 +60,35 @@ def use_interface(address: str) -> None:
         os.environ.setdefault("VLLM_HOST_IP", address)
 
 
-class AsyncHost(Host):
-    """The same for coroutines, which Ray may begin in another order than they were asked for."""
+class AsyncActorHost(ActorHost):
+    """The same for coroutines, which Ray may start in any order."""
 
     def __init__(self, log: str) -> None:
         super().__init__(log)
         self.loop = asyncio.get_running_loop()  # the object's
-        self.asked, self.made = asyncio.Event(), asyncio.Event()
+        self.located, self.made = asyncio.Event(), asyncio.Event()
 
-    def home(self) -> "Home":
-        self.loop.call_soon_threadsafe(self.asked.set)
-        return super().home()
+    def location(self) -> Location:
+        self.loop.call_soon_threadsafe(self.located.set)
+        return super().location()
 
     async def make(self, target: str, args: Sequence[Any]) -> None:  # type: ignore[override]
-        await self._at_home(self._make(target, args))
+        await self._in_loop(self._make(target, args))
 
     async def _make(self, target: str, args: Sequence[Any]) -> None:
-        await self.asked.wait()  # who has to end this process must know it before something here can hang
+        await self.located.wait()  # the controller must be able to kill this process before anything here can hang
         super().make(target, args)
         self.made.set()
 
-    async def alive(self) -> None:
-        """Answer once the object is made; not counted as something that the process does."""
-        await self._at_home(self.made.wait())
+    async def ping(self) -> None:
+        """Return once the object is made; this is no activity of the process."""
+        await self._in_loop(self.made.wait())
 
     async def call(self, method: str, *args: Any, **named: Any) -> Any:
-        return await self._at_home(self._call(method, *args, **named))
+        return await self._in_loop(self._call(method, *args, **named))
 
-    async def _at_home(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it in the object's loop: calls of another concurrency group come in a loop and thread of their own."""
+    async def _in_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run in the object's loop: each concurrency group has its own loop and thread."""
         if asyncio.get_running_loop() is self.loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -102,12 +100,12 @@ class AsyncHost(Host):
 
 
 def build(target: str, args: Sequence[Any]) -> Any:
-    """Make an object of the class at `package.module:Class`; nothing else of the package is imported."""
+    """Make an object of the class at `package.module:Class`."""
     return pkgutil.resolve_name(target)(*args)
 
 
 def redirect_output(log: Path) -> None:
-    """Send what libraries print to a file, not to the user's screen."""
+    """Send the output of libraries to a file instead of the user's screen."""
     log.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Weights on the wire: buckets of raw bytes from trainer ranks to every engine process."""
+"""Weight transfer: buckets of raw bytes from trainer ranks to every engine process."""
 
 import datetime
 import math
@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from trueline.runtime.fingerprints import fingerprint, salted
+from trueline.runtime.fingerprints import fingerprint, salt_print
 
 CPU = torch.device("cpu")
 WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,17 +29,14 @@ class TensorSpec:
     dtype: str  # a key of WIRE_DTYPES
 
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype().itemsize
-
-    def torch_dtype(self) -> torch.dtype:
-        return WIRE_DTYPES[self.dtype]
+        return math.prod(self.shape) * WIRE_DTYPES[self.dtype].itemsize
 
 
 Bucket = list[TensorSpec]
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Divide tensors into buckets: neighbours share one up to `bucket_bytes`, a larger tensor has one of its own."""
+    """Put consecutive tensors into buckets of up to `bucket_bytes`; a larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     room = 0
     for spec in specs:
@@ -52,65 +49,62 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    return sum(padded(spec.nbytes()) for spec in bucket)
+    return sum(padded_size(spec.nbytes()) for spec in bucket)
 
 
 def bucket_buffer(bucket: Bucket, device: torch.device = CPU) -> Tensor:
-    """Make room for the bucket's bytes, each tensor starting at a multiple of eight."""
+    """Return a buffer for the bucket; each tensor starts at a multiple of eight bytes."""
     return torch.zeros(bucket_bytes(bucket), dtype=torch.uint8, device=device)
 
 
 def bucket_views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket by name, as views of its bytes."""
     start = 0
     for spec in bucket:
-        view = buffer[start : start + spec.nbytes()].view(spec.torch_dtype()).view(spec.shape)
-        yield spec.name, view
-        start += padded(spec.nbytes())
+        yield spec.name, buffer[start : start + spec.nbytes()].view(WIRE_DTYPES[spec.dtype]).view(spec.shape)
+        start += padded_size(spec.nbytes())
 
 
 def bucket_noise(bucket: Bucket, generator: torch.Generator) -> Tensor:
-    """Return a bucket of noise, the same wherever a generator of the same seed draws it."""
+    """Return a bucket of noise, the same for every generator with the same seed."""
     buffer = bucket_buffer(bucket, generator.device)
     for _, view in bucket_views(bucket, buffer):
         view.normal_(generator=generator)
     return buffer
 
 
-def padded(nbytes: int) -> int:
+def padded_size(nbytes: int) -> int:
     return (nbytes + 7) // 8 * 8
 
 
 def bucket_print(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """Return a number for a bucket's bytes under the names, shapes and places of its tensors."""
-    return salted(fingerprint(buffer), " ".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in bucket))
+    """Return a fingerprint of a bucket's bytes, names, shapes and order."""
+    return salt_print(fingerprint(buffer), " ".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in bucket))
 
 
 dist: Any = torch.distributed  # its stores and gloo groups have no type stubs
-
-
 Address = tuple[str, int]
-# A member that is lost must be an error of the call that waits for it, as with gloo, not the end of this process.
+# A lost peer must raise an error in the waiting call, as with gloo, and not end this process.
 RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
-class Meeting:
-    """Where the ranks of a group find each other. Rank 0 holds the port from the moment it is named until the store
-    listens on it, so that no other program can take it in between; and it listens on that address alone.
+class Rendezvous:
+    """The store where the ranks of a group find each other.
+
+    Rank 0 binds the port and keeps it until the store listens, so no other program can take it in between.
     """
 
     def __init__(self) -> None:
         self.listener: socket.socket | None = None
 
     def open(self) -> Address:
-        """Hold a port on rank 0, and return the address at which the others reach it."""
+        """Bind a port on rank 0, and return its address for the other ranks."""
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         self.listener = socket.socket()
         self.listener.bind((host, 0))
         return host, self.listener.getsockname()[1]
 
     def store(self, address: Address, world: int, timeout_seconds: float) -> Any:
-        """Return the store of all ranks; the one that opened the meeting serves it."""
+        """Return the store of all ranks; the rank that called `open` serves it."""
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if self.listener is None:
             return dist.TCPStore(*address, world, False, timeout, wait_for_workers=False)
@@ -119,23 +113,26 @@ class Meeting:
 
 
 class Channel(Protocol):
-    """The way of weights from trainer ranks to engine processes, which take the buckets in the same order."""
+    """Transfers buckets from trainer ranks to engine processes, in the same order on both sides."""
 
-    def room(self, bucket: Bucket) -> Tensor:
-        """Return a place for the bucket's bytes, on a sender."""
+    def next_buffer(self, bucket: Bucket) -> Tensor:
+        """Return a buffer for the bucket's bytes, on a sender."""
 
     def send(self, buffer: Tensor) -> None: ...
 
-    def take(self, bucket: Bucket) -> Tensor:
-        """Return the bucket's bytes, which may be overwritten once the next bucket is taken."""
+    def receive(self, bucket: Bucket) -> Tensor:
+        """Return the bucket's bytes; the next call may overwrite them."""
+        buffer = self.next_buffer(bucket)
+        self.send(buffer)
+        return buffer
 
 
 class NoGroup(RuntimeError):
     """These processes cannot form a group over NCCL."""
 
 
-def joining(join: Callable[[], None]) -> str:
-    """Join a group, or say why NCCL cannot form it: whoever asked may try another transport."""
+def try_join(join: Callable[[], None]) -> str:
+    """Join a group; return why NCCL cannot form it, or "", so that the caller can try another transport."""
     try:
         join()
     except NoGroup as reason:
@@ -143,10 +140,10 @@ def joining(join: Callable[[], None]) -> str:
     return ""
 
 
-class BroadcastGroup:
-    """Gloo or NCCL groups of their own, beside those of DeepSpeed and vLLM. Rank 0 sends.
+class BroadcastGroup(Channel):
+    """Gloo or NCCL groups, separate from those of DeepSpeed and vLLM. Rank 0 sends.
 
-    `nodes` are those of all ranks. Weights go to one process of each node, which passes them on to the others there.
+    `nodes` has the node of each rank. Rank 0 sends to one process per node, which forwards to the others on its node.
     """
 
     def __init__(
@@ -155,10 +152,10 @@ class BroadcastGroup:
         self.device, self.timeout = device, datetime.timedelta(seconds=timeout_seconds)
         firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
         here = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-        ways = {"between": firsts if rank in firsts else [], f"within {nodes[rank]}": here}
+        members = {"between": firsts if rank in firsts else [], f"within {nodes[rank]}": here}
         self.groups = [
             self._group(dist.PrefixStore(f"weights {name}", store), ranks.index(rank), len(ranks))
-            for name, ranks in ways.items()
+            for name, ranks in members.items()
             if len(ranks) > 1 or len(nodes) == 1
         ]
 
@@ -168,7 +165,7 @@ class BroadcastGroup:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         before = {name: os.environ.get(name) for name in RAISING}
-        os.environ.update(RAISING)  # read when the group is made; those of DeepSpeed and vLLM stay as they are
+        os.environ.update(RAISING)  # for this group only: NCCL reads them when a group is made
         try:
             return dist.ProcessGroupNCCL(store, rank, world, options)
         finally:
@@ -176,47 +173,41 @@ class BroadcastGroup:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def try_out(self) -> None:
-        """Send a number to all: NCCL forms its group with the first that is sent, in a call that may never return."""
+        """Broadcast one number: NCCL forms its group in the first call, which may hang."""
         number = torch.ones(1, device=self.device)
         try:
-            within(self.timeout.total_seconds(), lambda: self.send(number))
+            run_within(self.timeout.total_seconds(), lambda: self.send(number))
         except (RuntimeError, TimeoutError) as error:
             for group in self.groups:
                 with suppress(RuntimeError):
                     group.abort()
-            raise NoGroup(
-                f"NCCL failed: {str(error).splitlines()[0] if str(error) else 'it did not answer'}"
-            ) from error
+            reason = str(error).splitlines()[0] if str(error) else "it did not respond"
+            raise NoGroup(f"NCCL failed: {reason}") from error
 
-    def room(self, bucket: Bucket) -> Tensor:
+    def next_buffer(self, bucket: Bucket) -> Tensor:
         return bucket_buffer(bucket, self.device)
 
     def send(self, buffer: Tensor) -> None:
         for group in self.groups:
             group.broadcast(buffer, 0).wait()
 
-    def take(self, bucket: Bucket) -> Tensor:
-        buffer = self.room(bucket)
-        self.send(buffer)
-        return buffer
-
 
 def agree_on_gpus(store: Any, rank: int, world: int, device: torch.device) -> None:
-    """Have all ranks tell their GPUs, and refuse NCCL on all of them where one has none, or two have the same."""
+    """Exchange the GPUs of all ranks; refuse NCCL on all ranks if one has no GPU or two share one."""
     usable = device.type == "cuda" and dist.is_nccl_available()
     store.set(f"gpu {rank}", gpu_name(device) if usable else "")
     gpus = [store.get(f"gpu {other}").decode() for other in range(world)]
     store.set(f"read {rank}", "")
-    if rank == 0:  # it serves the store, which goes with it
+    if rank == 0:  # it serves the store, so it must leave last
         store.wait([f"read {other}" for other in range(world)])
     if "" in gpus:
         raise NoGroup(f"process {gpus.index('')} of {world} has no GPU that NCCL can use")
     if len(set(gpus)) < world:
-        raise NoGroup(f"{world} processes have {len(set(gpus))} GPUs, and NCCL needs one for each")
+        raise NoGroup(f"{world} processes share {len(set(gpus))} GPUs, and NCCL needs one for each")
 
 
-def within(seconds: float, work: Callable[[], None]) -> None:
-    """Do in a thread what may never return; raise what it raises, or TimeoutError."""
+def run_within(seconds: float, work: Callable[[], None]) -> None:
+    """Run work that may hang in a thread; raise its error, or TimeoutError."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -231,22 +222,20 @@ def within(seconds: float, work: Callable[[], None]) -> None:
     done.result(seconds)
 
 
-SharedMemory = list[Any]  # bytes and numbers by which another process opens a tensor on the same GPU
+SharedMemory = list[Any]  # plain bytes and numbers, with which another process opens a tensor on the same GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How trainer ranks and engine processes reach each other."""
-
     address: Address
     nodes: tuple[int, ...]  # of all ranks
     timeout_seconds: float
     transport: str = "gloo"  # or "nccl", "ipc"
-    shared: dict[str, list[SharedMemory]] = field(default_factory=dict)  # by GPU, where weights travel by ipc
+    shared: dict[str, list[SharedMemory]] = field(default_factory=dict)  # by GPU, for ipc
 
-    def joined(self, rank: int, device: torch.device, meeting: Meeting | None = None) -> BroadcastGroup:
-        """Return the group on this rank; the one that opened the meeting brings it."""
-        store = (meeting or Meeting()).store(self.address, len(self.nodes), self.timeout_seconds)
+    def join(self, rank: int, device: torch.device, rendezvous: Rendezvous | None = None) -> BroadcastGroup:
+        """Return the group on this rank; the rank that called `Rendezvous.open` passes it in."""
+        store = (rendezvous or Rendezvous()).store(self.address, len(self.nodes), self.timeout_seconds)
         if self.transport != "nccl":
             return BroadcastGroup(store, rank, self.nodes, self.timeout_seconds)
         agree_on_gpus(store, rank, len(self.nodes), device)
@@ -254,9 +243,8 @@ class Link:
         group.try_out()
         return group
 
-    def received_by(self, rank: int, device: torch.device) -> Channel:
-        """Return the channel of an engine's process."""
-        group = self.joined(rank, device)
+    def open_receiver(self, rank: int, device: torch.device) -> Channel:
+        group = self.join(rank, device)
         if self.transport != "ipc":
             return group
         if gpu_name(device) not in self.shared:
@@ -264,51 +252,43 @@ class Link:
                 f"sync.transport=ipc: no trainer rank shares GPU {gpu_name(device)} with this engine; set "
                 "placement=colocated with as many ranks as engines have GPUs, or sync.transport=gloo"
             )
-        return GpuPair.opened(group, self.shared[gpu_name(device)], device)
+        storages = [
+            torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle)
+            for handle in self.shared[gpu_name(device)]
+        ]
+        buffers = [torch.empty(0, dtype=torch.uint8, device=device).set_(storage) for storage in storages]
+        return GpuPair(group, buffers)
 
 
 def shared_memory(buffer: Tensor) -> SharedMemory:
-    """Return what another process needs to open the buffer: plain bytes and numbers, nothing to unpickle."""
     try:
         return list(buffer.untyped_storage()._share_cuda_()[1:])
     except RuntimeError as error:
         raise RuntimeError(
-            f"this GPU memory cannot be shared between processes ({error}): take expandable_segments out of "
+            f"this GPU memory cannot be shared between processes ({error}): remove expandable_segments from "
             "PYTORCH_CUDA_ALLOC_CONF, or set sync.transport=gloo"
         ) from error
 
 
 def gpu_name(device: torch.device) -> str:
-    """Return the name of the physical GPU, whatever number a process sees it under."""
+    """Return the UUID of the physical GPU, which does not depend on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class GpuPair:
+class GpuPair(Channel):
     """Two buffers in a GPU's memory that a rank fills and an engine process on the same GPU reads, in turns.
 
-    A gloo group tells either side when: a reader asks for the next bucket once it has read the one before, so a buffer
-    is filled again only after its reader has asked for the other one.
+    A gloo barrier separates the turns: a buffer is filled again only after its reader has requested the other one.
     """
 
     def __init__(self, group: BroadcastGroup, buffers: list[Tensor]) -> None:
         (self.group,), self.buffers = group.groups, buffers
         self.turn = 0
 
-    @classmethod
-    def opened(cls, group: BroadcastGroup, handles: list[SharedMemory], device: torch.device) -> "GpuPair":
-        """Open the buffers of the rank on the same GPU."""
-        storages = [torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle) for handle in handles]
-        return cls(group, [torch.empty(0, dtype=torch.uint8, device=device).set_(storage) for storage in storages])
-
-    def room(self, bucket: Bucket) -> Tensor:
+    def next_buffer(self, bucket: Bucket) -> Tensor:
         self.turn += 1
         return self.buffers[self.turn % 2][: bucket_bytes(bucket)]
 
     def send(self, buffer: Tensor) -> None:
         torch.cuda.synchronize(buffer.device)
         self.group.barrier().wait()
-
-    def take(self, bucket: Bucket) -> Tensor:
-        buffer = self.room(bucket)
-        self.send(buffer)
-        return buffer

@@ -1,11 +1,11 @@
-"""Weights from the trainer to every engine, with proof of arrival."""
+"""Send the trainer's weights to every engine, and prove that they arrived."""
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, Concatenate, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,77 +13,75 @@ from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
-from trueline.runtime.actors import Given, Result
+from trueline.runtime.actors import AsyncMethod, Given, Result
 from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.fingerprints import LiveSums
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
-from trueline.sync.proof import EngineProof, LiveSums, Sums, SyncFailure
+from trueline.sync.proof import EngineProof, Sums, SyncFailure
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker
 
 Sent = TypeVar("Sent")
-Got = TypeVar("Got")
-NOISE = 4.0  # how many times their gap on the same weights trainer and engines may be apart after an update
-LEAST_SECONDS = 30.0  # that a broadcast may take
-STRANGE = 0.01  # nats a token that are no rounding where both compute in float32
+Received = TypeVar("Received")
+GAP_FACTOR = 4.0  # the gap after an update may be this many times the gap at the start
+MIN_BROADCAST_SECONDS = 30.0  # lower bound of the timeout
+STRANGE = 0.01  # nats per token: more is no rounding where both compute in float32
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Tokens that trainer and engines both score, and how far apart they may be."""
+    """Tokens that trainer and engines both score, and how much their log-probs may differ."""
 
     tokens: list[int]
     least: float  # a mean gap up to this is rounding in any model
     tolerance: float | None = None  # the user's own limit
-    strange: float = math.inf  # more than this is no rounding even on the same weights
+    strange: float = math.inf  # a larger gap is no rounding, even at the start
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """In which form weights travel, by what, and why the trainer's may not be the checkpoint's bit for bit."""
-
+class SyncPlan:
     dtype: str
     transport: str  # "local" within one process, or that of a transport.Link
-    differs: str = ""  # empty: they are the same
-    apart: bool = False  # adapters alone are sent
-    on_update: str = "wait"  # what becomes of completions under way
-    nodes: tuple[int, ...] = ()  # of the rank that sends and of each engine; empty: one
-    or_gloo: bool = False  # where NCCL cannot form a group
+    differs: str = ""  # why the trainer's weights differ from the checkpoint; empty: they are the same bits
+    adapter_only: bool = False  # only adapters are sent
+    on_update: str = "wait"  # rollout.on_update, for in-flight completions
+    nodes: tuple[int, ...] = ()  # of the sending rank and of each engine; empty: one node
+    or_gloo: bool = False  # use gloo if NCCL cannot form a group
 
     def crossings(self) -> int:
-        """Return how often the weights go from node to node; within a process or a GPU they never do."""
         return 0 if self.transport in ("local", "ipc") else max(len(set(self.nodes)) - 1, 0)
 
 
 class WeightSync:
-    """Publish a policy version: pause, send, prove that it is held, resume, compare log-probs."""
+    """Publish a policy version: pause engines, send weights, prove their arrival, resume, compare log-probs."""
 
-    floor = 0.0  # the gap on the same weights
-    remark = ""  # on the transport, where it is not the one that was meant
-    held = False  # engines are paused, with an update that is not proven yet
+    floor = 0.0  # the gap at the start
+    remark = ""  # why another transport is used
+    is_paused = False  # engines hold an update that is not proven yet
 
     def __init__(
-        self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, way: Way
+        self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, plan: SyncPlan
     ) -> None:
         self.policy, self.pool, self.loop = policy, pool, loop
-        self.canary, self.check, self.way, self.transport = canary, config.check, way, way.transport
-        specs = policy.call(Worker.weight_specs, way.dtype)[0]
+        self.canary, self.check, self.plan, self.transport = canary, config.check, plan, plan.transport
+        specs = policy.call(Worker.weight_specs, plan.dtype)[0]
         self.bytes = sum(spec.nbytes() for spec in specs)
         self.buckets: list[Bucket] = plan_buckets(specs, config.bucket_mib * 2**20)
-        self.proof: EngineProof | None = None  # of what engines hold; it is known after `attest`
+        self.proof: EngineProof | None = None  # known after `verify_initial_sync`
         if self.transport != "local":
             self._connect()
 
     def _connect(self) -> None:
-        """Make a group of all that are there now, over gloo where NCCL cannot and nobody asked for it."""
+        """Connect ranks and engines; use gloo if NCCL cannot, unless the user chose NCCL."""
         reason = self._join()
-        if reason and not self.way.or_gloo:
+        if reason and not self.plan.or_gloo:
             raise SyncFailure(f"sync.transport=nccl: {reason}; set sync.transport=auto or gloo")
         if reason:
-            self.transport, self.remark = "gloo", f"; weights go through the machine's memory (gloo), as {reason}"
+            self.transport, self.remark = "gloo", f"; weights are sent over gloo, because {reason}"
             self._join()
 
     def _join(self) -> str:
-        """Make a group of the ranks that send and all engines; return why NCCL cannot, or nothing."""
+        """Connect the sending ranks and all engines; return why NCCL cannot, or nothing."""
         seconds, policy = self.policy.timeout_seconds, self.policy
         shared: dict[str, list[SharedMemory]] = {}
         if self.transport == "ipc":
@@ -91,15 +89,15 @@ class WeightSync:
                 shared |= handles
         address = policy.actors[0].submit(Worker.listen).result(seconds)
         sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
-        patience = min(max(seconds / SILENCE, LEAST_SECONDS), seconds)  # a member that is stopped blocks all others
-        sender, *engines = self.way.nodes or (0,) * (1 + len(sizes))
+        timeout = min(max(seconds / SILENCE, MIN_BROADCAST_SECONDS), seconds)  # a stopped member blocks all others
+        sender, *engines = self.plan.nodes or (0,) * (1 + len(sizes))
         nodes = [sender] * senders + [node for node, size in zip(engines, sizes, strict=True) for _ in range(size)]
-        if shared:  # what travels between processes there says only when
+        if shared:  # the group is only a barrier
             nodes = [0] * len(nodes)
-        link = Link(address, tuple(nodes), patience, self.transport, shared)
+        link = Link(address, tuple(nodes), timeout, self.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
         ranks, engine_processes = self._both(
-            [actor.submit(Worker.connect, link).awaited() for actor in policy.actors],
+            [actor.submit(Worker.connect, link).async_result() for actor in policy.actors],
             [
                 actor.call(RolloutEngine.connect, link, first)
                 for actor, first in zip(self.pool.actors, firsts, strict=True)
@@ -109,88 +107,85 @@ class WeightSync:
         return next(filter(None, [*ranks, *engine_processes]), "")
 
     def _both(
-        self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Got]], what: str
-    ) -> tuple[list[Sent], list[Got]]:
-        """Wait for both sides; the first failure of either is raised at once, while its peers still wait for it."""
+        self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Received]], what: str
+    ) -> tuple[list[Sent], list[Received]]:
+        """Wait for both sides; raise the first failure at once, while its peers still wait for it."""
 
-        async def all_of_them() -> tuple[list[Sent], list[Got]]:
-            sent, got = await asyncio.gather(asyncio.gather(*ranks), asyncio.gather(*engines))
-            return list(sent), list(got)
+        async def wait() -> tuple[list[Sent], list[Received]]:
+            sent, received = await asyncio.gather(asyncio.gather(*ranks), asyncio.gather(*engines))
+            return list(sent), list(received)
 
-        return self.loop.run(all_of_them(), what)
+        return self.loop.run(wait(), what)
 
-    def lost_engines(self) -> bool:
-        return self.loop.run(self.pool.seek(self.policy.timeout_seconds / SILENCE), "looking for engines")
+    def has_lost_engines(self) -> bool:
+        return self.loop.run(self.pool.abandon_update(self.policy.timeout_seconds / SILENCE), "pinging engines")
 
-    def renew(self) -> None:
-        """Start engines that are gone again, in their places; the next `publish` sends to them as to all."""
-        patience = self.policy.timeout_seconds
-        self.loop.run(self.pool.renew(patience), "starting engines again", bounded=False)
-        if self.transport != "local" and not self.pool.gone():
+    def restart_engines(self) -> None:
+        """Restart lost engines; the next `publish` sends to all engines."""
+        self.loop.run(self.pool.restart(self.policy.timeout_seconds), "restarting engines", bounded=False)
+        if self.transport != "local" and not self.pool.missing():
             self._connect()
 
-    def found(self) -> None:
-        """Let requests go to engines that were started again, once they hold the newest weights."""
-        self.loop.run(self.pool.found(), "asking engines again")
+    def readmit_engines(self) -> None:
+        """Send requests to restarted engines again, now that they hold the newest weights."""
+        self.loop.run(self.pool.readmit(), "readmitting engines")
 
-    def attest(self) -> str:
-        """Prove, while trainer and engines were started from one checkpoint, that what is sent arrives in its place.
+    def verify_initial_sync(self) -> str:
+        """Prove that sent weights arrive, while trainer and engines hold the same checkpoint; describe the result.
 
-        Engines have loaded the checkpoint themselves: after noise and a transfer they must hold the same bits again.
-        The gap of log-probs on the same weights sets the limit for later gaps.
+        Engines loaded the checkpoint themselves: after noise and a transfer they must hold the same bits again.
+        The log-prob gap on the same weights sets the limit for later gaps.
         """
         if not self.check:
-            return f"no comparison of engines and trainer (sync.check=false){self.remark}"
-        proof = EngineProof(self._engines(RolloutEngine.holdings), self.way.apart)
+            return f"not verified (sync.check=false){self.remark}"
+        proof = EngineProof(self._engines(RolloutEngine.holdings), self.plan.adapter_only)
         self.proof = None
-        same = not self.way.differs and not self.way.apart
+        same = not self.plan.differs and not self.plan.adapter_only
         if same:
             self._engines(RolloutEngine.scramble)
-        if not self.way.apart and any(len(processes) > 1 for processes in proof.own):
+        if not self.plan.adapter_only and any(len(processes) > 1 for processes in proof.own):
             self._engines(RolloutEngine.load_noise, self.buckets)
-            proof.tell_cut(self._engines(RolloutEngine.holdings))
+            proof.find_split_weights(self._engines(RolloutEngine.holdings))
         self.publish(0)
         if same:
             proof.check_same(self._engines(RolloutEngine.holdings))
         proof.start(*self._bits())
         self.proof = proof
         self._resume()
-        return f"{proof.describe(self.way.differs)}; {self._calibrate()}{self.remark}"
+        self._calibrate()
+        gap = f"largest log-prob gap {self.floor:.2g} (limit {self.limit():.2g})"
+        return "; ".join(["verified", gap, *proof.limits(self.plan.differs)]) + self.remark
 
     def _bits(self) -> tuple[LiveSums, Sums]:
-        """Return the bit sums of the trainer's weights, and of what every process of every engine holds."""
-        dtype = self.way.dtype
+        """Return the bit sums of the trainer's weights, and of those of every engine process."""
+        dtype = self.plan.dtype
         live, held = self._both(
-            [actor.submit(Worker.weight_bits, dtype).awaited() for actor in self.policy.actors],
+            [actor.submit(Worker.weight_bits, dtype).async_result() for actor in self.policy.actors],
             [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
             "adding up weights",
         )
         return live[0], held
 
-    def _calibrate(self) -> str:
+    def _calibrate(self) -> None:
         self.floor = self.gap(self.canary.tokens)
         limit = self.canary.tolerance or self.canary.strange
         if not self.floor <= limit:
             raise SyncFailure(
-                f"engines and trainer were started from the same checkpoint, yet their log-probs differ by "
-                f"{self.floor:.3g} on average, more than {limit:g}: this model is not computed alike by both. See "
-                "whether rollout.engine=hf agrees with the trainer; sync.tolerance sets another limit"
+                f"engines and trainer loaded the same checkpoint, yet their log-probs differ by {self.floor:.3g} on "
+                f"average, more than {limit:g}: they compute this model differently. Try rollout.engine=hf, or set "
+                "another limit with sync.tolerance"
             )
-        return (
-            f"log-probs differ by {self.floor:.2g} nats a token on the same weights, and more than {self.limit():.2g} "
-            "after an update stops the run"
-        )
 
     def limit(self) -> float:
-        return self.canary.tolerance or max(self.canary.least, NOISE * self.floor)
+        return self.canary.tolerance or max(self.canary.least, GAP_FACTOR * self.floor)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Make the trainer's weights live in every engine, all of which wait then for `verify`."""
+        """Load the trainer's weights into every engine; engines stay paused until `verify`."""
         start = time.perf_counter()
-        self._engines(RolloutEngine.pause, self.way.on_update)
-        self.held = True
+        self._engines(RolloutEngine.pause, self.plan.on_update)
+        self.is_paused = True
         if self.check:
-            self._engines(RolloutEngine.cached, self.canary.tokens)  # so that a cache that stays is seen to answer
+            self._engines(RolloutEngine.cached_tokens, self.canary.tokens)  # fills a cache that must be empty later
         begun = time.perf_counter()
         if self.transport == "local":
             self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
@@ -201,23 +196,24 @@ class WeightSync:
             self.proof.check_sum(*self._bits())
         seconds = time.perf_counter() - start
         speed = self.bytes / 1e9 / sent
-        wire = self.bytes / 1e9 * self.way.crossings()
+        wire = self.bytes / 1e9 * self.plan.crossings()
         return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/wire_gb": wire, "sync/version": version}
 
     def _resume(self) -> None:
-        """Let engines go on that do not answer from what old weights cached; once they go on, new weights have."""
-        for engine, tokens in enumerate(self._engines(RolloutEngine.cached, self.canary.tokens) if self.check else ()):
+        """Resume engines, after a check that they emptied their prefix caches."""
+        cached = self._engines(RolloutEngine.cached_tokens, self.canary.tokens) if self.check else []
+        for engine, tokens in enumerate(cached):
             if tokens:
                 raise SyncFailure(
-                    f"after the update engine {engine} answers {tokens} tokens of a prompt from its prefix cache, "
-                    "which the old weights filled: it was not emptied"
+                    f"after the update engine {engine} takes {tokens} tokens of a prompt from its prefix cache, which "
+                    "the old weights filled: it was not emptied"
                 )
         self._engines(RolloutEngine.resume)
-        self.held = False
+        self.is_paused = False
 
     def verify(self) -> dict[str, float]:
-        """Let engines, which must be fully awake, go on, and compare their log-probs with the trainer's."""
-        if self.held:
+        """Resume engines, which must be fully awake, and compare their log-probs with the trainer's."""
+        if self.is_paused:
             self._resume()
         if not self.check:
             return {}
@@ -225,14 +221,14 @@ class WeightSync:
         if not gap <= self.limit():
             raise SyncFailure(
                 f"after the update an engine's log-probs differ from the trainer's by {gap:.3g} on average, more than "
-                f"{self.limit():.3g} ({self.floor:.3g} while both held the same checkpoint; sync.tolerance): it does "
-                "not compute with the weights that were sent"
+                f"{self.limit():.3g} ({self.floor:.3g} at the start; sync.tolerance): it does not compute with the "
+                "weights that were sent"
             )
         return {"sync/canary_gap": gap, "sync/canary_floor": self.floor}
 
     def _send(self, version: int) -> None:
         sent, received = self._both(
-            [actor.submit(Worker.send_weights, self.buckets).awaited() for actor in self.policy.actors],
+            [actor.submit(Worker.send_weights, self.buckets).async_result() for actor in self.policy.actors],
             [actor.call(RolloutEngine.receive, self.buckets, version) for actor in self.pool.actors],
             "sending weights to the engines",
         )
@@ -247,9 +243,9 @@ class WeightSync:
                     )
 
     def gap(self, tokens: list[int], counted: list[bool] | None = None) -> float:
-        """Return how far the log-probs of trainer and engines are apart, under the weights of now.
+        """Return the largest gap of an engine: the mean absolute difference of its log-probs and the trainer's.
 
-        The mean is over the `counted` ones of these tokens, or over all but the first.
+        The mean is over the `counted` tokens, or over all but the first.
         """
         mask = torch.arange(len(tokens)) > 0
         sample = Sample(torch.tensor(tokens), mask if counted is None else mask & torch.tensor(counted))
@@ -258,10 +254,7 @@ class WeightSync:
         return torch.stack([(ours - scores)[where].abs().mean() for scores in theirs]).max().item()  # NaN too
 
     def _engines(
-        self,
-        method: Callable[Concatenate[RolloutEngine, Given], Coroutine[Any, Any, Result]],
-        *args: Given.args,
-        **named: Given.kwargs,
+        self, method: AsyncMethod[RolloutEngine, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> list[Result]:
         what = f"{method.__name__} on {len(self.pool.actors)} engines"
         return self.loop.run(self.pool.call(method, *args, **named), what)

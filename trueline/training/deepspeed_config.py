@@ -1,4 +1,4 @@
-"""Our configuration in DeepSpeed's words."""
+"""The configuration of DeepSpeed."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import torch
 
 from trueline.config.model import RanksConfig, TrainingConfig
 
-NO_LIMIT = 1e30  # with no clipping at all DeepSpeed does not compute the gradient's norm
-BUCKET = 500_000_000  # elements of gradients that ranks exchange at a time at ZeRO 1 and 2: DeepSpeed's own default
+NO_LIMIT = 1e30  # without clipping DeepSpeed does not compute the gradient's norm
+BUCKET = 500_000_000  # elements of gradients that ranks exchange at a time at ZeRO 1 and 2 (DeepSpeed's default)
 PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank under ZeRO 3
-# Under ZeRO 3, how many elements are whole or under way at a time: this part of the model, within these limits. By
-# DeepSpeed's own defaults a model of less than 1e9 parameters is whole on every rank after its first pass.
+# How many elements ZeRO 3 gathers at a time: this part of the model, within these limits. With DeepSpeed's defaults
+# every rank would hold a whole model of less than 1e9 parameters after its first pass.
 GATHERED, LEAST, MOST = 1 / 64, 2**20, 2**26
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
-# Under ZeRO 3, where weights are gathered and let go all the time: from the heap, what is free between them would grow.
+# ZeRO 3 gathers and frees weights all the time, which would fragment the heap.
 GATHERING_ON_CPU = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 def deepspeed_config(
     config: RanksConfig, dtype: str, cuts: dict[str, Any] | None = None, elements: int = 0
 ) -> dict[str, Any]:
-    """Return DeepSpeed's settings, with one accumulation step: the worker itself marks the last micro-batch."""
+    """Return DeepSpeed's settings, with one accumulation step: the worker marks the last micro-batch."""
     stage = effective_stage(config, dtype)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -48,7 +48,7 @@ def deepspeed_config(
 
 
 def at_once(elements: int) -> int:
-    """Return how many elements of a model of so many are gathered at a time under ZeRO 3."""
+    """Return how many elements of a model ZeRO 3 gathers at a time."""
     return int(min(max(elements * GATHERED, LEAST), MOST))
 
 
@@ -59,14 +59,14 @@ def buckets(elements: int) -> dict[str, int]:
         "stage3_prefetch_bucket_size": few,
         "stage3_max_live_parameters": 2 * few,
         "stage3_max_reuse_distance": few,
-        "sub_group_size": few,  # stepped at a time, of this rank's part
+        "sub_group_size": few,  # elements of this rank's part that are stepped at a time
     }
 
 
 def effective_stage(config: RanksConfig, dtype: str) -> int:
-    """Return the ZeRO stage; bfloat16 training raises it to 2: the same numbers, optimizer and gradients shared out.
+    """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results.
 
-    Below stage 2 DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
+    Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
     """
     trained = isinstance(config, TrainingConfig)
     return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage

@@ -9,63 +9,46 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import Tensor, nn
 
 from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
+from trueline.training import optimizer as optimizers
 from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
 from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engines import TensorState, model_output, pass_arguments
-from trueline.training.moving_average import MovingAverage
-from trueline.training.optimizer import (
-    MOMENTS,
-    HostMomentsAdamW,
-    learning_rate_at,
-    make_optimizer,
-    moments_of,
-    set_moments,
-)
+from trueline.training.engines import TensorState, TrainEngine, model_output, pass_arguments
 from trueline.training.worker import WorkerSpec
 
-KEPT = (None, "none", "moments")  # offloads that leave master weights beside those that compute
-SHARDED = MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
+KEPT = (None, "none", "moments")  # offloads that leave master weights on the device
+SHARDED = optimizers.MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
 
 
 def join(spec: WorkerSpec) -> None:
-    # The shared-memory collective is compiled at its first use (minutes, and a compiler); plain gloo serves.
+    # Plain gloo: the shared-memory collective is compiled at its first use, for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
 def share_out(spec: WorkerSpec) -> ShareOut:
-    """Return what cuts a parameter over the ranks as ZeRO 3 will have it, all with rank 0's numbers."""
+    """Return a function that shards a parameter over the ranks like ZeRO 3, with rank 0's values."""
     join(spec)
     dtype = spec.model.dtype
-    # Of an empty module: what DeepSpeed does for a given one besides, it does here as well.
+    # With an empty module DeepSpeed makes all its other preparations.
     ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(spec.ranks, dtype))
 
-    def cut(parameter: nn.Parameter) -> None:
+    def shard(parameter: nn.Parameter) -> None:
         if not is_zero_param(parameter):
-            # A copy: pages of a mapped file that a broadcast writes to would become this process's own, all of them.
+            # A copy: a broadcast into the pages of a mapped file would make them private to this process.
             parameter.data = parameter.data.to(DTYPES[dtype], copy=True)
             ranks._convert_to_zero_parameters([parameter])
 
-    return cut
+    return shard
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(TrainEngine):
     def __init__(self, module: Scorer, spec: WorkerSpec, device: torch.device) -> None:
         join(spec)
         dtype, config = str(next(module.parameters()).dtype).removeprefix("torch."), spec.ranks
@@ -74,52 +57,44 @@ class DeepSpeedEngine:
         cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
         elements = sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
         self.gathered = at_once(elements)
-        optimizer = make_optimizer(module.named_parameters(), config) if isinstance(config, TrainingConfig) else None
+        optimizer: Any = None
+        if isinstance(config, TrainingConfig):
+            optimizer = optimizers.make_optimizer(module.named_parameters(), config)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves what it leaves of each layer
+            model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves its part of each layer
             optimizer=optimizer,
             config=deepspeed_config(config, dtype, cuts, elements),
         )
         self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
-        self.base: Any = optimizer
+        self.base = optimizer
         self.cuts = Cuts(self.engine.module, spec.model.tensor_parallel)
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
         if self.stage == 3 and optimizer is not None and dtype == "float32" and config.offload in KEPT:
             for weights, masters in zip(self.optimizer.fp16_partitioned_groups_flat, self._shards(), strict=True):
-                masters.data = weights  # as DeepSpeed 0.19 means to, but compares a device with its name
-        if isinstance(optimizer, HostMomentsAdamW):
+                masters.data = weights  # as DeepSpeed 0.19 intends, but it compares a device with its name
+        if isinstance(optimizer, optimizers.HostMomentsAdamW):
             optimizer.reserve(self._shards())
         self.steps = 0
-        self.average: MovingAverage | None = None
+        self.average = None
         if isinstance(config, TrainingConfig) and config.ema_decay:
-            self.average = MovingAverage(self._shards(), config.ema_decay)
+            self.average = optimizers.MovingAverage(self._shards(), config.ema_decay)
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
         return model_output(self.engine(*pass_arguments(batch, temperature, entropy)))
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Multiply the loss, a share of a sum, by the replicas that DeepSpeed averages over, and run backward."""
+        """Multiply the loss by the number of replicas, over which DeepSpeed averages, and run backward."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.replicas)
 
-    def step(self) -> dict[str, float]:
-        assert isinstance(self.config, TrainingConfig)
-        rate = learning_rate_at(self.steps, self.config, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        norm = self._plain_step() if self.plain else self._sharded_step()
-        skipped = not math.isfinite(norm)
-        if not skipped:
-            self.steps += 1
-            if self.average is not None:
-                self.average.update()
-        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+    def step_if_finite(self) -> float:
+        return self._plain_step() if self.plain else self._sharded_step()
 
     def _plain_step(self) -> float:
-        """Return the norm and step if it is finite: DeepSpeed reports none here, and steps whatever the gradient is."""
+        """Return the norm, and step if it is finite: DeepSpeed checks neither here."""
         norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
         if math.isfinite(norm):
             self.engine.step()
@@ -128,16 +103,16 @@ class DeepSpeedEngine:
         return norm
 
     def _sharded_step(self) -> float:
-        """Step and return the norm over all ranks, or NaN if it is not finite; ZeRO then spares weights and moments."""
+        """Step and return the norm over all ranks, or NaN if it is not finite: then ZeRO changes nothing."""
         self.engine.step()
         if not self.optimizer.overflow:
             return float(self.engine.get_global_grad_norm())
-        # With an offloaded optimizer DeepSpeed 0.19 would add the next step's gradients to these.
+        # With an offloaded optimizer, DeepSpeed 0.19 would add the next step's gradients to these.
         self.optimizer.averaged_gradients.clear()
         return math.nan
 
     def discard(self) -> bool:
-        """Forget gradients, also those that lie in buckets; ZeRO 3 and offload have more under way than can be told."""
+        """Discard gradients, also those in buckets; under ZeRO 3 and offload that is not possible."""
         if self.stage == 3 or self.config.offload in ("optimizer", "all"):
             return False
         self.engine.zero_grad()
@@ -174,32 +149,27 @@ class DeepSpeedEngine:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
-            yield name, self.cuts.whole(name, parameter.grad if self.plain else safe_get_full_grad(parameter))
+            yield (
+                name,
+                self.cuts.whole(name, parameter.grad if self.plain else deepspeed.utils.safe_get_full_grad(parameter)),
+            )
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
         self._link_moments()
         for name, parameter in self.trained.items():
-            parts = self._plain_state(parameter) if self.plain else self._sharded_state(parameter)
+            parts = {
+                "weight": parameter.detach() if self.plain else deepspeed.utils.safe_get_full_fp32_param(parameter)
+            }
+            if self.plain:
+                parts |= optimizers.moments_of(self.base, parameter)
+            elif self.steps:
+                parts |= {key: deepspeed.utils.safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
             yield name, {key: self.cuts.whole(name, part) for key, part in parts.items()}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
-            part = parameter.detach() if self.plain else safe_get_full_fp32_param(parameter)
+            part = parameter.detach() if self.plain else deepspeed.utils.safe_get_full_fp32_param(parameter)
             yield name, self.cuts.whole(name, part)
-
-    def averages(self) -> Iterator[tuple[str, Tensor]]:
-        if self.average is not None:
-            with self.average.in_place():
-                yield from self.masters()
-
-    def _plain_state(self, parameter: nn.Parameter) -> TensorState:
-        return {"weight": parameter.detach(), **moments_of(self.base, parameter)}
-
-    def _sharded_state(self, parameter: nn.Parameter) -> TensorState:
-        state = {"weight": safe_get_full_fp32_param(parameter)}
-        if self.steps:
-            state |= {key: safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
-        return state
 
     def start_loading(self, steps: int) -> None:
         self.steps = steps
@@ -208,26 +178,26 @@ class DeepSpeedEngine:
         for shard in self._shards():
             state = self.base.state[shard]
             state.update({key: torch.zeros_like(shard) for key in SHARDED if key not in state})
-            set_moments(self.base, shard, {}, steps)
+            optimizers.set_moments(self.base, shard, {}, steps)
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Link all parameters to their moments once all have stepped: DeepSpeed 0.19 does it after the first parameter
-        group's first step, when the other groups have none yet.
+        """Link all parameters to their moments: DeepSpeed 0.19 does so after the first step of the first parameter
+        group, when the other groups have no moments yet.
         """
         if self.steps and not self.plain and self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self) -> list[Tensor]:
-        """Return the tensors that the inner optimizer steps on this rank; under ZeRO, they are flat and float32."""
+        """Return the tensors that the inner optimizer steps on this rank; under ZeRO they are flat and float32."""
         if self.plain:
             return list(self.trained.values())
         if self.stage == 3:
             return list(self.optimizer.fp32_partitioned_groups_flat)
         return list(self.optimizer.single_partition_of_fp32_groups)
 
-    def wanted(self, name: str, part: str) -> slice:
+    def needed_slice(self, name: str, part: str) -> slice:
         parameter, dim, place = self.trained[name], self.cuts.dims.get(name), dist.get_rank() // self.cuts.size
         elements = parameter.ds_numel if self.stage == 3 else parameter.numel()
         before = self.cuts.rank * elements if dim == 0 else 0  # of other tensor-parallel ranks
@@ -252,7 +222,7 @@ class DeepSpeedEngine:
         weight = values.pop("weight")
         if self.plain:
             if values:
-                set_moments(self.base, parameter, values, self.steps)
+                optimizers.set_moments(self.base, parameter, values, self.steps)
             return
         self._set(parameter, weight)
         if self.steps:
@@ -260,29 +230,24 @@ class DeepSpeedEngine:
                 self._set(parameter, values[key], key)
 
     def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
-        """Set the master weight or a moment; ZeRO 3's own setter fails where ranks do not divide the elements."""
+        """Set the master weight or a moment; ZeRO 3's own setter fails if ranks do not divide the elements."""
         if self.stage < 3:
             if moment is None:
-                safe_set_full_fp32_param(parameter, value)
+                deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             else:
-                safe_set_full_optimizer_state(parameter, value, moment)
+                deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
             return
         length = parameter.ds_tensor.ds_numel
         padded = nn.functional.pad(value.flatten(), (0, length * self.replicas - value.numel()))
         shard = padded.split(length)[dist.get_rank() // self.cuts.size]
         if moment is None:
-            safe_set_local_fp32_param(parameter, shard)
+            deepspeed.utils.safe_set_local_fp32_param(parameter, shard)
         else:
-            safe_set_local_optimizer_state(parameter, shard, moment)
+            deepspeed.utils.safe_set_local_optimizer_state(parameter, shard, moment)
 
-    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
-        if self.average is None:
-            return
-        self.average.restart()
-        with self.average.in_place():
-            for name, tensor in averages:
-                part = self.cuts.part(name, tensor).to(self.device)
-                if self.plain:
-                    self.trained[name].data.copy_(part)
-                else:
-                    self._set(self.trained[name], part)
+    def set_master(self, name: str, value: Tensor) -> None:
+        part = self.cuts.part(name, value).to(self.device)
+        if self.plain:
+            self.trained[name].data.copy_(part)
+        else:
+            self._set(self.trained[name], part)

@@ -1,4 +1,4 @@
-"""Tensor parallelism by DeepSpeed's AutoTP: which layers are cut, and how tensors are cut and put together."""
+"""Tensor parallelism by DeepSpeed's AutoTP: which layers are split, and how tensors are split and gathered."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trueline.config.base import ConfigError
 from trueline.models.scorer import hf_name
 
-# Transformers' names for ways to cut a layer, in AutoTP's words. The head and the embeddings stay whole.
+# Transformers' names for ways to split a layer, as AutoTP's settings. The head and the embeddings stay whole.
 STYLES: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "rowwise": {"partition_type": "row"},
@@ -23,8 +23,10 @@ EMBEDDINGS = "embedding_rowwise"
 
 
 def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
-    """Return AutoTP's rules for a model, from the plan that its Hugging Face configuration carries."""
-    check_process(size)
+    """Return AutoTP's rules for a model, from the plan in its Hugging Face configuration."""
+    # DeepSpeed's groups last as long as the process, for every later engine.
+    if groups.mpu is not None and groups.get_tensor_model_parallel_world_size() != size:
+        raise RuntimeError(f"this process has used another size: model.tensor_parallel={size} needs a new process")
     if size == 1:
         return None
     settings = model.config.get_text_config()
@@ -34,29 +36,23 @@ def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
     for layer, style in plan.items():
         if style not in STYLES:
             raise ConfigError(
-                f"model.tensor_parallel={size}: {settings.model_type} asks for {style} of {layer}, which is not "
-                "supported (fused projections and experts are not); set it to 1"
+                f"model.tensor_parallel={size}: {settings.model_type} needs {style} of {layer}, which is not supported "
+                "(like all fused projections and experts); set it to 1"
             )
-    check_divides(settings.to_dict(), size)
-    specs = [{"patterns": [pattern(layer)], **STYLES[style]} for layer, style in plan.items()]
+    sizes = settings.to_dict()
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (sizes.get(key) or 0) % size:
+            raise ConfigError(f"model.tensor_parallel={size} does not divide the model's {key}={sizes[key]}")
+    patterns = {layer: rf".*\.{re.escape(layer)}\.weight$".replace(r"\*", r"\d+") for layer in plan}
+    specs = [{"patterns": [patterns[layer]], **STYLES[style]} for layer, style in plan.items()]
     check_neighbours(model, specs)
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
-def check_divides(settings: dict[str, Any], size: int) -> None:
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (settings.get(key) or 0) % size:
-            raise ConfigError(f"model.tensor_parallel={size} does not divide the model's {key}={settings[key]}")
-
-
-def pattern(layer: str) -> str:
-    return rf".*\.{re.escape(layer)}\.weight$".replace(r"\*", r"\d+")
-
-
 def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
-    """Refuse a model with parameters that work on cut activations and that its plan does not name.
+    """Refuse a model whose plan does not name all parameters that work on split activations.
 
-    Their gradients would be partial, and different on every rank.
+    Their gradients would be partial, and differ between ranks.
     """
     rules = [re.compile(spec["patterns"][0]) for spec in specs]
     names = [f".{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -65,17 +61,11 @@ def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
         weight = f".{name.rpartition('.')[0]}.weight"
         inside = any(weight.startswith(block) for block in blocks)
         if inside and not any(rule.match(weight) for rule in rules):
-            raise ConfigError(f"model.tensor_parallel: the model's plan does not say what to do with {name}; set 1")
-
-
-def check_process(size: int) -> None:
-    """Refuse another size than before: DeepSpeed's groups last as long as the process, for every later engine."""
-    if groups.mpu is not None and groups.get_tensor_model_parallel_world_size() != size:
-        raise RuntimeError(f"this process has cut a model otherwise: model.tensor_parallel={size} needs a new one")
+            raise ConfigError(f"model.tensor_parallel: the model's plan does not include {name}; set 1")
 
 
 class Cuts:
-    """Which parameters are cut over the tensor-parallel group, and along which dimension.
+    """Which parameters are split over the tensor-parallel group, and along which dimension.
 
     `whole` and `norm` are collective: every rank of the group calls them for the same tensors in the same order.
     """
@@ -99,7 +89,7 @@ class Cuts:
         return whole if dim is None else whole.chunk(self.size, dim)[self.rank].contiguous()
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return the norm of all gradients together; those of uncut parameters, which every rank has, count once."""
+        """Return the norm of all gradients; those of whole parameters, which every rank has, count once."""
         cut = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name in self.dims]) ** 2
         whole = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name not in self.dims])
         if self.dims:
@@ -110,6 +100,6 @@ class Cuts:
 def cut_dimensions(module: nn.Module) -> Iterator[tuple[str, int]]:
     for name, layer in module.named_modules():
         if isinstance(layer, LinearAllreduce):
-            yield hf_name(f"{name}.weight"), 1  # its bias is added after the sum, so every rank has all of it
+            yield hf_name(f"{name}.weight"), 1  # its bias is added after the sum, so every rank has it whole
         elif isinstance(layer, LinearLayer):
             yield from ((hf_name(f"{name}.{part}"), 0) for part, _ in layer.named_parameters())

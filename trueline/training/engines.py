@@ -1,5 +1,6 @@
-"""What training asks of a framework, one model on one rank of a group, and a row for each framework."""
+"""The protocol of training engines, and the table of them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,17 +8,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trueline.config.model import RanksConfig
+from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput, is_filled
 from trueline.training.deepspeed_config import ON_CPU, effective_stage
+from trueline.training.optimizer import MovingAverage, learning_rate_at
 
-TensorState = dict[str, Tensor]  # "weight" in float32 and, once a step was made, its optimizer's moments
+TensorState = dict[str, Tensor]  # "weight" in float32 and, after the first step, the optimizer's moments
 
 
 class TrainEngine(Protocol):
-    """A framework that trains one model; every rank of a group makes the same calls in the same order."""
+    """Trains one model on one rank of a group; every rank makes the same calls in the same order."""
 
+    config: RanksConfig
+    total_steps: int
     device: torch.device
+    optimizer: Any
+    average: MovingAverage | None
     steps: int  # optimizer steps made so far
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput: ...
@@ -26,16 +32,30 @@ class TrainEngine(Protocol):
         """Accumulate the gradient of the sum over all ranks; `last` marks a step's last micro-batch."""
 
     def step(self) -> dict[str, float]:
-        """Return grad_norm, learning_rate, and skipped=1 where a gradient was not finite and nothing was changed."""
+        """Return grad_norm, learning_rate, and skipped=1 if the gradient was not finite and nothing changed."""
+        assert isinstance(self.config, TrainingConfig)
+        rate = learning_rate_at(self.steps, self.config, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = self.step_if_finite()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self.steps += 1
+            if self.average is not None:
+                self.average.update()
+        return {"grad_norm": norm, "learning_rate": rate, "skipped": float(skipped)}
+
+    def step_if_finite(self) -> float:
+        """Return the norm of the gradient, and step if it is finite; discard the gradient."""
 
     def discard(self) -> bool:
-        """Forget gradients after a pass that failed half way, or return that this engine cannot."""
+        """Discard gradients after a failed pass, and return whether this engine can do that."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors under their Hugging Face names, each valid until the next one is asked for."""
+        """Yield whole tensors with their Hugging Face names, each valid until the next one."""
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full gradients, between the last `backward` and `step`."""
+        """Yield whole gradients, between the last `backward` and `step`."""
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
         """Yield what a checkpoint needs of each trained tensor."""
@@ -44,23 +64,32 @@ class TrainEngine(Protocol):
         """Yield the trained tensors in the precision that the optimizer steps."""
 
     def averages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving average of each trained tensor, or nothing where none is kept."""
+        """Yield the moving average of each trained tensor, if there is one."""
+        if self.average is not None:
+            with self.average.in_place():
+                yield from self.masters()
 
-    def wanted(self, name: str, part: str) -> slice:
-        """Return the elements of a whole tensor, laid out flat, that this rank needs to load it as this part."""
+    def needed_slice(self, name: str, part: str) -> slice:
+        """Return the elements of a flat tensor that this rank needs to load this part of it."""
 
     def load_state(self, name: str, state: TensorState) -> None: ...
 
-    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None: ...
+    def load_averages(self, averages: Iterator[tuple[str, Tensor]]) -> None:
+        if self.average is not None:
+            self.average.restart()
+            with self.average.in_place():
+                for name, tensor in averages:
+                    self.set_master(name, tensor)
+
+    def set_master(self, name: str, value: Tensor) -> None: ...
 
     def start_loading(self, steps: int) -> None:
-        """Make room for the moments before `load_state` fills them."""
+        """Allocate the moments before `load_state` fills them."""
 
 
 def pass_arguments(batch: Batch, temperature: float, entropy: bool) -> tuple[Any, ...]:
-    """Return what a Scorer is called with."""
     experts = batch.experts if is_filled(batch, "experts") else None
-    return batch.tokens, batch.learnt(), batch.lengths, temperature, entropy, experts
+    return batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts
 
 
 def model_output(fields: dict[str, Tensor]) -> ModelOutput:
@@ -72,18 +101,18 @@ def model_output(fields: dict[str, Tensor]) -> ModelOutput:
 
 @dataclass(frozen=True, slots=True)
 class TrainRow:
-    """What is known of an engine before one of its processes imports it."""
+    """What is known of an engine before a process imports it."""
 
     path: str  # of a class that follows TrainEngine and is made from a Scorer, a WorkerSpec and a device
-    package: str = ""  # that must be installed
+    package: str = ""  # must be installed
     brought_by: str = ""  # what installs it
-    local: bool = False  # it can live in the process of the run
-    several_ranks: bool = True  # that have met in torch.distributed before it is made
-    masters: bool = True  # float32 weights beside those that compute in bfloat16
+    local: bool = False  # it can run in the process of the run
+    several_ranks: bool = True  # that have joined torch.distributed before it is made
+    masters: bool = True  # float32 weights besides those that compute in bfloat16
     offloads: tuple[str, ...] = ("moments", "optimizer", "all")
-    # What its ranks share out of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
+    # What its ranks shard of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
-    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are shared out
+    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are sharded
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
+from trueline.files import UNFINISHED
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
 from trueline.models.weight_names import WeightNames, described_model
@@ -27,8 +28,6 @@ FILE_BYTES = 4 * 2**30  # of weights in a file
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What an exported folder is to hold."""
-
     merge: bool = False
     average: bool = False
     dtype: str | None = None
@@ -38,36 +37,30 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     checkpoint = find_checkpoint(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a new folder")
-    Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # every file is what was written
+    Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # checks every file
     averages = read_averages(checkpoint) if wanted.average else {}
     bare = not any((checkpoint / "model").glob("*.safetensors"))
     adapted = (checkpoint / "model" / ADAPTER).is_file()
     if wanted.merge and not adapted:
-        raise ConfigError(
-            f"{checkpoint} has no adapter (model.lora.rank=0), so nothing can be merged: leave --merge out"
-        )
-    make_parent(target)
-    aside = target.with_name(target.name + ".unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(checkpoint / "model", aside)
-    if bare:
-        write_masters(checkpoint, aside)
-    write = write_merged if wanted.merge else write_adapter if adapted else write_weights
-    write(aside, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
-    aside.rename(target)
-    return target
-
-
-def make_parent(target: Path) -> None:
+        raise ConfigError(f"{checkpoint} has no adapter (model.lora.rank=0) to merge: leave out --merge")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        why = f"{target.parent} is no folder, and none can be made there ({error.strerror})"
-        raise ConfigError(f"{target}: cannot be written, for {why}: name a new folder elsewhere") from error
+        why = f"{target.parent} is not a folder and cannot be created ({error.strerror})"
+        raise ConfigError(f"{target}: cannot be written, because {why}: name another folder") from error
+    temporary = target.with_name(target.name + UNFINISHED)
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(checkpoint / "model", temporary)
+    if bare:
+        write_masters(checkpoint, temporary)
+    write = write_merged if wanted.merge else write_adapter if adapted else write_weights
+    write(temporary, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
+    temporary.rename(target)
+    return target
 
 
 def find_checkpoint(source: Path) -> Path:
-    """Return the checkpoint itself, or the newest one of a run: a folder, or a name below runs/."""
+    """Return the checkpoint itself, or the newest one of a run, given by its folder or by its name below runs/."""
     named = [place for place in (source, RUNS / source) if place.is_dir()]
     if not named:
         raise ConfigError(f"{source}: neither it nor {RUNS / source} is a folder: name a run or a checkpoint")
@@ -75,12 +68,10 @@ def find_checkpoint(source: Path) -> Path:
     if inside:  # a checkpoint, or the model in one
         return inside[0]
     parent = RunFolder(named[0].parent)
-    run = parent.path if named[0] == parent.checkpoints else RunFolder(named[0]).trained()
+    run = parent.path if named[0] == parent.checkpoints else RunFolder(named[0]).training_folder()
     newest = Checkpoints(run, CheckpointConfig()).newest()
     if newest is None:
-        raise ConfigError(
-            f"{source}: neither a checkpoint nor a run folder with checkpoints in it: name a run that has saved one"
-        )
+        raise ConfigError(f"{source}: neither a checkpoint nor the folder of a run with checkpoints: name one of these")
     return newest
 
 
@@ -88,32 +79,32 @@ def read_averages(checkpoint: Path) -> dict[str, Tensor]:
     saved = SavedState(checkpoint)
     keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
     if not keys:
-        raise ConfigError(
-            f"{checkpoint}: no moving average was kept (training.ema_decay=0): leave --average out, or train with it"
-        )
+        raise ConfigError(f"{checkpoint} has no moving average (training.ema_decay=0): leave out --average")
     return {name: saved.read(key) for name, key in keys.items()}
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:
     if not averages and dtype is None:
-        return  # the copied files are what is wanted
+        return  # the copied files are enough
     averages = {name: tensor.clone() for name, tensor in on_disk(folder, iter(averages.items()))}
     for file in folder.glob("*.safetensors"):
         weights = load_file(file)
         weights |= {name: averages[name].to(tensor.dtype) for name, tensor in weights.items() if name in averages}
         save_tensors(file, {name: tensor.to(dtype or tensor.dtype) for name, tensor in weights.items()}, FORMAT)
     if dtype is not None:
-        declare(folder, dtype)
+        file = folder / "config.json"
+        settings = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+        file.write_text(json.dumps(settings, indent=2))
 
 
 def on_disk(folder: Path, weights: Named) -> Named:
-    """Turn the trainer's tensors into those of a model's files; the model is the one that a folder describes."""
+    """Convert the trainer's tensors to those of the model's files, for the model that a folder describes."""
     model = described_model(folder)
     return weights if model is None else WeightNames(model).on_disk(weights)
 
 
 def write_masters(checkpoint: Path, folder: Path) -> None:
-    """Write the weights of a training state as the model would be saved, one file of them at a time."""
+    """Write the weights of a training state as a model, one file at a time."""
     saved = SavedState(checkpoint)
     keys = {name: parts["weight"] for name, parts in saved.by_name().items()}
     dtype = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
@@ -149,10 +140,3 @@ def write_merged(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype |
         (folder / name).unlink()
     shutil.rmtree(folder / SETTINGS)
     model.save_pretrained(folder)
-
-
-def declare(folder: Path, dtype: torch.dtype) -> None:
-    """Write the type of the weights into the model's configuration."""
-    file = folder / "config.json"
-    settings = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-    file.write_text(json.dumps(settings, indent=2))

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
-from trueline.config.model import RanksConfig, TrainingConfig, told_experts
+from trueline.config.model import RanksConfig, TrainingConfig, reads_experts
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
-from trueline.monitoring.beats import WORK
-from trueline.runtime.actors import Actor, ActorFailure, Given, Result, share, wait_all
-from trueline.training.checkpoints import Saved, Writing
-from trueline.training.mesh import Mesh
-from trueline.training.report import AGREED, TOLD, LossSettings, Metrics, Report, agreement
-from trueline.training.worker import Worker
+from trueline.monitoring.heartbeat import WORK
+from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Result, share, wait_all
+from trueline.training.checkpoints import PollSave, SaveResult
+from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report, agreement
+from trueline.training.worker import Mesh, Worker
 
-TOTALS = ("loss", "router_loss", AGREED, TOLD, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
+TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
 
 
 class ModelGroup:
@@ -38,80 +37,88 @@ class ModelGroup:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
-        self.told_experts = told_experts(config)
+        self.reads_experts = reads_experts(config)
         self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
         tokens = config.tokens_per_pass() * self.mesh.ring
         self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
-        self.halved = 0  # times that passes were made smaller because memory ran out
+        self.halved = 0  # times that passes were halved because memory ran out
 
     def start(self) -> None:
         start_groups([self])
 
-    def call(
-        self, method: Callable[Concatenate[Worker, Given], Result], *args: Given.args, **named: Given.kwargs
-    ) -> list[Result]:
-        """Make the same call on every rank, and return the results in rank order."""
+    def call(self, method: Method[Worker, Given, Result], *args: Given.args, **named: Given.kwargs) -> list[Result]:
+        """Make a call on every rank, and return the results in rank order."""
         return wait_all([actor.submit(method, *args, **named) for actor in self.actors], self.timeout_seconds)
 
     def wait_until_idle(self, seconds: float) -> None:
-        """Return once every rank has nothing else to do, or raise ActorFailure where one does not get there."""
+        """Return when every rank is idle, or raise ActorFailure."""
         wait_all([actor.submit(Worker.ready) for actor in self.actors], seconds)
 
     def score(self, samples: list[Sample], temperature: float = 1.0, *, reference: bool = False) -> list[Tensor]:
         """Return [T] log-probs of each sample's tokens under this model, or [T, K] scores of a scoring head."""
         plan = self.plan(samples)
-        return ordered(samples, plan, self._submit(Worker.score, samples, plan, temperature, reference))
+        return split_by_sample(samples, plan, self._submit(Worker.score, samples, plan, temperature, reference))
 
-    def prepared(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
-        """Return the settings with what the loss itself wants to know of the whole minibatch."""
+    def prepare_settings(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
+        """Return the settings with the loss's own statistics of the whole minibatch."""
         score = partial(self.score, temperature=settings.temperature)
         found = LOSSES[loss].prepare(samples, settings.section, score)
         return replace(settings, statistics=settings.statistics | found)
 
-    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
-        """Make exactly one optimizer step on the whole minibatch; once in a run, smaller passes make up for memory."""
-        plan = self.plan(samples, together)
-        reports = self._submit(Worker.update, samples, plan, loss, self._routed(samples, plan, settings))
-        if found := reports[0].out_of_memory:
-            self._halve(samples, together, found)
-            return self.update(samples, loss, settings, together=together)
-        if settings.fresh:
-            for sample, mine in zip(samples, ordered(samples, plan, [one.logprobs for one in reports]), strict=True):
+    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
+        """Make one optimizer step on the whole minibatch; once in a run, halve the passes if memory runs out."""
+        plan = self.plan(samples, samples_per_row)
+        reports = self._submit(Worker.update, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
+        if error := reports[0].out_of_memory:
+            self._halve(samples, samples_per_row, error)
+            return self.update(samples, loss, settings, samples_per_row=samples_per_row)
+        if settings.logprobs_from_update:
+            for sample, mine in zip(
+                samples, split_by_sample(samples, plan, [one.logprobs for one in reports]), strict=True
+            ):
                 sample.old_logprobs = mine
         if settings.entropies:
-            for sample, mine in zip(samples, ordered(samples, plan, [one.entropies for one in reports]), strict=True):
+            for sample, mine in zip(
+                samples, split_by_sample(samples, plan, [one.entropies for one in reports]), strict=True
+            ):
                 sample.entropy = mine
-        return joined(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
+        return reduce_reports(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
 
-    def _halve(self, samples: list[Sample], together: int, found: str) -> None:
-        """Halve the passes; raise what was found if they were halved before, or if half is too little for a sample."""
+    def _halve(self, samples: list[Sample], samples_per_row: int, error: str) -> None:
+        """Halve the passes; raise the error if they were halved before, or if half is too small for a sample."""
         whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
         try:
-            self.plan(samples, together)
+            self.plan(samples, samples_per_row)
         except ValueError:
             self.budget = whole
         if self.halved or self.budget == whole:
-            raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {found}")
+            raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
         self.halved += 1
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
         plan = self.plan(samples)
-        return joined(self._submit(Worker.accumulate, samples, plan, loss, self._routed(samples, plan, settings)))
+        return reduce_reports(
+            self._submit(Worker.accumulate, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
+        )
 
-    def _routed(self, samples: list[Sample], plan: Plan, settings: LossSettings) -> LossSettings:
-        """Return the settings with where the minibatch's tokens go, one more pass, if a loss balances the experts."""
+    def _with_expert_counts(self, samples: list[Sample], plan: Plan, settings: LossSettings) -> LossSettings:
+        """Return the settings with the expert counts of the minibatch (one more pass), if experts are balanced."""
         if not self.balanced:
             return settings
         counts = self._submit(Worker.count_experts, samples, plan)
         return replace(settings, expert_counts=[sum(of_one) for of_one in zip(*counts, strict=True)])
 
-    def evaluate(self, samples: list[Sample], loss: str, settings: LossSettings, *, together: int = 1) -> Metrics:
-        """Return the loss and its metrics, computed without a gradient."""
-        return joined(self._submit(Worker.evaluate, samples, self.plan(samples, together), loss, settings))
+    def evaluate(
+        self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1
+    ) -> Metrics:
+        """Return the loss and its metrics, without gradients."""
+        return reduce_reports(
+            self._submit(Worker.evaluate, samples, self.plan(samples, samples_per_row), loss, settings)
+        )
 
     def keep_facts(self, samples: list[Sample], loss: str, settings: LossSettings) -> None:
-        """Keep the numbers that the loss finds after an evaluation, to be saved with the model."""
+        """Keep the loss's numbers after an evaluation, to save them with the model."""
         facts = LOSSES[loss].facts(samples, settings.section, self.score)
         if facts:
             self.call(Worker.annotate, facts)
@@ -124,25 +131,25 @@ class ModelGroup:
         *args: Given.args,
         **named: Given.kwargs,
     ) -> list[Result]:
-        """Make a call on every rank, and return one result for each data place, whose ranks all return the same."""
-        packed = share(pack_samples(samples, experts=self.told_experts))
-        with self.submitting:  # from several threads: every rank must get the calls in one order
+        """Make a call on every rank, and return one result per data place: its ranks all return the same."""
+        packed = share(pack_samples(samples, experts=self.reads_experts))
+        with self.submitting:  # every rank must get the calls of several threads in the same order
             calls = [
                 actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args, **named)
                 for rank, actor in enumerate(self.actors)
             ]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
-    def plan(self, samples: list[Sample], together: int = 1) -> Plan:
-        return plan_micro_batches([sample.length() for sample in samples], self.mesh.data, self.budget, together)
+    def plan(self, samples: list[Sample], samples_per_row: int = 1) -> Plan:
+        return plan_micro_batches([sample.length() for sample in samples], self.mesh.data, self.budget, samples_per_row)
 
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
 
 
-def ordered(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
-    """Cut what ranks computed of their tokens into samples, in the samples' own order."""
+def split_by_sample(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
+    """Split the ranks' values of tokens into samples, in the order of the samples."""
     found: dict[int, Tensor] = {}
     for passes, flat in zip(plan, flats, strict=True):
         places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
@@ -151,36 +158,36 @@ def ordered(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[
     return [found[at] for at in range(len(samples))]
 
 
-def write_models(models: dict[str, ModelGroup], folder: Path, whole: bool = True) -> Writing:
-    """Let every rank copy its share of a checkpoint, of each model to its place in the folder, and begin to write.
+def write_models(models: dict[str, ModelGroup], folder: Path, whole: bool = True) -> PollSave:
+    """Let every rank of each model copy its share of a checkpoint and begin to write it.
 
-    Where it is not `whole`, the training state is all that it has of the weights.
+    Without `whole`, the weights are only in the training state.
     """
     for place, model in models.items():
         (folder / place).mkdir(exist_ok=True)
         model.call(Worker.save, str(folder / place), whole)
 
-    def look(wait: bool) -> Saved | None:
-        found = [(Path(place), one) for place, model in models.items() for one in model.call(Worker.saved, wait)]
+    def poll(wait: bool) -> SaveResult | None:
+        found = [(Path(place), one) for place, model in models.items() for one in model.call(Worker.save_result, wait)]
         shares = [(place, one) for place, one in found if one is not None]
         if len(shares) < len(found):
             return None
         digests = {(place / name).as_posix(): value for place, one in shares for name, value in one.digests.items()}
         problem = next((one.problem for _, one in shares if one.problem), None)
-        return Saved(digests, max(one.seconds for _, one in shares), problem)
+        return SaveResult(digests, max(one.seconds for _, one in shares), problem)
 
-    return look
+    return poll
 
 
 def prepare_saving(models: Sequence[ModelGroup]) -> None:
-    """Let the ranks of all models that will be saved allocate the memory for it."""
+    """Let the ranks of all saved models allocate memory for checkpoints."""
     for model in models:
         model.call(Worker.prepare_saving, sum(len(model.actors) for model in models))
 
 
 @WORK.doing("phase", "start")
 def start_groups(groups: Sequence[ModelGroup]) -> None:
-    """Start the ranks of several models at once; each model's ranks meet at its rank 0."""
+    """Start the ranks of several models at once; the ranks of a model meet at its rank 0."""
     seconds = groups[0].timeout_seconds
     addresses = wait_all([group.actors[0].submit(Worker.listen) for group in groups], seconds)
     starts = [
@@ -191,8 +198,8 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
     wait_all(starts, seconds)
 
 
-def joined(reports: list[Report]) -> Metrics:
-    """Join the ranks' reports: means are reduced the way the loss is, and sums that mean something stay sums."""
+def reduce_reports(reports: list[Report]) -> Metrics:
+    """Reduce the ranks' reports: means are weighted like the loss, and totals are summed."""
     names = reports[0].sums
     sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
     weight = sums.pop("weight")

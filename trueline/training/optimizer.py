@@ -1,9 +1,9 @@
-"""AdamW, or Muon beside it, what they keep of each parameter, and their learning rate."""
+"""AdamW and Muon, their moments and learning rate, and the moving average of weights."""
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,25 +14,25 @@ from trueline.config.model import TrainingConfig
 from trueline.models.loading import shape_of
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-IN_LAYER = re.compile(r"(^|\.)\d+\.")  # a numbered layer; embeddings, the last norm and heads stand outside
-PIECE = 64 * 2**20  # elements of each moment that are on the device at a time; twice, while two pieces overlap
+IN_LAYER = re.compile(r"(^|\.)\d+\.")  # a numbered layer, in contrast to embeddings, last norm and heads
+PIECE = 64 * 2**20  # elements of each moment that are on the device at a time; two pieces overlap
 PINNED_APART = 2**24  # elements from which memory is pinned in place: PyTorch's pool rounds up to powers of two
 
 Parameters = list[nn.Parameter]
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """Make an optimizer whose weight decay applies to matrices and leaves biases and norms alone."""
+    """Make an optimizer that applies weight decay to matrices, not to biases and norms."""
     parts: dict[str, Parameters] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             parts.setdefault(stepped_by(name, len(shape_of(parameter)), config), []).append(parameter)
-    made = [MAKERS[kind](parameters, config) for kind, parameters in parts.items()]
-    return made[0] if len(made) == 1 else Together(made)
+    optimizers = [MAKERS[kind](parameters, config) for kind, parameters in parts.items()]
+    return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
 def stepped_by(name: str, dimensions: int, config: TrainingConfig) -> str:
-    """Return the row of MAKERS that steps a parameter: Muon is for matrices of hidden layers."""
+    """Return the key in MAKERS for a parameter: Muon is for matrices of hidden layers."""
     return "muon" if config.optimizer == "muon" and dimensions == 2 and IN_LAYER.search(name) else "adamw"
 
 
@@ -49,7 +49,7 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
 
 
 def make_muon(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
-    """Make a Muon whose updates are as large as AdamW's, so that both take one learning rate."""
+    """Make a Muon whose updates are as large as AdamW's, so that both use one learning rate."""
     return torch.optim.Muon(
         parameters, lr=config.peak_rate(), weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -62,15 +62,15 @@ MAKERS: dict[str, Callable[[Parameters, TrainingConfig], torch.optim.Optimizer]]
 
 
 class HostMomentsAdamW(torch.optim.Optimizer):
-    """AdamW with the arithmetic of PyTorch's fused one: pieces of a tensor are stepped as the whole would be."""
+    """AdamW with moments in host memory; it steps pieces of a tensor with PyTorch's fused arithmetic."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        # One piece leaves the device while the next arrives; always the same two, as each keeps memory of its own.
+        # One piece leaves the device while the next arrives. Always the same two: each stream keeps its own memory.
         self.streams = [torch.cuda.Stream() for _ in range(2)] if torch.cuda.is_available() else []
 
     def reserve(self, parameters: Iterable[Tensor]) -> None:
-        """Take the memory of the moments before the first step, so that a lack of it ends the run at its start."""
+        """Allocate the moments before the first step, so that a lack of memory ends the run at its start."""
         for parameter in parameters:
             self.state[parameter] = {
                 "step": torch.tensor(0.0),
@@ -125,7 +125,7 @@ class HostMomentsAdamW(torch.optim.Optimizer):
 
 
 def host_zeros(like: Tensor) -> Tensor:
-    """Return zeros in the machine's memory that a GPU can copy to and from while it computes."""
+    """Return zeros in host memory that a GPU can copy while it computes."""
     size = like.numel()
     if like.device.type != "cuda" or size < PINNED_APART:
         return torch.zeros(like.shape, dtype=torch.float32, pin_memory=like.device.type == "cuda")
@@ -135,8 +135,8 @@ def host_zeros(like: Tensor) -> Tensor:
     return zeros
 
 
-class Together(torch.optim.Optimizer):
-    """Several optimizers as one: their parameter groups in one list, and one state."""
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers as one, with one list of parameter groups and one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -150,12 +150,12 @@ class Together(torch.optim.Optimizer):
 
 
 def moments_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a parameter: nothing before its first step."""
+    """Return the moments of a parameter; there are none before the first step."""
     return {key: value for key, value in optimizer.state.get(parameter, {}).items() if key != "step"}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: dict[str, Tensor], steps: int) -> None:
-    """Let the optimizer go on from copies of moments that it had after `steps`, in memory that it has for them."""
+    """Copy moments of step `steps` into the optimizer, into existing memory if there is some."""
     state = optimizer.state[parameter]
     state["step"] = torch.full_like(state.get("step", torch.tensor(0.0, device=parameter.device)), steps)
     for key, value in moments.items():
@@ -165,8 +165,42 @@ def set_moments(optimizer: torch.optim.Optimizer, parameter: Tensor, moments: di
             state[key] = value.to(parameter.device).clone()
 
 
+class MovingAverage:
+    """An exponential moving average of a rank's tensors: whole parameters, or its shards."""
+
+    def __init__(self, pieces: list[Tensor], decay: float) -> None:
+        self.pieces, self.decay = pieces, decay
+        self.average = [piece.detach().clone() for piece in pieces]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for average, piece in zip(self.average, self.pieces, strict=True):
+            average.lerp_(piece, 1 - self.decay)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        for average, piece in zip(self.average, self.pieces, strict=True):
+            average.copy_(piece)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Swap the average into the tensors while inside, to read or write it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, piece in zip(self.average, self.pieces, strict=True):
+            kept = piece.clone()
+            piece.copy_(average)
+            average.copy_(kept)
+
+
 def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> float:
-    """Return the rate of optimizer step `step`, counted from 0, by the step alone, so that resuming is exact."""
+    """Return the rate of optimizer step `step`, counted from 0; it depends on the step alone, for exact resuming."""
     if step < config.warmup_steps:
         return config.peak_rate() * (step + 1) / config.warmup_steps
     remaining = max(total_steps - config.warmup_steps, 1)

@@ -1,4 +1,4 @@
-"""What controller and ranks tell each other of a step: what the loss needs, and what came of it."""
+"""What the controller sends to ranks for a step, and what they report."""
 
 import resource
 from collections.abc import Callable
@@ -12,24 +12,22 @@ from torch import Tensor
 from trueline.data.types import Batch, LossOutput
 
 Metrics = dict[str, float]
-AGREED, TOLD = "agreed", "told"  # experts that trainer and engine both chose, and all that the engine has told
+AGREED, REPORTED = "agreed", "reported"  # experts that trainer and engine both chose, and all that the engine returned
 
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """What a loss needs besides the samples."""
-
     temperature: float = 1.0
-    section: Any = None  # of the configuration, that the loss reads
+    section: Any = None  # of the configuration
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
-    fresh: bool = False  # the old log-probs are those of the pass itself, because it is the only one
-    entropies: bool = False  # of each token come back, where the loss has them
-    draws: bool = False  # the samples were drawn with these very weights, and are tested for it
-    expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, where routers are balanced
+    logprobs_from_update: bool = False  # the only pass of the step computes the old log-probs
+    entropies: bool = False  # return the entropy of each token
+    draws: bool = False  # test whether the samples come from these weights
+    expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, to balance routers
 
 
-class Tally:
-    """Weighted sums and maxima over the passes of an update; they stay on the device until all are done."""
+class LossAccumulator:
+    """Weighted sums and maxima over the passes of an update; they stay on the device until the last pass."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = {}
@@ -46,12 +44,12 @@ class Tally:
             self.maxima.setdefault(name, []).append(torch.where(weights > 0, values, -torch.inf).max())
 
     def report(self) -> "Report":
-        sums = {name: sum(numbers) for name, numbers in fetched(self.sums).items()}
-        return Report(sums, {name: max(numbers) for name, numbers in fetched(self.maxima).items()}, {})
+        sums = {name: sum(numbers) for name, numbers in fetch_numbers(self.sums).items()}
+        return Report(sums, {name: max(numbers) for name, numbers in fetch_numbers(self.maxima).items()}, {})
 
 
-def fetched(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """Bring all numbers from their device at once."""
+def fetch_numbers(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """Copy all numbers from the device at once."""
     flat = torch.stack([one.float() for values in found.values() for one in values]).tolist() if found else []
     numbers = iter(flat)
     return {name: [next(numbers) for _ in values] for name, values in found.items()}
@@ -59,30 +57,30 @@ def fetched(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
 
 @dataclass(slots=True)
 class Report:
-    """What one rank reports of an update: weighted sums and maxima, to be joined over ranks."""
+    """One rank's weighted sums and maxima of an update."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
     step: dict[str, float]
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of a fresh pass, in plan order
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
-    out_of_memory: str = ""  # why there is nothing else in it: no step was made, and no gradient is left
+    out_of_memory: str = ""  # the error; the report is empty, no step was made, and gradients are discarded
 
 
 def agreement(totals: Metrics) -> Metrics:
-    """Put the share of experts on which trainer and engine agree in place of its two sums, where there are any."""
-    agreed, told = totals.pop(AGREED, 0.0), totals.pop(TOLD, 0.0)
-    return {"mismatch/routing_agreement": agreed / told} if told else {}
+    """Replace the two sums of experts by the share on which trainer and engine agree."""
+    agreed, reported = totals.pop(AGREED, 0.0), totals.pop(REPORTED, 0.0)
+    return {"mismatch/routing_agreement": agreed / reported} if reported else {}
 
 
 def weights_of(loss: LossOutput, batch: Batch) -> Tensor:
     return batch.shares if loss.per_sequence else batch.token_weights()
 
 
-def attempted(work: Callable[[], Report], discard: Callable[[], bool]) -> Report:
-    """Do the only rank's work; where memory runs out, forget its gradients and say so, and it can be tried again.
+def run_or_discard(work: Callable[[], Report], discard: Callable[[], bool]) -> Report:
+    """Run the work of the only rank; if memory runs out, discard its gradients and report it, for another try.
 
-    Of several ranks the others would wait for this one in a collective.
+    With several ranks the others would wait for this one in a collective.
     """
     try:
         return work()
@@ -91,12 +89,12 @@ def attempted(work: Callable[[], Report], discard: Callable[[], bool]) -> Report
     if not discard():
         raise torch.OutOfMemoryError(found)
     if torch.cuda.is_available():
-        released()
+        release_cache()
     return Report({}, {}, {}, out_of_memory=found)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return the peak of this process's tensors, and what all have in use of a GPU; on a CPU, this process's peak."""
+    """Return this process's peak, and on a GPU the memory in use by all processes."""
     if device.type == "cuda":
         return {"memory/peak_gib": torch.cuda.max_memory_allocated() / 2**30, "memory/device_gib": in_use_gib()}
     return {"memory/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
@@ -107,8 +105,8 @@ def in_use_gib() -> float:
     return (total - free) / 2**30
 
 
-def released() -> tuple[float, float]:
-    """Empty the allocator's cache; return what all processes had in use before, and what this one gave back."""
+def release_cache() -> tuple[float, float]:
+    """Empty the allocator's cache; return the GiB that all processes used before, and the GiB released."""
     before, held = in_use_gib(), torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     return before, (held - torch.cuda.memory_reserved()) / 2**30

@@ -1,4 +1,4 @@
-"""One rank's share of a checkpoint: copied to buffers, written by a thread of its own, and read into any layout."""
+"""One rank's share of a checkpoint: copied to buffers, written by a thread, and read into any layout."""
 
 import hashlib
 import json
@@ -22,38 +22,39 @@ from trueline.config.base import ConfigError
 from trueline.models.lora import ADAPTER, SETTINGS, peft_name
 from trueline.models.weight_names import WeightNames
 from trueline.runtime.cluster import free_memory
-from trueline.training.checkpoints import Saved
+from trueline.training.checkpoints import SaveResult
 from trueline.training.engines import TrainEngine
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
-AVERAGE = "average"  # the part of a tensor that engines keep apart from the others
-FIXED = "fixed.safetensors"  # what a model's files hold beside its parameters, for checkpoints without a model
+AVERAGE = "average"  # the part of a tensor that engines keep separately
+FIXED = "fixed.safetensors"  # non-parameters of a model's files, for checkpoints without a model
 INDEX = "model/model.safetensors.index.json"
-BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, where memory is free and where it is not
-HOST_SHARE = 0.5  # of the memory that is free at the start; where it is less than a share, copying waits for writing
+BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, with and without enough free memory
+HOST_SHARE = 0.5  # of the free memory at the start; with too little, copying waits for writing
+FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+CODES = {**FLOATS, **INTEGERS, torch.bool: "BOOL"}  # of safetensors
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
-Shard = tuple[str, bytes, int]  # a safetensors file: name, head, and how many bytes of tensors follow
+Shard = tuple[str, bytes, int]  # a safetensors file: name, header, and how many bytes of tensors follow
 
 
 def contents(engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True) -> Iterator[Content]:
-    """Yield all that a checkpoint holds, gathered on every rank, or leave out the weights of a model.
+    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights.
 
-    A model has the names on disk, and training state the trainer's own.
+    A model has the names on disk, and the training state has the trainer's.
     """
     if adapted:
         yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
     elif model:
-        yield from ((MODEL, name, tensor) for name, tensor in names.saved(engine.weights()))
+        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))
     for name, state in engine.state():
         yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
     yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())
 
 
 def snapshot_bytes(weights: float, trained: float, world: int, averaged: bool) -> float:
-    """Estimate what one rank copies to host memory: a share of all weights' bytes, and of what is trained, in float32,
-    master weights, two moments and the average.
-    """
+    """Estimate what one rank copies to host memory: its share of the weights and, in float32, of the training state."""
     return (weights + 4 * trained * (3 + averaged)) / world
 
 
@@ -72,7 +73,7 @@ class Part:
 
     stem: str
     key: str
-    shape: torch.Size  # of the whole
+    shape: torch.Size  # of the whole tensor
     dtype: torch.dtype
     start: int
     stop: int
@@ -80,22 +81,19 @@ class Part:
     def size(self) -> int:
         return (self.stop - self.start) * self.dtype.itemsize
 
-    def entry(self, at: int) -> dict[str, Any]:
-        """Return this part's line in the head of a safetensors file."""
-        code = str(self.dtype).removeprefix("torch.").upper()
-        for word, short in (("FLOAT", "F"), ("UINT", "U"), ("INT", "I")):
-            code = code.replace(word, short)
-        shape = [self.stop - self.start] if self.stem == TRAINING else list(self.shape)
-        return {"dtype": code, "shape": shape, "data_offsets": [at, at + self.size()]}
-
 
 def divide(contents: Iterable[Content], rank: int, world: int) -> tuple[list[Part], dict[str, int]]:
     """Return this rank's parts, and which rank writes which weight.
 
-    Training state is cut evenly, tensor by tensor; weights are whole, and go by their size; adapters are rank 0's.
+    Every tensor of the training state is split evenly. Weights stay whole: each, large ones first, goes to the rank
+    with the fewest elements so far. Rank 0 writes adapters.
     """
     specs = [(stem, key, tensor.shape, tensor.dtype) for stem, key, tensor in contents]
-    owners = owners_of({key: shape.numel() for stem, key, shape, _ in specs if stem == MODEL}, world)
+    sizes = {key: shape.numel() for stem, key, shape, _ in specs if stem == MODEL}
+    loads, owners = [0] * world, dict[str, int]()
+    for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        owners[key] = loads.index(min(loads))
+        loads[owners[key]] += sizes[key]
     parts = []
     for stem, key, shape, dtype in specs:
         whole = (0, shape.numel() if owners.get(key, 0) == rank else 0)
@@ -103,44 +101,36 @@ def divide(contents: Iterable[Content], rank: int, world: int) -> tuple[list[Par
     return parts, owners
 
 
-def owners_of(sizes: dict[str, int], world: int) -> dict[str, int]:
-    """Give every tensor, large ones first, to the rank that has least so far."""
-    loads, owners = [0] * world, {}
-    for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        owners[key] = loads.index(min(loads))
-        loads[owners[key]] += sizes[key]
-    return owners
-
-
 def make_shard(name: str, parts: list[Part], metadata: dict[str, str]) -> Shard:
     entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for part in parts:
-        entries[part.key] = part.entry(at)
+        shape = [part.stop - part.start] if part.stem == TRAINING else list(part.shape)
+        entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, at + part.size()]}
         at += part.size()
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return name, struct.pack("<Q", len(text)) + text, at
 
 
-class Ring:
-    """Host buffers that go from whoever copies to whoever writes, and back."""
+class HostBuffers:
+    """Buffers that circulate between the copying and the writing thread."""
 
     def __init__(self) -> None:
         self.free: SimpleQueue[Tensor] = SimpleQueue()
-        self.filled: SimpleQueue[tuple[Tensor, int] | None] = SimpleQueue()  # None ends what was copied
-        self.buffer: Tensor | None = None  # that is copied to
+        self.filled: SimpleQueue[tuple[Tensor, int] | None] = SimpleQueue()  # None is the end
+        self.buffer: Tensor | None = None  # being filled
         self.used = 0
 
     def allocate(self, size: float, room: float) -> None:
-        """Make room for all of `size` and a little more, as whole tensors divide unevenly, or as far as room goes."""
+        """Allocate `size` and a little more, as whole tensors divide unevenly, or as much as `room` allows."""
         each = max(math.ceil(min(BUFFER_BYTES, size / 2, max(room / 2, LEAST_BYTES))), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
             self.free.put(host_buffer(each))
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Tell the writer of the end, whatever ends the copying inside."""
+        """Signal the end to the writer, whatever ends the copying inside."""
         try:
             yield
         finally:
@@ -148,12 +138,12 @@ class Ring:
             self.filled.put(None)
 
     def put(self, source: Tensor) -> None:
-        """Copy bytes; wait where all buffers are full and not yet written."""
+        """Copy bytes; wait while all buffers are full."""
         while len(source):
             if self.buffer is None:
                 self.buffer, self.used = self.free.get(), 0
             count = min(len(self.buffer) - self.used, len(source))
-            # It returns when all is copied: a gathered tensor's memory may be taken for the next at once.
+            # Synchronous: the memory of a gathered tensor may be reused at once.
             self.buffer[self.used : self.used + count].copy_(source[:count])
             self.used, source = self.used + count, source[count:]
             if self.used == len(self.buffer):
@@ -164,8 +154,8 @@ class Ring:
             self.filled.put((self.buffer, self.used))
         self.buffer = None
 
-    def written(self) -> Iterator[memoryview]:
-        """Yield what is copied, and take each buffer back behind it, until the end is told."""
+    def drain(self) -> Iterator[memoryview]:
+        """Yield the copied bytes until the end, and take each buffer back afterwards."""
         while (entry := self.filled.get()) is not None:
             try:
                 yield entry[0].numpy().data[: entry[1]]
@@ -174,7 +164,7 @@ class Ring:
 
 
 def host_buffer(size: int) -> Tensor:
-    """Return memory that a GPU copies to at full speed, where there is one and the system grants it."""
+    """Return pinned memory, to which a GPU copies at full speed, or ordinary memory if there is none."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -182,8 +172,6 @@ def host_buffer(size: int) -> Tensor:
 
 
 class Saver:
-    """Write one rank's share of checkpoints, one at a time."""
-
     def __init__(
         self,
         rank: int,
@@ -192,56 +180,56 @@ class Saver:
         without_model: Callable[[], Iterator[Content]] = lambda: iter(()),
     ) -> None:
         self.rank, self.world, self.contents, self.without_model = rank, world, contents, without_model
-        self.ring, self.thread = Ring(), ThreadPoolExecutor(1, "save")
+        self.buffers, self.thread = HostBuffers(), ThreadPoolExecutor(1, "save")
         self.allocated: Future[None] | None = None
-        self.writing: Future[Saved] | None = None
+        self.writing: Future[SaveResult] | None = None
         self.divisions: dict[tuple[bool, bool], tuple[list[Part], dict[str, int]]] = {}
 
     def allocate(self, size: float, sharers: int = 1, coming: float = 0.0) -> "Future[None]":
-        """Begin to allocate the buffers, on a machine that as many ranks share and will each take more of."""
+        """Begin to allocate buffers on a machine with this many ranks, each of which will use `coming` more bytes."""
         room = max(HOST_SHARE * (free_memory() / sharers - coming), 0.0)
-        self.allocated = self.thread.submit(self.ring.allocate, size, room)
+        self.allocated = self.thread.submit(self.buffers.allocate, size, room)
         return self.allocated
 
     def save(self, folder: Path, steps: int, describe: Callable[[], None], model: bool = True) -> None:
-        """Copy this rank's share and return; the thread writes it, and calls `describe` for files of other kinds.
+        """Copy this rank's share and return; the thread writes it, and calls `describe` to write other files.
 
-        What there is to write changes with the optimizer's first step and with `model`, which says whether to write the
-        weights of a model; it is looked up before it is copied.
+        The content changes with the optimizer's first step and with `model`: whether the model's weights are saved.
         """
-        self.saved(wait=True)
+        self.result(wait=True)
         contents = self.contents if model else self.without_model
         if (steps > 0, model) not in self.divisions:
             self.divisions[steps > 0, model] = divide(contents(), self.rank, self.world)
         parts, owners = self.divisions[steps > 0, model]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
         self.writing = self.thread.submit(self._write, folder, self._shards(parts, steps), owners, describe)
-        with self.ring.filling():
+        with self.buffers.filling():
             for part, (stem, key, tensor) in zip(parts, contents(), strict=True):
-                assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} is not where it was"
+                assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} has moved"
                 mine = tensor.detach().contiguous().view(-1)[part.start : part.stop]
-                self.ring.put(mine.view(torch.uint8))
+                self.buffers.put(mine.view(torch.uint8))
 
-    def saved(self, *, wait: bool) -> Saved | None:
-        """Return what became of the last save, or None while it is under way."""
+    def result(self, *, wait: bool) -> SaveResult | None:
         if self.writing is None or not (wait or self.writing.done()):
             return None
         return self.writing.result()
 
     def _shards(self, parts: list[Part], steps: int) -> list[Shard]:
         shapes = json.dumps({part.key: list(part.shape) for part in parts if part.stem == TRAINING})
-        about = {TRAINING: {"steps": str(steps), "shapes": shapes}}
+        metadata = {TRAINING: {"steps": str(steps), "shapes": shapes}}
         shards = []
         for stem in dict.fromkeys(part.stem for part in parts):
             mine = [part for part in parts if part.stem == stem and part.stop > part.start]
             name = shard_name(stem, self.rank, 1 if stem == LORA else self.world)
             if stem != LORA or self.rank == 0:
-                shards.append(make_shard(name, mine, about.get(stem, {"format": "pt"})))
+                shards.append(make_shard(name, mine, metadata.get(stem, {"format": "pt"})))
         return shards
 
-    def _write(self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]) -> Saved:
+    def _write(
+        self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]
+    ) -> SaveResult:
         start, digests, problem = time.monotonic(), {}, None
-        copied = self.ring.written()
+        copied = self.buffers.drain()
         try:
             (folder / MODEL).parent.mkdir(exist_ok=True)
             rest = memoryview(b"")
@@ -250,24 +238,24 @@ class Saver:
             describe()
             if self.rank == 0 and self.world > 1 and owners:
                 write_index(folder / INDEX, owners, self.world)
-        except (OSError, ValueError, SafetensorError) as error:  # a ValueError is of files of other kinds
+        except (OSError, ValueError, SafetensorError) as error:  # `describe` may raise ValueError
             problem = f"rank {self.rank}: {error}"
         finally:
-            for _ in copied:  # what a full disk does not take
+            for _ in copied:  # discard what a full disk does not take
                 pass
-        return Saved(digests, time.monotonic() - start, problem)
+        return SaveResult(digests, time.monotonic() - start, problem)
 
 
 def write_shard(folder: Path, shard: Shard, rest: memoryview, copied: Iterator[memoryview]) -> tuple[str, memoryview]:
-    """Write one file to the disk; return its SHA-256, and what is left of the buffer that it ended in."""
-    name, head, left = shard
-    digest = hashlib.sha256(head)
+    """Write one file to the disk; return its SHA-256, and the rest of the last buffer."""
+    name, header, left = shard
+    digest = hashlib.sha256(header)
     with (folder / name).open("wb") as file:
-        file.write(head)
+        file.write(header)
         while left:
             rest = rest or next(copied, rest)
             if not rest:
-                raise OSError(f"{name}: copying was broken off")
+                raise OSError(f"{name}: copying was interrupted")
             part, rest = rest[:left], rest[left:]
             file.write(part)
             digest.update(part)
@@ -278,13 +266,13 @@ def write_shard(folder: Path, shard: Shard, rest: memoryview, copied: Iterator[m
 
 
 def write_index(file: Path, owners: dict[str, int], world: int) -> None:
-    """Write which file of the model's folder has which tensor, as `from_pretrained` wants it."""
+    """Write which file has which tensor, for `from_pretrained`."""
     files = {key: Path(shard_name(MODEL, owner, world)).name for key, owner in owners.items()}
     file.write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
 
 
 def describe_model(folder: Path, model: Any, config: Any, adapter: Any | None, tokenizer: Any) -> None:
-    """Write what `from_pretrained` wants beside weights or adapter."""
+    """Write what `from_pretrained` needs besides the weights or the adapter."""
     if adapter is not None:
         adapter.save_pretrained(folder)
         config.save_pretrained(folder / SETTINGS)
@@ -296,32 +284,25 @@ def describe_model(folder: Path, model: Any, config: Any, adapter: Any | None, t
 
 
 class SavedState:
-    """The training state of a checkpoint, whichever ranks wrote it."""
+    """The training state of a checkpoint, from any number of ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [safe_open(file, framework="pt") for file in sorted(folder.glob(f"{TRAINING}*.safetensors"))]
-        about = (self.files[0].metadata() or {}) if self.files else {}
-        if "shapes" not in about:
-            raise ConfigError(
-                f"{folder}: its training state is missing, or of a Trueline that did not yet share it out over files; "
-                f"start a new run with --model {folder}/model"
-            )
-        self.steps = int(about["steps"])
-        self.shapes = {key: torch.Size(shape) for key, shape in json.loads(about["shapes"]).items()}
+        metadata = (self.files[0].metadata() or {}) if self.files else {}
+        if "shapes" not in metadata:
+            raise ConfigError(f"{folder}: its training state is missing; start a new run with --model {folder}/model")
+        self.steps = int(metadata["steps"])
+        self.shapes = {key: torch.Size(shape) for key, shape in json.loads(metadata["shapes"]).items()}
 
     def by_name(self) -> dict[str, dict[str, str]]:
-        """Return the keys of all parts by the tensors that they belong to."""
         names: dict[str, dict[str, str]] = {}
         for key in sorted(self.shapes):
             name, _, part = key.rpartition("/")
             names.setdefault(name, {})[part] = key
         return names
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self.shapes[parts["weight"]]) for name, parts in self.by_name().items()}
-
     def read(self, key: str, wanted: slice = slice(None)) -> Tensor:
-        """Return a whole tensor, of which only the wanted elements are read; what the others hold is undefined."""
+        """Return a whole tensor, of which only the wanted elements are read; the others are undefined."""
         elements = self.shapes[key].numel()
         first, last, _ = wanted.indices(elements)
         found: list[tuple[int, Tensor]] = []
@@ -337,12 +318,12 @@ class SavedState:
 
 
 def load_state(engine: TrainEngine, saved: SavedState) -> None:
-    """Let an engine take up what was saved; of parts that are shaped like their weight, read only what it wants."""
+    """Load a saved state into an engine; of parts shaped like their weight, read only what the engine needs."""
     named = saved.by_name()
 
     def read(name: str, part: str) -> Tensor:
         key, like = named[name][part], saved.shapes[named[name]["weight"]]
-        return saved.read(key, engine.wanted(name, part) if saved.shapes[key] == like else slice(None))
+        return saved.read(key, engine.needed_slice(name, part) if saved.shapes[key] == like else slice(None))
 
     engine.start_loading(saved.steps)
     for name, parts in named.items():

@@ -53,26 +53,26 @@ def add_files(folder: Path) -> None:
 
 
 MISTAKES: list[Mistake] = [
-    ([*GRPO, "algorithm.advantage=gone.py:f"], 2, r"algorithm.advantage: there is no file gone.py \(looked in /"),
-    ([*GRPO, "algorithm.advantage=own.py"], 2, r"own.py is a file: name the function in it, too, as own.py:NAME"),
+    ([*GRPO, "algorithm.advantage=gone.py:f"], 2, r"algorithm.advantage: no file gone.py in /.*: check the path"),
+    ([*GRPO, "algorithm.advantage=own.py"], 2, r"own.py is a file: name a function in it, as own.py:NAME"),
     ([*GRPO, "algorithm.advantage=own.py:f"], 2, r"own.py has no function 'f'; it has .*one_parameter, raises"),
     ([*GRPO, "algorithm.advantage=gone:f"], 2, r"advantage=gone:f: cannot be imported .*PYTHONPATH"),
     (
         [*GRPO, "algorithm.advantage=median"],
         2,
-        r"advantage=median: not known; choose from gae.* or give file.py:function",
+        r"advantage=median is unknown: choose from gae.*, file.py:function",
     ),
     ([*GRPO, "algorithm.advantage=wrong.py:f"], 2, r"wrong.py:f raised SyntaxError: expected ':' \(wrong.py, line 1\)"),
     ([*GRPO, "algorithm.advantage=broken.py:f"], 2, r"broken.py:f: cannot be imported \(No module named 'nonsense'\)"),
-    ([*GRPO, "algorithm.advantage=own:one_parameter"], 2, r"it is called with \(samples, config\), and too many"),
+    ([*GRPO, "algorithm.advantage=own:one_parameter"], 2, r"is called with \(samples, config\): too many"),
     ([*GRPO, "algorithm.advantage=own.py:raises"], 1, r"error: .*own.py:raises raised KeyError: 4 \(own.py, line 12\)"),
-    ([*GRPO, "algorithm.advantage=own.py:nothing"], 1, r"nothing left sample 0 without advantages: set sample.adv"),
+    ([*GRPO, "algorithm.advantage=own.py:nothing"], 1, r"nothing gave sample 0 no advantages: set sample.adv"),
     ([*GRPO, "algorithm.advantage=own.py:short"], 1, r"sample 0 advantages of shape \[1\], .*multiply by sample.mask"),
-    ([*GRPO, "algorithm.advantage=own.py:not_finite"], 1, r"advantages that are not finite: see to divisions by zero"),
+    ([*GRPO, "algorithm.advantage=own.py:not_finite"], 1, r"advantages that are not finite: avoid divisions by zero"),
     (
         [*GRPO, "algorithm.loss=own.py:one_parameter"],
         2,
-        r"algorithm.loss=.*: it is called with \(logprobs, batch, conf",
+        r"algorithm.loss=.* is called with \(logprobs, batch, conf",
     ),
     ([*GRPO, "algorithm.loss=own.py:loss_raises"], 1, r"loss_raises raised RuntimeError: .* \(own.py, line 30\)"),
     (
@@ -83,11 +83,11 @@ MISTAKES: list[Mistake] = [
     (
         [*GRPO, "algorithm.loss=own.py:bare"],
         1,
-        r"bare returned Tensor: return LossOutput\(values\) with a value for each",
+        r"bare returned Tensor: return LossOutput\(values\) with one value per token",
     ),
     (
         [*GRPO, "algorithm.loss=own.py:loss_not_finite"],
         0,
-        r"step was skipped .*see to logarithms and div.*own.py:loss_not",
+        r"step was skipped .*check logarithms and div.*own.py:loss_not",
     ),
 ]

@@ -8,8 +8,8 @@ from tests.support.mistakes.home import GRPO, LOCAL, SMALL, Mistake
 PLAY = ["grpo", "--model", "model", "--data", "prompts.jsonl", *LOCAL, *SMALL]
 GENERATE = ["generate", "--model", "model", "--data", "prompts.jsonl", "runtime=local", "rollout.max_new_tokens=4"]
 EVAL = ["eval", "--model", "model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits", *GENERATE[5:]]
-STEP = r"return a text to go on, a number to end with that reward, or a dict"
-UNSEEN = r"the model is never shown the tools calculator, for the chat template of .*model leaves them out: .*FILE"
+STEP = r"return a text to continue, a number to end with that reward, or a dict"
+UNSEEN = r"the model would not see the tools python, because the chat template of .*model drops them: .*FILE"
 
 CODE = '''
 def add(a: int, b: int) -> int:
@@ -120,26 +120,30 @@ def add_files(folder: Path) -> None:
 
 MISTAKES: list[Mistake] = [
     # Tools
-    ([*GRPO, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN + r".*data.system_prompt"),
-    ([*GENERATE, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN),
-    ([*EVAL, "--tools", "calculator", "data.chat_template=toolless.jinja"], 2, UNSEEN),
-    ([*GRPO, "--tools", "calculator"], 2, r"never shown the tools calculator, for model has no chat template: set"),
+    ([*GRPO, "--tools", "python", "data.chat_template=toolless.jinja"], 2, UNSEEN + r".*data.system_prompt"),
+    ([*GENERATE, "--tools", "python", "data.chat_template=toolless.jinja"], 2, UNSEEN),
+    ([*EVAL, "--tools", "python", "data.chat_template=toolless.jinja"], 2, UNSEEN),
+    (
+        [*GRPO, "--tools", "python"],
+        2,
+        r"would not see the tools python, because model has no chat template: set",
+    ),
     ([*PLAY, "--tools", "code.py:add"], 2, r"reward.function is empty: give --reward"),
     ([*GRPO, "--tools", "code.py:undocumented"], 2, r"the tool undocumented has no docstring, by which .*: write one"),
     ([*GRPO, "--tools", "code.py:unhinted"], 2, r"the tool unhinted: its parameter a has no type hint: give it one of"),
     ([*GRPO, "--tools", "code.py:add,code.py:add"], 2, r"there is a tool 'add' already; rename one of them"),
-    ([*GRPO, "--tools", "code.py"], 2, r"the tool 'code.py' is not a built-in .*name one function of a file"),
-    ([*GRPO, "--tools", "nodata"], 2, r"the tool 'nodata' is not a built-in .*nor file.py:function"),
+    ([*GRPO, "--tools", "code.py"], 2, r"the tool 'code.py' is neither python, .*name one function of a file"),
+    ([*GRPO, "--tools", "nodata"], 2, r"the tool 'nodata' is neither python, file.py:function"),
     ([*GRPO, "--tools", "syntax.py:f"], 2, r"environment.tools=syntax.py:f: .*SyntaxError: invalid syntax"),
-    ([*GRPO, "--tools", ""], 2, r"environment.tools: is empty: name tools, e.g. --tools calculator"),
-    ([*GRPO, "--tools", "search"], 2, r"the tool search needs environment.options.documents"),
+    ([*GRPO, "--tools", ""], 2, r"environment.tools: is empty: name tools, e.g. --tools python"),
+    ([*GRPO, "--tools", "search"], 2, r"the tool search is an example, no built-in: copy examples/tools/search.py"),
     ([*GRPO, "--tools", "python", "environment.options.second=3"], 2, r"options.second: none of the tools .*seconds"),
     ([*GRPO, "--tools", "mcp:no-such-server"], 2, r"the MCP server 'no-such-server' does not answer: check its URL or"),
     ([*GRPO, "--tools", "mcp:python dead.py"], 2, r"'python dead.py' does not answer: .*it printed: .*no database"),
     ([*GRPO, "--tools", "mcp:http://127.0.0.1:9/mcp"], 2, r"does not answer: check its URL .*ConnectError"),
     # Environments
     ([*PLAY, "--environment", "code.py"], 2, r"environment.function=code.py: name a class or a function of a file"),
-    ([*PLAY, "--environment", "code.py:Half"], 2, r"Half has no method 'step': it takes `reset` and `step`"),
+    ([*PLAY, "--environment", "code.py:Half"], 2, r"Half has no method 'step': it needs `reset` and `step`"),
     ([*PLAY, "--environment", "code.py:NoBoard"], 2, r"environment.function=code.py:NoBoard: .*RuntimeError: no board"),
     ([*PLAY, "--environment", "code.py:Gym"], 2, rf"`step` returned \('seen', 1.0, True, False, \{{\}}\): {STEP}"),
     ([*PLAY, "--environment", "code.py:Nothing"], 2, rf"`step` returned None: {STEP}"),
@@ -148,15 +152,15 @@ MISTAKES: list[Mistake] = [
     (
         [*PLAY, "--environment", "code.py:Game", "environment.options.sise=4"],
         2,
-        r"environment.options.sise: it takes no such option; it takes size",
+        r"environment.options.sise: there is no such option; there are size",
     ),
     (
         [*PLAY, "--environment", "code.py:Game", "environment.max_turns=1", "environment.max_turn_tokens=2"],
         0,
-        r"warning: 100% of the answers are cut off: raise environment.max_turns=1\b",
+        r"warning: 100% of the completions are truncated; raise environment.max_turns=1\b",
     ),
-    (GENERATE, 0, r"warning: \d+% of the answers are cut off: raise rollout.max_new_tokens=4"),
-    (EVAL, 0, r"warning: \d+% of the answers are cut off: raise rollout.max_new_tokens=4"),
+    (GENERATE, 0, r"warning: \d+% of the completions are truncated; raise rollout.max_new_tokens=4"),
+    (EVAL, 0, r"warning: \d+% of the completions are truncated; raise rollout.max_new_tokens=4"),
     ([*PLAY, "--environment", "code.py:silent"], 2, r"a trial episode ended before it asked the model for a reply"),
     # Agents
     ([*PLAY, "--agent", "no-such-agent"], 2, r"environment.agent=no-such-agent: there is no command 'no-such-agent'"),

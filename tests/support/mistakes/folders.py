@@ -8,7 +8,7 @@ from trueline.cli import main
 LAST = "checkpoints/step_000002"
 WEIGHTS = f"{LAST}/model/model.safetensors"
 RESUME = ["sft", "--resume", "steps=3", "--name"]
-DAMAGED = r" (is no safetensors file, or damaged|has \d+ of its \d+ bytes: it was cut off).* again"
+DAMAGED = r" (is not a safetensors file, or damaged|has only \d+ of its \d+ bytes: download).* again"
 
 
 def add_files(folder: Path) -> None:
@@ -40,25 +40,25 @@ def truncate(file: Path, size: int) -> None:
 
 
 MISTAKES: list[Mistake] = [
-    ([*GRPO, "name=taken"], 2, r"taken exists: add --resume to go on with that run, or choose another --name"),
+    ([*GRPO, "name=taken"], 2, r"taken exists: add --resume to continue that run, or choose another --name"),
     ([*GRPO, "name=a/b"], 2, r"name: .*\(got 'a/b'\)"),
     ([*GRPO, "folder=notes.txt"], 2, r"folder=notes.txt: .* cannot be written .*choose another place"),
     ([*GRPO, "--resume", "--name", "never"], 2, r"never is not a run that can be resumed .*leave --resume out"),
     ([*GRPO, "--resume", "folder=nowhere"], 2, r"no grpo run to resume in .*nowhere: name its place with folder="),
-    ([*GRPO, "--restart"], 2, r"--restart starts a run over that --resume finds: give both, or neither"),
-    (["export", "split", "out"], 2, r"split: neither a checkpoint nor a run folder with checkpoints in it"),
+    ([*GRPO, "--restart"], 2, r"--restart needs --resume, .*: give both, or neither"),
+    (["export", "split", "out"], 2, r"split: neither a checkpoint nor the folder of a run with checkpoints"),
     (
         [*RESUME, "lost"],
         2,
-        r"lost/.*: model/model.safetensors is missing .*remove the folder to go on from step_000001",
+        r"lost/.*: model/model.safetensors is missing .*remove the folder to resume from step_000001",
     ),
-    ([*RESUME, "cut"], 2, r"cut/.*: model/model.safetensors is missing or not what was saved; remove the folder to go"),
+    ([*RESUME, "cut"], 2, r"cut/.*: model/model.safetensors is missing or has changed; remove the folder to resume"),
     (
         [*RESUME, "emptied"],
         2,
-        r"emptied/.*: model/model.safetensors is missing or not what was saved; remove the folder",
+        r"emptied/.*: model/model.safetensors is missing or has changed; remove the folder",
     ),
-    ([*RESUME, "stateless"], 2, r"stateless/.*: training.safetensors is missing .*to go on from step_000001"),
+    ([*RESUME, "stateless"], 2, r"stateless/.*: training.safetensors is missing .*to resume from step_000001"),
     (
         [*RESUME, "single"],
         2,
@@ -68,12 +68,12 @@ MISTAKES: list[Mistake] = [
     (
         ["export", "runs/cut", "out"],
         2,
-        r"model/model.safetensors is missing .*remove the folder to go on from step_000001",
+        r"model/model.safetensors is missing .*remove the folder to resume from step_000001",
     ),
     (
         [*SFT, "--data", "sft.jsonl", "model.path=runs/lost"],
         2,
-        r"step_000002/model: 1 of 1 weight files are missing, model.safetensors for one: copy or",
+        r"step_000002/model: 1 of 1 weight files are missing, such as model.safetensors: copy or",
     ),
     ([*SFT, "--data", "sft.jsonl", "model.path=cut_model"], 2, f"cut_model/model.safetensors{DAMAGED}"),
     ([*SFT, "--data", "sft.jsonl", "model.path=empty_model"], 2, f"empty_model/model.safetensors{DAMAGED}"),
@@ -81,7 +81,7 @@ MISTAKES: list[Mistake] = [
     (
         [*GRPO, "model.path=shards"],
         2,
-        r"model.path=shards: 1 of 2 weight files are missing, model-00002-of-00002.safetensors for one: copy or",
+        r"model.path=shards: 1 of 2 weight files are missing, such as model-00002-of-00002.safetensors: copy or",
     ),
     ([*GRPO, "reward.function=cut_judge"], 2, f"cut_judge/model.safetensors{DAMAGED}"),
     (["eval", "--model", "cut_model", "--eval-data", "prompts.jsonl", "--reward", "mine.py:digits"], 2, DAMAGED),
@@ -93,8 +93,8 @@ MISTAKES: list[Mistake] = [
     (
         [*GRPO, "cluster.address=localhost"],
         2,
-        r"cluster.address=localhost: name HOST:PORT, where Ray's usual port is 6379",
+        r"cluster.address=localhost: give HOST:PORT \(Ray's usual port is 6379\)",
     ),
-    ([*GRPO, "cluster.address=no.such.host.invalid:6379"], 2, r"the host no.such.host.invalid is not known here"),
-    ([*GRPO, "cluster.address=ray://127.0.0.1:10001"], 2, r"cluster.address: ray:// .*name HOST:PORT or auto"),
+    ([*GRPO, "cluster.address=no.such.host.invalid:6379"], 2, r"the host no.such.host.invalid cannot be resolved"),
+    ([*GRPO, "cluster.address=ray://127.0.0.1:10001"], 2, r"cluster.address: ray:// .*set HOST:PORT or auto"),
 ]

@@ -62,30 +62,30 @@ MISTAKES: list[Mistake] = [
     (
         [*GENERATE, *REWARD, "pairs=true", "samples=1"],
         2,
-        r"pairs=true needs two answers .*samples to 2 or more \(got 1",
+        r"pairs=true needs two completions: .*samples to 2 or more \(got 1",
     ),
-    ([*GENERATE, "--name", "taken"], 2, r"taken exists: add --resume to go on with that run, or choose another --name"),
-    ([*GENERATE, "shard=2", "shards=2"], 2, r"shard=2 of shards=2 is not there: count from 0"),
+    ([*GENERATE, "--name", "taken"], 2, r"taken exists: add --resume to continue that run, or choose another --name"),
+    ([*GENERATE, "shard=2", "shards=2"], 2, r"shard=2 is not in 0 to 1 \(shards=2\)"),
     ([*GENERATE, "shards=20", "shard=19"], 2, r"shard=19 of shards=20 has none of the 8 prompts: lower shards"),
     (
         [*GENERATE, "--model", "judge"],
         2,
-        r"model.path=judge is a reward model .*which writes no text: name the model that it was",
+        r"model.path=judge is a reward model .*which generates no text: name the model that it was",
     ),
-    ([*GENERATE, "--model", "runs/tested"], 2, r"runs/tested is a run of eval, which trains no model: name a run that"),
+    ([*GENERATE, "--model", "runs/tested"], 2, r"runs/tested is a run of eval, which trains no model: name one that"),
     (
         [*GENERATE, *REWARD, "keep=threshold", "threshold=5", "--name", "low"],
         0,
-        r"warning: nothing was kept: no reward reached threshold=5 \(the best answers have 0.\d+ on average\): low",
+        r"warning: nothing was kept: no reward reached threshold=5 \(mean of the best 0.\d+\): low",
     ),
     ([*GENERATE, *REWARD, "keep=best", "samples=1", "--dry-run"], 0, r"warning: samples=1 leaves keep=best nothing to"),
     (
         [*GENERATE, "--reward", "mine.py:constant", "pairs=true", "--name", "equal"],
         0,
-        r"warning: no prompt has a pair, for its answers have equal rewards .*raise samples",
+        r"warning: no prompt has a pair: its completions have equal rewards .*raise samples",
     ),
     # eval
-    (["eval", *MODEL, *REWARD], 2, r"evaluation.data is empty: name prompts with --eval-data"),
+    (["eval", *MODEL, *REWARD], 2, r"evaluation.data is empty: name prompts with --data"),
     ([*EVAL], 2, r"reward.function is empty: give --reward"),
     ([*EVAL, *REWARD, "evaluation.samples=0"], 2, r"evaluation.samples: .*greater than or equal to 1 \(got 0\)"),
     ([*EVAL, *REWARD, "samples=4"], 2, r"unknown key 'samples'; did you mean 'evaluation.samples'"),
@@ -93,7 +93,7 @@ MISTAKES: list[Mistake] = [
     (
         [*EVAL, *REWARD, "evaluation.samples=4"],
         2,
-        r"samples=4 greedy answers would all be the same: set evaluation.temp",
+        r"samples=4 greedy completions would be identical: set evaluation.temp",
     ),
     ([*EVAL, *REWARD, "--model", "runs/begun"], 2, r"runs/begun is a run of sft without a checkpoint yet: .*--resume"),
     (
@@ -101,22 +101,22 @@ MISTAKES: list[Mistake] = [
         2,
         r"reward.function=exact: no value for its parameter 'label'; .*data.label_column",
     ),
-    (["eval", *MODEL, "--data", "nothing.jsonl", *REWARD], 2, r"evaluation.data=nothing.jsonl: there is no such file"),
+    (["eval", *MODEL, "--data", "nothing.jsonl", *REWARD], 2, r"evaluation.data=nothing.jsonl: no such file"),
     # raft and iterative_dpo
     ([*RAFT], 2, r"keep=best compares rewards: name one with --reward, or set keep=all$"),
     ([*RAFT, *REWARD, "rounds=0"], 2, r"rounds: .*greater than or equal to 1 \(got 0\)"),
-    ([*RAFT, *REWARD, "--model", "judge"], 2, r"model.path=judge is a reward model .*which writes no text"),
+    ([*RAFT, *REWARD, "--model", "judge"], 2, r"model.path=judge is a reward model .*which generates no text"),
     (
         [*RAFT, *REWARD, "keep=threshold", "threshold=9", "--name", "high"],
         1,
         r"round_1/generate has nothing for sft in kept.jsonl: nothing was kept: no reward reached threshold=9",
     ),
-    ([*ITERATIVE], 2, r"reward.function is empty: iterative_dpo prefers answers by their rewards: name one with --rew"),
-    ([*ITERATIVE, *REWARD, "samples=1"], 2, r"pairs=true needs two answers to a prompt: set samples to 2 or more"),
+    ([*ITERATIVE], 2, r"reward.function is empty: iterative_dpo prefers completions by their rewards: name one with"),
+    ([*ITERATIVE, *REWARD, "samples=1"], 2, r"pairs=true needs two completions: set samples to 2 or more"),
     (
         [*ITERATIVE, "--reward", "mine.py:constant", "--name", "even"],
         1,
-        r"error: round_1/generate has nothing for dpo in pairs.jsonl: no prompt has a pair, for its answers have equal",
+        r"error: round_1/generate has nothing for dpo in pairs.jsonl: no prompt has a pair: its completions have equal",
     ),
     # tasks on given rows
     (["dpo", *TASK], 2, r"data.path is empty: name a dataset"),
@@ -129,18 +129,18 @@ MISTAKES: list[Mistake] = [
     (
         ["dpo", *TASK, "--data", "pairs.jsonl", "--model", "judge"],
         2,
-        r"model.path=judge is a reward model .*which writes no text",
+        r"model.path=judge is a reward model .*which generates no text",
     ),
     (
         ["ipo", *TASK, "--data", "pairs.jsonl", "preference.label_smoothing=0.1"],
         2,
-        r"label_smoothing=0.1 is for loss=si",
+        r"label_smoothing=0.1 needs loss=si",
     ),
     (["simpo", *TASK, "--data", "pairs.jsonl", "preference.gamma=-1"], 2, r"preference.gamma: .*\(got -1\)"),
     (
         ["kto", *TASK, "--data", "good.jsonl"],
         2,
-        r"good.jsonl, line 1 to .*all 2 labels are true; .*add rows with the la",
+        r"good.jsonl, line 1 to .*all 2 labels are true, .*add rows with the la",
     ),
     (
         ["kto", *TASK, "--data", "sft.jsonl"],
@@ -150,12 +150,12 @@ MISTAKES: list[Mistake] = [
     (
         ["rm", *TASK, "--data", "same.jsonl"],
         2,
-        r"same.jsonl, line 1: chosen and rejected are the same, 'b': change or ",
+        r"same.jsonl, line 1: chosen and rejected are the same, 'b': fix or ",
     ),
     (
         ["rm", *TASK, "--data", "pairs.jsonl", "reward_model.margin_column=gap"],
         2,
-        r"reward_model.margin_column=gap: pairs.jsonl, line 1 has no such column; it has prompt, chosen, rejected",
+        r"reward_model.margin_column=gap: pairs.jsonl, line 1 has no such column: set one of prompt, chosen, rejected",
     ),
     (
         ["prm", *TASK, "--data", "steps.jsonl", "data.step_separator="],
@@ -165,15 +165,15 @@ MISTAKES: list[Mistake] = [
     (
         ["prm", *TASK, "--data", "steps.jsonl", "data.step_separator=wo", "--dry-run"],
         0,
-        r"1 steps that hold data.step_separator, at which a reply would be cut in two",
+        r"1 steps that contain data.step_separator, which would split them in two",
     ),
     (
         ["prm", *TASK, "--data", "steps.jsonl", "--model", "judge"],
         2,
-        r"model.path=judge is a reward model .*its head has another shape",
+        r"model.path=judge is a reward model .*whose head has the wrong shape",
     ),
-    ([*DISTILL, "distill.teacher=nothere"], 2, r"distill.teacher=nothere: there is no such folder or run"),
-    ([*DISTILL, "distill.teacher=judge"], 2, r"distill.teacher=\S*judge is a reward model .*which writes no text"),
+    ([*DISTILL, "distill.teacher=nothere"], 2, r"distill.teacher=nothere: no such folder or run"),
+    ([*DISTILL, "distill.teacher=judge"], 2, r"distill.teacher=\S*judge is a reward model .*which generates no text"),
     (
         [*DISTILL, "distill.teacher=wide"],
         2,
@@ -187,7 +187,7 @@ MISTAKES: list[Mistake] = [
     ),
     ([*DISTILL, "distill.teacher=model", "--dry-run"], 0, r"warning: distill.teacher=\S*model is the student itself"),
     # serve-reward
-    ([*SERVE, "--model", "model"], 2, r"model: its config.json says LlamaForCausalLM, which is no reward model: train"),
+    ([*SERVE, "--model", "model"], 2, r"model: LlamaForCausalLM in its config.json is no reward model: train"),
     ([*SERVE, "--model", "runs/begun"], 2, r"runs/begun is a run of sft without a checkpoint yet"),
     ([*SERVE, "--port", "99999"], 2, r"port: .*less than or equal to 65535 \(got 99999\)"),
     ([*SERVE, "--port", PORT], 2, rf"port={PORT}: cannot listen there \(.*in use\): choose .* a port that is free"),
@@ -198,25 +198,25 @@ MISTAKES: list[Mistake] = [
     ),
     # export
     (["export", "nowhere", "out"], 2, r"nowhere: neither it nor runs/nowhere is a folder: name a run or a checkpoint"),
-    (["export", "runs/begun", "out"], 2, r"runs/begun: neither a checkpoint nor a run .*name a run that has saved one"),
+    (["export", "runs/begun", "out"], 2, r"runs/begun: neither a checkpoint nor the folder of a run with checkpoints"),
     (["export", "saved", "model"], 2, r"model exists: name a new folder"),
     (
         ["export", "saved", "notes.txt/out"],
         2,
-        r"notes.txt/out: cannot be written, for notes.txt is no folder.*name a new",
+        r"notes.txt/out: cannot be written, because notes.txt is not a folder.*name another",
     ),
-    (["export", "saved", "out", "--merge"], 2, r"step_000001 has no adapter \(model.lora.rank=0\).*leave --merge out"),
+    (["export", "saved", "out", "--merge"], 2, r"step_000001 has no adapter \(model.lora.rank=0\).*leave out --merge"),
     (
         ["export", "saved", "out", "--average"],
         2,
-        r"no moving average was kept \(training.ema_decay=0\): leave --average",
+        r"has no moving average \(training.ema_decay=0\): leave out --average",
     ),
     (["export", "saved", "out", "--dtype", "float16"], 2, r"--dtype: invalid choice: 'float16' \(choose from"),
     # report, watch, explain
     (
         ["report", "runs/begun", "--out", "begun.html"],
         0,
-        r"warning: begun has logged no step yet: the page shows its plan",
+        r"warning: begun has logged no step yet: the page shows only its plan",
     ),
     (["report", "runs/tested"], 2, r"runs/tested is a run of eval, which logs no steps: look at .*evaluation.json"),
     (
@@ -233,13 +233,13 @@ MISTAKES: list[Mistake] = [
     (["report", "saved", "--svg", ","], 2, r"--svg names no metric; there are grad_norm, .*loss"),
     (["report", "begun", "--svg", "loss"], 2, r"--svg loss: begun has logged no step yet"),
     (["report", "saved", "--svg", "loss", "--mean", "0"], 2, r"--mean: '0' is not a whole number above 0"),
-    (["report", "saved", "--mean", "5"], 2, r"--mean 5 is for --svg: .*leave --mean out"),
+    (["report", "saved", "--mean", "5"], 2, r"--mean 5 needs --svg; the page"),
     (
         ["report", "saved", "--svg", "loss", "--out", "a.png"],
         2,
-        r"--out a.png: a picture of curves is no .png file: let ",
+        r"--out a.png: a picture of curves is not a .png file: let ",
     ),
-    (["report", "saved", "--out", "a.svg"], 2, r"--out a.svg: a page is no .svg file: let its name end in .html"),
+    (["report", "saved", "--out", "a.svg"], 2, r"--out a.svg: a page is not a .svg file: let the name end in .html"),
     (
         ["report", "saved", "--out", "nowhere/a.html"],
         2,
@@ -249,17 +249,17 @@ MISTAKES: list[Mistake] = [
     (["watch", "saved", "--port", "99999"], 2, r"port=99999: cannot listen there \(.*0-65535.*a port that is free"),
     (["watch", "saved", "--port", PORT], 2, rf"port={PORT}: cannot listen there \(.*in use\)"),
     (["explain", "savd"], 2, r"savd: neither it nor runs/savd is the folder of a run .*did you mean 'saved'"),
-    (["explain", "begun"], 2, r"runs/begun has no logs, so there is nothing to explain: name a run that was started"),
+    (["explain", "begun"], 2, r"runs/begun has no logs: name a run that was started"),
     # doctor and demo
     (["doctor", "nothing"], 2, r"unknown verb 'nothing'; `trueline -h` lists every verb"),
-    (["doctor", "export"], 2, r"'export' makes no run: `trueline doctor -h` lists the verbs that do"),
-    (["doctor", *EVAL, *REWARD, "--deep"], 2, r"doctor eval has no --deep part, .*leave --deep out"),
+    (["doctor", "export"], 2, r"'export' starts no run: `trueline doctor -h` lists the verbs that do"),
+    (["doctor", *EVAL, *REWARD, "--deep"], 2, r"doctor eval --deep: .*drop --deep"),
     (["doctor", "dpo", *TASK, "--data", "sft.jsonl"], 1, r"1 refused"),
-    (["demo", "--folder", "split"], 2, r"--folder \S*split: cannot be made \(File exists\): name a new folder"),
+    (["demo", "--folder", "split"], 2, r"--folder \S*split: cannot be created \(File exists\): name a new folder"),
     (
         ["demo", "--folder", "notes.txt/new"],
         2,
-        r"--folder \S*notes.txt/new: cannot be made \(Not a directory\): name a",
+        r"--folder \S*notes.txt/new: cannot be created \(Not a directory\): name a",
     ),
     (["demo", "--steps", "0"], 2, r"--steps: '0' is not a whole number above 0"),
     (["demo", "--seed", "-1", "--folder", "seeded"], 2, r"seed: .*greater than or equal to 0 \(got -1\)"),

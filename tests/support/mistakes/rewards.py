@@ -127,8 +127,10 @@ FLAW = [*GRPO, "--reward"]
 TALK = '{"prompt": [{"role": "user", "content": "2+2="}], "label": "4"}\n'
 VERL = '{"prompt": "2+2=", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "4"}}\n'
 # A cause with the function's own line, the file of its call, and the total in the end.
-FAILED = r"{} of the last \d+ answers got no reward \({}: .*\(flaws.py, line \d+\)\); its call: .*failures/1.json .*{}"
-TOTAL = r"failed \d+ of \d+ answers got no reward: \d+ x "
+FAILED = (
+    r"{} of the last \d+ completions got no reward \({}: .*\(flaws.py, line \d+\)\); reproduce .*failures/1.json .*{}"
+)
+TOTAL = r"failed \d+ of \d+ completions got no reward: \d+ x "
 SOME = FAILED.format(r"warning: \d+", "reward_error: ValueError", TOTAL)
 SAMPLED = ["--model", "model", "--reward", "flaws.py:thirds", "reward.max_failure_share=1", *LOCAL[:1]]
 SHORT = "rollout.max_new_tokens=8"
@@ -161,7 +163,11 @@ MISTAKES: list[Mistake] = [
     ([*TRY, "mine.py:listed"], 1, r"reward none: .*a reward must be a finite number, got \[1.0\]"),
     ([*TRY, "judge"], 2, r"judge.url"),
     ([*TRY, "./judge"], 2, r"reward.function=./judge is a reward model, which must be loaded: .*`trueline eval`"),
-    ([*GRPO, "--reward", "mine.py:constant", "steps=11"], 0, r"all answers have one reward.*in 10 steps in a row all "),
+    (
+        [*GRPO, "--reward", "mine.py:constant", "steps=11"],
+        0,
+        r"completions have the same reward.*in 10 steps in a row",
+    ),
     ([*GRPO, "--reward", "mine.py:constant", "steps=2"], 0, r"in 2 steps in a row all completions had the same rew"),
     (
         [*GRPO, "--data", "labels.jsonl", "--reward", "mine.py:equal", "--dry-run"],
@@ -185,7 +191,7 @@ MISTAKES: list[Mistake] = [
         r"calls .*: a reward must be a finite number, got \[1.0\] of type list: return the nu",
     ),
     ([*FLAW, "flaws.py:yields"], 2, r"got <generator .* of type generator: write `return` in place of `yield`"),
-    ([*FLAW, "flaws.py:text"], 2, r"got '1.0' of type str: return float\(...\) of it; mend it.*reward.probe=false"),
+    ([*FLAW, "flaws.py:text"], 2, r"got '1.0' of type str: return float\(...\) of it; fix it.*reward.probe=false"),
     ([*FLAW, "flaws.py:named"], 2, r"got {'format': 1.0, 'right': 0.0} of type dict: .*reward.parts"),
     ([*FLAW, "flaws.py:endless"], 2, r"a reward must be a finite number, got inf of type float"),
     ([*FLAW, "flaws.py:undefined"], 2, r"a reward must be a finite number, got nan of type float"),
@@ -217,9 +223,9 @@ MISTAKES: list[Mistake] = [
         r"Scorer is a class, not a function: .*reward = Scorer\(\).*--reward flaws.py:reward",
     ),
     ([*FLAW, "flaws.py:Scorer.__call__"], 2, r"flaws.py has no function 'Scorer.__call__'; it has shortest"),
-    ([*FLAW, "flaws.py:places"], 2, r"it takes only \*args, and values are given by name: name its parameters"),
+    ([*FLAW, "flaws.py:places"], 2, r"it takes only \*args, but values are passed by name: name its parameters"),
     ([*FLAW, "colon.py:f"], 2, r"reward.function=colon.py:f: File .*colon.py\", line 1 .*SyntaxError: expected ':'"),
-    ([*FLAW, "mine.py:digits,mine.py:constant"], 2, r"is one reward: name several with reward.parts.NAME.function="),
+    ([*FLAW, "mine.py:digits,mine.py:constant"], 2, r"names one reward: name several with reward.parts.NAME.function="),
     *(([*FLAW, f"flaws.py:{name}", "--dry-run"], 0, "engines") for name in ("shortest", "scorer", "waits", "prints")),
     *(([*FLAW, f"flaws.py:{name}", "--dry-run"], 0, "engines") for name in ("moves", "unnamed", "array")),
     ([*FLAW, "with-dash.py:f", "--dry-run"], 0, "engines"),
@@ -290,7 +296,7 @@ MISTAKES: list[Mistake] = [
     (
         [*FLAW, "flaws.py:held_out", "--eval-data", "held_out.jsonl"],
         0,
-        FAILED.format("warning: 4", "reward_error: KeyError", "failed 4 of 8 answers"),
+        FAILED.format("warning: 4", "reward_error: KeyError", "failed 4 of 8 completions"),
     ),
     (["eval", "--eval-data", "prompts.jsonl", *SAMPLED, SHORT], 0, SOME),
     (["generate", "--data", "prompts.jsonl", *SAMPLED, "samples=4", SHORT], 0, SOME),
@@ -306,7 +312,7 @@ MISTAKES: list[Mistake] = [
     ),
     # Trying one.
     ([*TRY, "mine.py:digits", "--rows", "0"], 2, r"argument --rows: '0' is not a whole number above 0"),
-    ([*TRY, "mine.py:digits", "--rows", "100"], 0, r"row 8 of .*rows prompts.jsonl has 8 of the 100 asked for"),
+    ([*TRY, "mine.py:digits", "--rows", "100"], 0, r"row 8 of .*rows prompts.jsonl has only 8 of 100 rows"),
     ([*TRY, "mine.py:digits", "7"], 2, r"'7' is neither an option nor key=value: give a reply as --reply '7'"),
     (["reward", "try", "--reward", "mine.py:digits"], 2, r"data.path is empty: name a dataset"),
     ([*TRY, "flaws.py:trl", "--reply", "abc"], 0, r"reward 3 .*has TRL's parameters"),

@@ -329,6 +329,6 @@ def forgetful(samples, config):
     monkeypatch.syspath_prepend(str(tmp_path))
     sample = Sample(torch.arange(3), torch.tensor([False, True, True]), reward=2.0)
     with pytest.raises(
-        ConfigError, match=r"own_advantages:forgetful gives its critic nothing to learn: fill `returns`"
+        ConfigError, match=r"own_advantages:forgetful needs a critic but sets no targets: fill `returns`"
     ):
         assign_advantages([sample], AlgorithmConfig(advantage="own_advantages:forgetful"))

@@ -39,11 +39,11 @@ def test_a_path_is_imported() -> None:
 
 
 OWN = {
-    "no_such_module_here:f": r"cannot be imported \(No module named .*\); is its folder on PYTHONPATH\?",
+    "no_such_module_here:f": r"cannot be imported \(No module named .*\): add its folder to PYTHONPATH",
     "math:no_such_function": r"math has no function 'no_such_function'; it has acos,",
     "{}/broken.py:f": r" raised NameError: name 'nothing' is not defined \(broken.py, line 2\)",
-    "{}/gone.py:f": r"there is no file .*/gone.py",
-    "{}/gone.pickle": r"there is no file .*/gone.pickle",
+    "{}/gone.py:f": r"no file .*/gone.py",
+    "{}/gone.pickle": r"no file .*/gone.pickle",
 }
 
 

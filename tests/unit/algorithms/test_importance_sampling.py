@@ -10,7 +10,7 @@ from trueline.algorithms.importance_sampling import (
     EXCESS,
     VARIANCE,
     draw_metrics,
-    drawn,
+    draw_sums,
     importance_weights,
     mismatch_metrics,
 )
@@ -173,7 +173,7 @@ def draws_of(answers: list[tuple[int, ...]]) -> tuple[float, float]:
     mask = torch.tensor([place > 0 for answer in answers for place in range(len(answer) + 1)])
     none = torch.zeros(len(answers))
     batch = Batch(torch.tensor(words), mask, [len(answer) + 1 for answer in answers], none, none)
-    sums = drawn(output, batch)
+    sums = draw_sums(output, batch)
     return sums[EXCESS].item(), sums[VARIANCE].item()
 
 
@@ -195,8 +195,8 @@ def test_the_effect_of_another_temperature_is_its_relative_change() -> None:
 
 def test_sums_of_many_answers_make_the_test() -> None:
     answers = all_answers()
-    apart = [draws_of([answer]) for answer in answers]
+    adapter_only = [draws_of([answer]) for answer in answers]
     excess, variance = draws_of(answers)
-    assert (excess, variance) == pytest.approx(tuple(map(sum, zip(*apart, strict=True))))
+    assert (excess, variance) == pytest.approx(tuple(map(sum, zip(*adapter_only, strict=True))))
     z, effect = draw_metrics(excess, variance).values()
     assert (z, effect) == pytest.approx((excess / variance**0.5, excess / variance))

@@ -75,16 +75,16 @@ def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
     [
         (["preset=remax", "shaping.overlong_factor=1"], "another advantage than greedy_baseline"),
         (["advantage=own_needs:asking", "shaping.truncated=set"], "another advantage than own_needs:asking"),
-        (["preset=on_policy_distill", "group_size=2", "dynamic_sampling.enabled=true"], "advantage=teacher reads no"),
-        (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher reads no reward"),
+        (["preset=on_policy_distill", "group_size=2", "dynamic_sampling.enabled=true"], "advantage=teacher uses no"),
+        (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher uses no reward"),
         (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
         (
             ["preset=gspo", "old_logprobs=rollout", "importance_sampling.mode=none"],
-            "clip of loss=gspo; set old_logprobs=recompute",
+            "clip range of loss=gspo: set old_logprobs=recompute",
         ),
         (
             ["loss=own_needs:exact", "old_logprobs=rollout", "importance_sampling.mode=none"],
-            "loss=own_needs:exact; set old_logprobs=recompute",
+            "loss=own_needs:exact: set old_logprobs=recompute",
         ),
         (["advantage=nonsense"], "algorithm.advantage=nonsense"),
         (["loss=nonsense"], "algorithm.loss=nonsense"),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.preference_losses import PAIR_LOSSES, kto, preference, reward_model
-from trueline.config.preference import WITHOUT_REFERENCE, KTOConfig, PreferenceConfig, RewardModelConfig
+from trueline.config.supervised import WITHOUT_REFERENCE, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
 # Log-probs of the policy and of the reference, token by token; chosen and rejected of two pairs, of unlike lengths.

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trueline.algorithms.reward_shaping import (
-    adapted_coefficient,
+    adapt_coefficient,
     overlong_punishment,
     sequence_kl,
     shape_rewards,
@@ -181,8 +181,8 @@ def test_the_sequence_kl_is_the_mean_of_sums() -> None:
     ],
 )
 def test_the_coefficient_follows_its_target(kl: float, factor: float) -> None:
-    assert adapted_coefficient(0.3, kl, 500, KLConfig(target=6.0)) == pytest.approx(0.3 * factor)
+    assert adapt_coefficient(0.3, kl, 500, KLConfig(target=6.0)) == pytest.approx(0.3 * factor)
 
 
 def test_a_fixed_coefficient_stays() -> None:
-    assert adapted_coefficient(0.3, 60.0, 500, KLConfig()) == 0.3
+    assert adapt_coefficient(0.3, 60.0, 500, KLConfig()) == 0.3

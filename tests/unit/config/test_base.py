@@ -188,10 +188,10 @@ def test_values_are_fixed_after_loading() -> None:
 
 def test_replaced_is_checked_like_a_file() -> None:
     car = Car(wheels=3)
-    changed = car.replaced({"engine": {"power": 8}})
+    changed = car.with_keys({"engine": {"power": 8}})
     assert (changed.wheels, changed.engine.power, car.engine.power) == (3, 8, 3)
     with pytest.raises(ConfigError, match=r"engine\.power"):
-        car.replaced({"engine": {"power": -1}})
+        car.with_keys({"engine": {"power": -1}})
 
 
 KINDS = [RLConfig, SupervisedConfig, *dict.fromkeys(verb.kind for verb in TASK_VERBS.values())]
@@ -215,14 +215,14 @@ def test_leaves_are_paths_with_kind_and_value() -> None:
 def test_a_key_that_a_file_holds_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "car.yaml"
     file.write_text("wheels: 3\nengine:\n  power: 1\n  fuel: a\n\n  power: 2\n")
-    with pytest.raises(ConfigError, match=r"car\.yaml: the key 'engine\.power' stands in lines 3 and 6: keep one"):
+    with pytest.raises(ConfigError, match=r"car\.yaml: the key 'engine\.power' is in lines 3 and 6: delete one"):
         Car.load([file], [])
     file.write_text("a: &a {x: 1}\nb:\n  <<: *a\n  x: 2\n")  # a merge is no repetition
     assert read_tree(file)["b"] == {"x": 2}
     file.write_text("tools:\n- {name: a, name: b}\n")
-    with pytest.raises(ConfigError, match=r"the key 'tools\.name' stands twice in line 2"):
+    with pytest.raises(ConfigError, match=r"the key 'tools\.name' is twice in line 2"):
         read_tree(file)
-    with pytest.raises(ConfigError, match=r"sets=\{a: 1, a: 2\}: the key 'a' stands twice"):
+    with pytest.raises(ConfigError, match=r"sets=\{a: 1, a: 2\}: the key 'a' is twice"):
         parse_override("sets={a: 1, a: 2}")
 
 

@@ -4,7 +4,7 @@ from typing import get_args
 import pytest
 
 from trueline.config.base import Config, ConfigError
-from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
+from trueline.config.supervised import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 
 LOSSES = get_args(PreferenceConfig.model_fields["loss"].annotation)
 

@@ -66,18 +66,18 @@ CONTROLS = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
 def test_training_samples_from_the_distribution_whose_log_probs_it_computes() -> None:
     for name, value in CONTROLS.items():
         message = refused(f"rollout.{name}={value}")
-        assert message.startswith(f"rollout.{name}={value} samples from another distribution")
+        assert message.startswith(f"rollout.{name}={value} would make training ratios wrong")
         assert "rollout.temperature" in message and f"set evaluation.{name} for evaluation" in message
     held_out = RLConfig.parse({"evaluation": CONTROLS, "rollout": {"stop": ["END"]}})
-    assert (held_out.evaluation.reshaped(), held_out.rollout.stop) == (CONTROLS, ["END"])
+    assert (held_out.evaluation.reshaping_keys(), held_out.rollout.stop) == (CONTROLS, ["END"])
     for kind in (GenerateConfig, RaftConfig, IterativeDPOConfig):
-        assert kind.parse({"rollout": CONTROLS}).rollout.reshaped() == CONTROLS
-    assert EvalConfig.parse({"evaluation": CONTROLS}).evaluation.reshaped() == CONTROLS
+        assert kind.parse({"rollout": CONTROLS}).rollout.reshaping_keys() == CONTROLS
+    assert EvalConfig.parse({"evaluation": CONTROLS}).evaluation.reshaping_keys() == CONTROLS
 
 
 @pytest.mark.parametrize("section", ["rollout", "evaluation"])
 def test_an_empty_stop_string_and_controls_out_of_range_are_refused(section: str) -> None:
-    assert refused(f"{section}.stop=[a, '']").startswith(f"{section}.stop: an empty text would end every completion")
+    assert refused(f"{section}.stop=[a, '']").startswith(f"{section}.stop: an empty string would end every completion")
     for control in ("top_p=0", "top_p=1.1", "top_k=-1", "min_p=1.5", "repetition_penalty=0", "repetition_penalty=.inf"):
         assert refused(f"{section}.{control}").startswith(f"{section}.{control.partition('=')[0]}: ")
 
@@ -151,7 +151,7 @@ BEST = ["checkpoint.keep_best=1"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (BEST, "nothing is held out: set evaluation.data"),
+        (BEST, "no held-out data: set evaluation.data"),
         ([*BEST, "evaluation.data=x", "reward.function=math"], r"got 50 and 0"),
         (
             [*BEST, "evaluation.data=x", "reward.function=math", "evaluation.every=5", "checkpoint.every=0"],

@@ -69,9 +69,9 @@ def test_without_a_word_nothing_is_held_out() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing is held out"),
+        ([], "there is no held-out data"),
         (["evaluation.share=0.1", "evaluation.every=0"], "got 50 and 0"),
-        (["checkpoint.save=false"], "writes none"),
+        (["checkpoint.save=false"], "writes no checkpoints"),
     ],
 )
 def test_the_best_is_not_looked_for_where_nothing_tells_it(words: list[str], message: str) -> None:

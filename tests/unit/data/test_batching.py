@@ -60,7 +60,7 @@ def test_a_plan_keeps_its_promises() -> None:
 def test_pairs_stay_together_and_in_order() -> None:
     for pairs, ranks, samples, packed in itertools.product([1, 4, 31], [1, 2, 5], [None, 2, 7], [True, False]):
         lengths, budget = random_lengths(pairs, 2 * pairs, 50), Budget(150, samples, packed)
-        plan = plan_micro_batches(lengths, ranks, budget, together=2)
+        plan = plan_micro_batches(lengths, ranks, budget, samples_per_row=2)
         check_promises(plan, lengths, ranks, budget)
         for micro_batch in [micro_batch for passes in plan for micro_batch in passes]:
             chosen, rejected = micro_batch[::2], micro_batch[1::2]
@@ -69,7 +69,7 @@ def test_pairs_stay_together_and_in_order() -> None:
 
 
 def test_a_filler_for_pairs_is_a_pair() -> None:
-    assert sorted(plan_micro_batches([5, 6], 2, Budget(20), together=2)) == [[[FILLER, FILLER]], [[0, 1]]]
+    assert sorted(plan_micro_batches([5, 6], 2, Budget(20), samples_per_row=2)) == [[[FILLER, FILLER]], [[0, 1]]]
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -135,12 +135,12 @@ def test_a_sample_above_the_budget_is_refused_by_number() -> None:
 def test_a_pair_above_the_budget_is_refused_by_its_row(packed: bool, load: int) -> None:
     """End to end it has 4 + 7 tokens; padded twice seven."""
     with pytest.raises(ValueError, match=f"row 2 has {load} tokens, more than micro_batch_tokens=10"):
-        plan_micro_batches([5, 5, 4, 7], 1, Budget(10, packed=packed), together=2)
+        plan_micro_batches([5, 5, 4, 7], 1, Budget(10, packed=packed), samples_per_row=2)
 
 
 def test_a_limit_of_one_sample_separates_a_pair() -> None:
-    with pytest.raises(ValueError, match=r"micro_batch_samples=1 separates a pair: raise it to 2 or more"):
-        plan_micro_batches([5, 5], 1, Budget(10, 1), together=2)
+    with pytest.raises(ValueError, match=r"micro_batch_samples=1 would split a pair: raise it to 2 or more"):
+        plan_micro_batches([5, 5], 1, Budget(10, 1), samples_per_row=2)
 
 
 def sample(tokens: list[int], mask: list[bool], weight: float, label: float) -> Sample:

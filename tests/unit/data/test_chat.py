@@ -262,7 +262,7 @@ def test_the_first_token_is_never_learnt(tokenizer: PreTrainedTokenizerFast) -> 
 def test_what_a_template_refuses_is_said(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, REFUSES_SYSTEM)
     assert chat.encode(TALK[1:], "all")
-    with pytest.raises(ConfigError, match=r"refuses user, system: no; .*data\.chat_template"):
+    with pytest.raises(ConfigError, match=r"rejects the roles user, system: no; .*data\.chat_template"):
         chat.encode([TALK[1], TALK[0], TALK[2]], "all")
 
 
@@ -273,13 +273,13 @@ def test_a_system_prompt_goes_into_the_first_question_where_there_is_no_such_rol
     (encoded,) = chat.encode(TALK, "all")
     assert learnt_stretches(chat, encoded) == ["2</s>", "größer: 3</s>"]
     assert chat.prompt_text(TALK[:2]) == chat.prompt_text([{"role": "user", "content": "brief\n\n1+1="}])
-    assert any("no system role" in line for line in chat.remarks())
-    assert not any("no system role" in line for line in chat_with(tokenizer, REFUSES_SYSTEM).remarks())
+    assert [one.code for one in chat.findings()] == ["template_without_system_role"]
+    assert chat_with(tokenizer, REFUSES_SYSTEM).findings() == []
 
 
 def test_a_template_that_leaves_out_answers_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, "{% for message in messages %}{% if message.role == 'user' %}u{% endif %}{% endfor %}")
-    with pytest.raises(ConfigError, match="leaves out the text of message 3"):
+    with pytest.raises(ConfigError, match="drops the text of message 3"):
         chat.encode(TALK, "all")
 
 
@@ -321,7 +321,7 @@ def test_calls_are_learnt_and_tools_are_shown(tokenizer: PreTrainedTokenizerFast
     assert learnt_stretches(chat, encoded) == [CALLED, "two</s>"]
     prompt = chat.tokenizer.decode(chat.prompt_tokens(TOOL_TALK[:3], TOOLS))
     assert whole_text(chat, encoded).startswith(prompt) and prompt.endswith("<tool>2</s>\n<assistant>")
-    assert chat.remarks() == []
+    assert chat.findings() == []
 
 
 def test_a_call_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -335,7 +335,7 @@ def test_a_call_that_begins_like_the_opened_turn_stays_whole(tokenizer: PreTrain
 @pytest.mark.parametrize("content", ["", "I call add."])
 def test_a_template_that_leaves_out_calls_is_refused(tokenizer: PreTrainedTokenizerFast, content: str) -> None:
     chat = chat_with(tokenizer, CHATML)
-    with pytest.raises(ConfigError, match=r"leaves out that message 2 calls add: .*data\.chat_template=FILE"):
+    with pytest.raises(ConfigError, match=r"drops the call of add in message 2: .*data\.chat_template=FILE"):
         chat.encode([TOOL_TALK[0], {**calling(), "content": content}], "all")
 
 
@@ -350,11 +350,12 @@ def test_without_a_template_calls_are_refused(tokenizer: PreTrainedTokenizerFast
 def test_what_is_not_shown_is_told(tokenizer: PreTrainedTokenizerFast, template: str | None) -> None:
     chat = chat_with(tokenizer, template)
     chat.encode([{**TALK[1], "name": "Ann"}, TALK[2]], "all")
-    assert [line for line in chat.remarks() if ": name;" in line and "data.chat_template=FILE" in line]
+    assert any(one.what.endswith(": name") and one.key == "data.chat_template" for one in chat.findings())
     if template:
         chat.prompt_tokens([*TOOL_TALK[:2], RESULT | {"tool_call_id": "7"}])
-        assert any("name, tool_call_id;" in line for line in chat.remarks())
-        assert any("shows no tool calls: they are written" in line for line in chat.remarks())
+        found = {one.code: one.what for one in chat.findings()}
+        assert found["template_drops_fields"].endswith(": name, tool_call_id")
+        assert "shows no tool calls: they become text" in found["template_without_tool_calls"]
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
@@ -362,9 +363,11 @@ def test_tools_that_are_never_shown_are_refused(tokenizer: PreTrainedTokenizerFa
     """By a template that leaves them out, or without one; a prompt that happens to hold a name shows no tool."""
     chat, asked = chat_with(tokenizer, template), [{"role": "user", "content": "add 1 and 1"}]
     chat.tokenizer.name_or_path = "some/model"
-    why = "the chat template of some/model leaves them out" if template else "some/model has no chat template"
+    why = "the chat template of some/model drops them" if template else "some/model has no chat template"
     for check in (lambda: chat.check_tools(asked, TOOLS), lambda: chat.encode([*asked, TALK[2]], "all", tools=TOOLS)):
-        with pytest.raises(ConfigError, match=rf"never shown the tools add, for {why}: .*=FILE .*data.system_prompt"):
+        with pytest.raises(
+            ConfigError, match=rf"would not see the tools add, because {why}: .*=FILE .*data.system_prompt"
+        ):
             check()
     with pytest.raises(ConfigError, match="tools add"):
         chat.check_tools([{"role": "system", "content": "Give an address."}, *asked], TOOLS)
@@ -377,23 +380,23 @@ def test_a_template_that_shows_some_tools_is_refused_for_the_others(tokenizer: P
     chat = chat_with(tokenizer, "{{ tools[0].function.name if tools }}" + CHATML)
     others = [{"type": "function", "function": {"name": name}} for name in ("draw", "shuffle")]
     chat.check_tools(TOOL_TALK[:1], TOOLS)
-    with pytest.raises(ConfigError, match="never shown the tools draw, shuffle, for"):
+    with pytest.raises(ConfigError, match="would not see the tools draw, shuffle, because"):
         chat.check_tools(TOOL_TALK[:1], [*TOOLS, *others])
 
 
 def test_what_is_shown_is_not_told(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, CHATML.replace("message.role", "message.role + ' ' + (message.name or '')"))
     chat.prompt_tokens([{**TALK[1], "name": "Ann"}])
-    assert chat.remarks() == []
+    assert chat.findings() == []
 
 
 def test_messages_that_are_joined_are_told(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = chat_with(tokenizer, None)
     chat.encode_document("plain text has no messages")
-    assert chat.remarks() == []
+    assert chat.findings() == []
     chat.prompt_tokens(MESSAGES)
-    (line,) = chat.remarks()
-    assert line.startswith("template   none: messages are joined by line breaks") and "data.chat_template=FILE" in line
+    (found,) = chat.findings()
+    assert found.code == "no_chat_template" and "joined by line breaks" in found.what and "FILE" in found.why
 
 
 def test_arguments_of_calls_have_the_form_that_a_template_takes(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -76,7 +76,7 @@ def test_messages_at_the_ends_that_are_not_learnt_are_counted(templated: ChatFor
     talks = [[asked, said], [asked, said, asked], [said, asked, said]]
     records = [Conversation(talk, f"f, line {number}") for number, talk in enumerate(talks, 1)]
     counts = encode_conversations(list(records), templated, 99, "all", "error").counts
-    words = ("with a last message that nothing answers", "with a first message that answers nothing")
+    words = ("whose last message has no reply", "that begin with the assistant")
     assert counts == {"rows": 3, **NONE, **dict.fromkeys(words, 1)}
 
 
@@ -94,7 +94,7 @@ def test_documents_are_learnt_but_for_their_first_token(chat: ChatFormat) -> Non
 
 
 def test_a_record_without_a_turn_to_learn_is_refused_by_row(chat: ChatFormat) -> None:
-    with pytest.raises(ConfigError, match=r"f, line 3: no message of the assistant"):
+    with pytest.raises(ConfigError, match=r"f, line 3: no assistant message"):
         encode_conversations([Conversation(user("q"), "f, line 3")], chat, 20, "all", "error")
 
 
@@ -116,7 +116,7 @@ def encode_long(chat: ChatFormat, max_tokens: int, policy: Any) -> Encodings:
 
 def test_a_row_that_is_too_long_is_named(chat: ChatFormat) -> None:
     assert len(encode_long(chat, 12, "error").samples) == 3
-    with pytest.raises(ConfigError, match=r"f, line 2: 12 tokens are more than max_tokens=11: .*data\.too_long"):
+    with pytest.raises(ConfigError, match=r"f, line 2 has 12 tokens, more than max_tokens=11: .*data\.too_long"):
         encode_long(chat, 11, "error")
 
 
@@ -124,7 +124,7 @@ def test_a_long_row_is_cut_on_the_right(chat: ChatFormat) -> None:
     encodings = encode_long(chat, 11, "truncate")
     assert learnt(chat, encodings.samples) == ["2</s>", "2</s>", "3"]
     assert encodings.counts == {"rows": 2, "truncated": 1, "dropped": 0}
-    with pytest.raises(ConfigError, match=r"f, line 2: its first max_tokens=10 tokens hold none to learn"):
+    with pytest.raises(ConfigError, match=r"f, line 2: its first max_tokens=10 tokens contain none to learn"):
         encode_long(chat, 10, "truncate")
 
 
@@ -132,7 +132,7 @@ def test_a_long_row_is_dropped(chat: ChatFormat) -> None:
     encodings = encode_long(chat, 11, "drop")
     assert texts(chat, encodings.samples) == ["1+1=2</s>", "1+1=2</s>"]
     assert encodings.counts == {"rows": 2, "truncated": 0, "dropped": 1}
-    with pytest.raises(ConfigError, match=r"left none of 2 rows: raise max_tokens=3"):
+    with pytest.raises(ConfigError, match=r"dropped all 2 rows: raise max_tokens=3"):
         encode_long(chat, 3, "drop")
 
 
@@ -179,7 +179,7 @@ def test_a_pair_that_the_template_makes_equal_teaches_nothing(templated: ChatFor
 def test_an_answer_of_several_turns_is_learnt_in_all_of_them(chat: ChatFormat, templated: ChatFormat) -> None:
     record = Pair(user("q"), [*bot("a"), *user("r"), *bot("b")], bot("c"), 0.0, "f, line 1")
     assert learnt(templated, encode_pairs([record], templated, 99, "error").samples) == ["a</s>b</s>", "c</s>"]
-    with pytest.raises(ConfigError, match=r"f, line 1: an answer of 3 messages becomes 2 sequences"):
+    with pytest.raises(ConfigError, match=r"f, line 1: a completion of 3 messages becomes 2 sequences"):
         encode_pairs([record], chat, 99, "error")
 
 
@@ -304,7 +304,7 @@ def test_steps_that_are_cut_keep_their_labels_aligned(chat: ChatFormat) -> None:
     ],
 )
 def test_every_task_names_the_row_that_is_too_long(chat: ChatFormat, encode: Callable[[ChatFormat], Any]) -> None:
-    with pytest.raises(ConfigError, match=r"f, line 4: 6 tokens are more than max_tokens=5"):
+    with pytest.raises(ConfigError, match=r"f, line 4 has 6 tokens, more than max_tokens=5"):
         encode(chat)
 
 

@@ -112,13 +112,15 @@ def test_a_format_can_be_asked_for() -> None:
     message = refused(conversations, row, format="alpaca")
     for part in ("file.jsonl, line 1", "instruction", "data.prompt_column"):
         assert part in message
-    assert "data.format=steps is not for this task: use auto or messages" in refused(conversations, row, format="steps")
+    assert "data.format=steps does not suit this task: set auto or messages" in refused(
+        conversations, row, format="steps"
+    )
 
 
 @pytest.mark.parametrize("reader", [conversations, pairs, rated, steps])
 def test_columns_that_are_no_format_are_named_with_those_that_would_be(reader: Callable[..., Any]) -> None:
     message = refused(reader, {"sentence": "x", "kind": "y"})
-    for part in ("file.jsonl, line 1", "sentence, kind", "known formats", "data.format"):
+    for part in ("file.jsonl, line 1", "sentence, kind", "no known format", "data.format"):
         assert part in message
 
 
@@ -174,16 +176,16 @@ def test_an_input_stands_below_its_instruction() -> None:
 
 
 BROKEN_CHATS = [
-    ([], "holds no message"),
+    ([], "has no messages"),
     ("text", "list of messages"),
     (["text"], "message 1"),
     ([ASKED, {"role": "assistant"}], "message 2"),
     ([ASKED, {"content": "2"}], "message 2"),
     ([ASKED, {"role": "assistant", "content": 3}], "message 2"),
     ([ASKED, bot(" \n")], "message 2: its text is empty"),
-    ([{"from": "narrator", "value": "x"}], "from='narrator' is not known; use one of human"),
-    ([ASKED], "no message of the assistant"),
-    ([ANSWERED], "no message of the assistant that answers another"),
+    ([{"from": "narrator", "value": "x"}], "unknown from 'narrator': use one of human"),
+    ([ASKED], "no assistant message"),
+    ([ANSWERED], "no assistant message after another one"),
     (None, "empty"),
 ]
 
@@ -280,10 +282,10 @@ def test_a_margin_that_is_no_number_is_named_by_row(gap: Any) -> None:
         ({"chosen": "3"}, "chosen and rejected are the same, '3'"),
         ({"chosen": ""}, "column 'chosen' must be non-empty text"),
         ({"rejected": None}, "column 'rejected' is empty"),
-        ({"rejected": []}, "column 'rejected' holds no message"),
+        ({"rejected": []}, "column 'rejected' has no messages"),
         ({"prompt": " "}, "column 'prompt'"),
-        ({"chosen": [user("other"), ANSWERED], "rejected": [user("other"), bot("3")]}, "the prompt is not among"),
-        ({"chosen": [ASKED, ANSWERED], "rejected": [ASKED]}, "column 'rejected': an answer must begin and end"),
+        ({"chosen": [user("other"), ANSWERED], "rejected": [user("other"), bot("3")]}, "do not contain the prompt"),
+        ({"chosen": [ASKED, ANSWERED], "rejected": [ASKED]}, "column 'rejected': a completion must begin and end"),
         ({"chosen": [ASKED, ANSWERED], "rejected": [ASKED, user("3")]}, "found user after the prompt"),
         ({"chosen": [ANSWERED, user("more")]}, "found assistant, user after the prompt"),
     ],
@@ -300,7 +302,7 @@ def test_a_pair_that_teaches_nothing_is_named_by_row(change: Row, said: str) -> 
     [
         ({"chosen": "2", "rejected": "3"}, "data.prompt_column"),
         ({"chosen": [ANSWERED], "rejected": [bot("3")]}, "there is no prompt"),
-        ({"chosen": [user("a"), ANSWERED], "rejected": [user("b"), ANSWERED]}, "share no message"),
+        ({"chosen": [user("a"), ANSWERED], "rejected": [user("b"), ANSWERED]}, "there is no prompt"),
         ({"chosen": "\n\nHuman: a\n\nAssistant:", "rejected": "\n\nHuman: a\n\nAssistant: 3"}, "its text is empty"),
     ],
 )

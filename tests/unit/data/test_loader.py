@@ -93,7 +93,7 @@ def test_a_mixture_replaces_the_path() -> None:
 
 @pytest.mark.parametrize("probability", [0, -1, float("nan"), float("inf")])
 def test_a_probability_must_be_positive(probability: float) -> None:
-    with pytest.raises(ConfigError, match=r"b\.jsonl the probability .*above 0"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl=.*: set a weight above 0"):
         DataConfig.parse({"mixture": {"a.jsonl": 1, "b.jsonl": probability}})
 
 
@@ -141,8 +141,8 @@ def test_nothing_is_held_out_on_request() -> None:
 @pytest.mark.parametrize(
     ("rows", "share", "by", "said"),
     [
-        (numbered(1), 0.5, None, "f, line 1: the data has one row only"),
-        (numbered(3), 0.5, "topic", "f, line 1: the data has one value in column 'topic' only"),
+        (numbered(1), 0.5, None, "f, line 1: the data has only one row"),
+        (numbered(3), 0.5, "topic", "f, line 1: the data has only one value in column 'topic'"),
         (numbered(3), 0.5, "subject", "f, line 1: column 'subject' is missing"),
     ],
 )
@@ -169,22 +169,22 @@ RELABELLED = {"a.jsonl": [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 
 CHANGES = {
     "a row more": (
         marked({"a.jsonl": [*ONE["a.jsonl"], {"prompt": "9"}]}, [1.0]),
-        ["a.jsonl had 2 rows and has 3 now"],
+        ["a.jsonl had 2 rows and now has 3"],
     ),
     "another order": (
         marked(SWAPPED, [1.0]),
-        ["a.jsonl has 2 rows as before, but not the same ones in the same order"],
+        ["a.jsonl still has 2 rows, but other ones or in another order"],
     ),
     "another label": (
         marked(RELABELLED, [1.0]),
-        ["a.jsonl has 2 rows as before, but not the same ones in the same order"],
+        ["a.jsonl still has 2 rows, but other ones or in another order"],
     ),
-    "another seed": (marked(ONE, [1.0], seed=1), ["seed was 0 and is 1"]),
+    "another seed": (marked(ONE, [1.0], seed=1), ["seed changed from 0 to 1"]),
     "no shuffling": (
         marked(ONE, [1.0], shuffle=False),
-        ["seed was 0 and is None", "data.shuffle was True and is False"],
+        ["seed changed from 0 to None", "data.shuffle changed from True to False"],
     ),
-    "another source": (marked(TWO, [1.0, 1.0]), ["1 datasets were mixed, 2 are now"]),
+    "another source": (marked(TWO, [1.0, 1.0]), ["the number of datasets changed from 1 to 2"]),
 }
 
 
@@ -198,8 +198,8 @@ def test_a_mixtures_probabilities_count_as_shares() -> None:
     before = marked(TWO, [1.0, 1.0])
     assert changes(before, marked(TWO, [0.5, 0.5])) == []
     assert changes(before, marked(TWO, [3.0, 1.0])) == [
-        "a.jsonl was drawn with probability 0.5, now with 0.75",
-        "b.jsonl was drawn with probability 0.5, now with 0.25",
+        "the probability of a.jsonl changed from 0.5 to 0.75",
+        "the probability of b.jsonl changed from 0.5 to 0.25",
     ]
 
 

@@ -118,7 +118,7 @@ def test_roles_have_many_names_and_unknown_ones_are_refused_by_row(key: str) -> 
     told = {"role": "content", "from": "value"}[key]
     rows = {"messages": [{key: name, told: "x"} for name in names]}
     assert [message["role"] for message in prompts(rows)[0].messages] == list(names.values())
-    with pytest.raises(ConfigError, match=rf"line 2: .*message 1: {key}='alice' is not known; use one of human, user"):
+    with pytest.raises(ConfigError, match=rf"line 2: .*message 1: unknown {key} 'alice': use one of human, user"):
         prompts({"messages": CHAT}, {"messages": [{key: "alice", told: "x"}]})
 
 
@@ -131,7 +131,7 @@ def test_renamed_roles_are_told() -> None:
 def test_messages_may_be_json_text_and_no_other() -> None:
     """As a CSV file has them; as Python prints lists, they would be a prompt that nobody means."""
     assert prompts({"prompt": json.dumps(CHAT)})[0].messages == CHAT
-    with pytest.raises(ConfigError, match=r"column 'prompt' holds messages as text that is no JSON: .*json.dumps"):
+    with pytest.raises(ConfigError, match=r"column 'prompt' contains messages as text that is not JSON, .*json.dumps"):
         prompts({"prompt": str(CHAT)})
     listed = '["a", "b"]: which is longer?'
     assert prompts({"prompt": listed})[0].messages == [{"role": "user", "content": listed}]
@@ -166,8 +166,8 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
     ("message", "said"),
     [
         (calling() | {"tool_calls": "add"}, "tool_calls must be a list, found 'add'"),
-        (calling() | {"tool_calls": ["add"]}, "tool call 1: expected the name of a function"),
-        (calling() | {"tool_calls": [{"function": {"arguments": {}}}]}, "tool call 1: expected the name of a function"),
+        (calling() | {"tool_calls": ["add"]}, "tool call 1: expected a function name"),
+        (calling() | {"tool_calls": [{"function": {"arguments": {}}}]}, "tool call 1: expected a function name"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": "[1]"}]}, "arguments must be an object"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": "a=1"}]}, "found 'a=1'"),
         (calling() | {"tool_calls": [{"name": "add", "arguments": 3}]}, "arguments must be an object"),
@@ -176,7 +176,7 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
         ({"role": "assistant", "content": "", "tool_calls": None}, "its text is empty"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
-            "part 1 of its content is of type 'im",
+            "part 1 of its content has type 'im",
         ),
         ({"role": "user", "content": [{"type": "text", "text": " "}]}, "its text is empty"),
         ({"role": "user", "content": [{"type": "text"}]}, "part 1 of its content"),

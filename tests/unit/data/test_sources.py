@@ -1,3 +1,5 @@
+"""Datasets in files and folders, runs of `generate`, and datasets that were saved to disk."""
+
 import json
 import os
 import re
@@ -7,10 +9,16 @@ from pathlib import Path
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+from datasets import Dataset, DatasetDict
 from huggingface_hub import constants
 
 from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.supervised import KTORunConfig, PreferenceRunConfig, ProcessRewardRunConfig, SftConfig
 from trueline.data.sources import hub_name, open_source, try_hub
+from trueline.monitoring.run_folder import RunFolder
+from trueline.plan.inputs import load_prompts, resolve_run_as_model
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'größe, "x"\nline', "answer": "3"}]
 
@@ -97,13 +105,13 @@ def test_one_object_in_a_json_file_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("rows.csv", "prompt;answer\na;b\n", "separated by semicolons, in a .csv file commas separate them"),
-        ("rows.csv", "prompt\tanswer\na\tb\n", "separated by tabs"),
-        ("rows.tsv", "prompt,answer\na,b\n", "separated by commas, in a .tsv file tabs separate them"),
-        ("rows.csv", 'prompt,answer\n"a" x,b\n', "line 2: .*see to its quotation marks"),
-        ("rows.csv", 'prompt,answer\n"a,b\nc,d\n', "line 3: .*see to its quotation marks"),
-        ("rows.jsonl.gz", "", "ending '.gz' is not known; unpack it, and use one of .jsonl"),
-        ("rows.jsonl", '[{"prompt": "a"}]', "found list; a file that is one array ends in .json"),
+        ("rows.csv", "prompt;answer\na;b\n", "separated by commas, not semicolons"),
+        ("rows.csv", "prompt\tanswer\na\tb\n", "separated by commas, not tabs"),
+        ("rows.tsv", "prompt,answer\na,b\n", "separated by tabs, not commas"),
+        ("rows.csv", 'prompt,answer\n"a" x,b\n', "line 2: .*check its quotation marks"),
+        ("rows.csv", 'prompt,answer\n"a,b\nc,d\n', "line 3: .*check its quotation marks"),
+        ("rows.jsonl.gz", "", "unknown ending '.gz': unpack it and use one of .jsonl"),
+        ("rows.jsonl", '[{"prompt": "a"}]', "found list: rename a file that is one array to .json"),
     ],
 )
 def test_tables_of_another_make_are_refused_with_the_way_out(tmp_path: Path, name: str, text: str, words: str) -> None:
@@ -205,8 +213,8 @@ def test_files_of_a_folder_that_are_held_out_are_not_mixed_in(tmp_path: Path) ->
     for name in ("train", "gsm-test-1"):
         write_jsonl(tmp_path / f"{name}.jsonl")
     message = refused(tmp_path)
-    assert f"data.path={tmp_path}: gsm-test-1.jsonl looks held out" in message
-    assert f"data.path={tmp_path / 'train.jsonl'}, and what is held out as evaluation.data=" in message
+    assert f"data.path={tmp_path} contains train.jsonl and gsm-test-1.jsonl, which looks held out" in message
+    assert f"data.path={tmp_path / 'train.jsonl'} and evaluation.data=" in message
     (tmp_path / "train.jsonl").rename(tmp_path / "second_eval.jsonl")
     assert len(open_source(str(tmp_path), "evaluation.data")) == 2 * len(ROWS)
     (tmp_path / "second_eval.jsonl").rename(tmp_path / "latest.jsonl")  # `test` in a word is no name of a split
@@ -260,5 +268,61 @@ def test_texts_are_rows_of_one_column(tmp_path: Path, name: str, text: str) -> N
 )
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match="'x' is there twice"):
+    with pytest.raises(ConfigError, match="'x' is repeated"):
         open_source(str(tmp_path / name), "data.path")
+
+
+FILES = ("samples.jsonl", "kept.jsonl", "pairs.jsonl")
+
+
+@pytest.fixture
+def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "runs" / "gen").open(GenerateConfig(), "generate", resume=False)
+    for name in FILES:
+        row = {"number": 0, "prompt": [{"role": "user", "content": "a"}], "label": None}
+        (run.path / name).write_text(json.dumps(row) + "\n")
+    return run.path
+
+
+@pytest.mark.parametrize("named", ["runs/gen", "gen"])
+def test_each_task_reads_the_file_of_a_run_that_fits_it(sampled: Path, named: str) -> None:
+    kinds = {SftConfig: "kept", PreferenceRunConfig: "pairs", KTORunConfig: "pairs", RLConfig: "samples"}
+    for kind, file in kinds.items():
+        config, lines = resolve_run_as_model(kind.parse({"data": {"path": named}}))
+        assert config.data.path == str(sampled / f"{file}.jsonl")
+        assert len(lines) == 1 and f"data.path={named}: " in lines[0] and config.data.path in lines[0]
+    tested, _ = resolve_run_as_model(EvalConfig.parse({"evaluation": {"sets": {"a.b": named, "other": "x.jsonl"}}}))
+    assert tested.evaluation.sets == {"a.b": str(sampled / "samples.jsonl"), "other": "x.jsonl"}
+    (prompt,) = load_prompts(RLConfig().data, str(sampled / "samples.jsonl"), "data.path")
+    assert prompt.messages == [{"role": "user", "content": "a"}] and prompt.label is None
+
+
+def test_a_run_that_does_not_fit_is_refused(sampled: Path) -> None:
+    with pytest.raises(ConfigError, match="a run of generate, whose completions prm cannot train on"):
+        resolve_run_as_model(ProcessRewardRunConfig.parse({"data": {"path": "gen"}}))
+    (sampled / "pairs.jsonl").unlink()
+    with pytest.raises(
+        ConfigError, match=r"without pairs\.jsonl, because it ran without pairs=true: run `trueline gen"
+    ):
+        resolve_run_as_model(PreferenceRunConfig.parse({"data": {"path": "gen"}}))
+    with pytest.raises(ConfigError, match="gen is a run: name one of its files"):  # of a mixture
+        open_source(str(sampled), "data.mixture")
+
+
+def test_a_saved_dataset_gives_its_train_split(tmp_path: Path) -> None:
+    def part(text: str) -> Dataset:
+        return Dataset.from_list([{"prompt": text}])
+
+    DatasetDict(train=part("a"), test=part("b")).save_to_disk(tmp_path / "both")
+    config, lines = resolve_run_as_model(RLConfig.parse({"data": {"path": f"{tmp_path}/both"}}))
+    assert [row.row for row in open_source(config.data.path, "data.path")] == [{"prompt": "a"}]
+    assert lines == [f"taken      data.path={tmp_path}/both: its split train, without test"]
+    tested, _ = resolve_run_as_model(EvalConfig.parse({"evaluation": {"data": f"{tmp_path}/both"}}))
+    assert [row.row for row in open_source(tested.evaluation.data, "evaluation.data")] == [{"prompt": "b"}]
+    DatasetDict(one=part("a"), two=part("b")).save_to_disk(tmp_path / "no_train")
+    with pytest.raises(ConfigError, match="has the splits one, two and no train: choose one of them"):
+        resolve_run_as_model(RLConfig.parse({"data": {"path": f"{tmp_path}/no_train"}}))
+    DatasetDict(only=part("c")).save_to_disk(tmp_path / "only")
+    single, _ = resolve_run_as_model(RLConfig.parse({"data": {"path": f"{tmp_path}/only"}}))
+    assert [row.row for row in open_source(single.data.path, "data.path")] == [{"prompt": "c"}]

@@ -76,7 +76,7 @@ def marked_families() -> list[str]:
 @pytest.mark.parametrize("family", marked_families())
 def test_what_is_learnt_is_what_others_have_marked(family: str) -> None:
     talk, bare, witness = [SYSTEM, *TALK], chat_of(family, marks=False), chat_of(family)
-    text, spans = witness.template.marked(talk, ())
+    text, spans = witness.template.generation_spans(talk, ())
     sequences = bare.encode(talk, "all")
     prompts = [bare.prompt_text(talk[:turn]) for turn in (2, 4, 6)]
     expected = [
@@ -94,6 +94,19 @@ def test_what_is_learnt_is_what_others_have_marked(family: str) -> None:
         marked = [any(start <= at < end for start, end in spans) for at, _ in offsets["offset_mapping"]]
         ours = [*only.mask, *[False] * (len(marked) - len(only.mask))]
         assert all(theirs for theirs, mine in zip(marked, ours, strict=False) if mine)
+
+
+def test_marks_of_one_text_differ_between_templates() -> None:
+    """Show why marks are a witness and no rule: two templates write the same text, and mark it differently."""
+    texts, marks = zip(
+        *(
+            chat_of(name).template.generation_spans([SYSTEM, *TALK], ())
+            for name in ("qwen2_5_training", "qwen2_5_vl_training")
+        ),
+        strict=True,
+    )
+    assert texts[0] == texts[1]
+    assert marks[0] != marks[1]
 
 
 def merged(spans: list[tuple[int, int]], text: str, chat: ChatFormat) -> list[tuple[int, int]]:
@@ -201,10 +214,10 @@ def test_reasoning_is_learnt_with_the_reply_that_it_belongs_to(family: str) -> N
     chat = chat_of(family)
     asked = TALK[0]
     tagged = {"role": "assistant", "content": "<think>\nLet me see.\n</think>\n\nAnswer 0 is here."}
-    apart = {"role": "assistant", "content": "Answer 0 is here.", "reasoning_content": "Let me see."}
+    adapter_only = {"role": "assistant", "content": "Answer 0 is here.", "reasoning_content": "Let me see."}
     if family == "qwen3_5_nothink":  # whose prompt ends the reasoning before it begins
         pytest.skip("this template asks for no reasoning")
-    for reply in (tagged, apart):
+    for reply in (tagged, adapter_only):
         ((stretch,),) = [learnt(chat, one) for one in chat.encode([asked, reply], "all")]
         assert stretch.count("Let me see.") == 1 and stretch.count("Answer 0 is here.") == 1
         assert "Question" not in stretch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trueline.data.transcripts import LazyRows, packed, with_arrays
+from trueline.data.transcripts import LazyRows, pack_numbers, with_arrays
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_no_file_has_no_rows(tmp_path: Path) -> None:
 
 def test_numbers_of_tokens_become_arrays() -> None:
     values = np.array([-0.5, 0.0, -2.0, -1.0])
-    sequence = {"text": ["a", "b", "c", "d"], "sampled": [1, 2, 1], "logprob": packed(values), "advantage": 0.25}
+    sequence = {"text": ["a", "b", "c", "d"], "sampled": [1, 2, 1], "logprob": pack_numbers(values), "advantage": 0.25}
     (found,) = with_arrays({"step": 1, "tokens": [sequence]})["tokens"]
     assert found["logprob"].dtype == np.float32 and found["logprob"].tolist() == values.tolist()
     assert found["advantage"].tolist() == [0.25] * 4 and found["sampled"].tolist() == [True, False, False, True]

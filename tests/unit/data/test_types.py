@@ -8,7 +8,6 @@ from trueline.data.types import (
     Prompt,
     Sample,
     Trajectory,
-    filled_fields,
     is_filled,
     pack_samples,
     to_samples,
@@ -29,7 +28,7 @@ def trajectory(reward: float | None = 1.0) -> Trajectory:
 
 
 def test_the_four_failures_are_failures_and_nothing_else_is() -> None:
-    failed = {outcome for outcome in Outcome if outcome.failed}
+    failed = {outcome for outcome in Outcome if outcome.is_failure}
     assert failed == {
         Outcome.ENVIRONMENT_ERROR,
         Outcome.REWARD_ERROR,
@@ -82,9 +81,9 @@ def test_a_field_read_too_early_is_named(name: str) -> None:
 
 def test_filled_fields_grow_as_stages_fill_them() -> None:
     sample = Sample(torch.tensor([1]), torch.tensor([True]))
-    assert filled_fields(sample) == ["tokens", "mask"]
+    assert [*pack_samples([sample]).arrays] == ["tokens", "mask"]
     sample.advantages = torch.zeros(1)
-    assert filled_fields(sample) == ["tokens", "mask", "advantages"]
+    assert [*pack_samples([sample]).arrays] == ["tokens", "mask", "advantages"]
 
 
 def test_packing_is_one_flat_array_per_field_and_the_lengths() -> None:

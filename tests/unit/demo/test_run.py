@@ -11,18 +11,19 @@ from rich.console import Console
 from trueline.demo.run import show_result
 
 
-def test_both_accuracies_three_answers_and_the_curve_are_shown(tmp_path: Path) -> None:
+def test_both_accuracies_completions_and_the_curve_are_shown(tmp_path: Path) -> None:
     metrics = [{"step": step, "reward/mean": 0.6 + step / 10} for step in range(1, 4)]
     metrics[-1]["evaluation/reward"] = 0.95
     write(tmp_path / "grpo/metrics.jsonl", {"step": 0, "evaluation/reward": 0.5}, *metrics)
-    write(tmp_path / "sampled_before/evaluation.json", {"metrics": {"evaluation/reward": 0.62}})
-    write(tmp_path / "sampled_after/evaluation.json", {"metrics": {"evaluation/reward": 0.93}})
-    asked = {"purpose": "evaluate", "prompt": "47+5="}
+    shared = {"purpose": "evaluate", "prompt": "47+5="}
     other = {"step": 0, "purpose": "train", "prompt": "1+1=", "reply": "2", "reward": 1.0}
-    old, new = ({**asked, "step": 0, "reply": "42", "reward": 0.0}, {**asked, "step": 3, "reply": "52", "reward": 1.0})
+    old, new = (
+        {**shared, "step": 0, "reply": "42", "reward": 0.0},
+        {**shared, "step": 3, "reply": "52", "reward": 1.0},
+    )
     write(tmp_path / "grpo/transcripts.jsonl", old, other, new)
     screen = StringIO()
-    show_result(tmp_path, Console(file=screen, width=80))
+    show_result(tmp_path, (0.62, 0.93), Console(file=screen, width=80))
     lines = [line.replace("│", " ").split() for line in screen.getvalue().splitlines()]
     assert ["greedy", "accuracy", "50.0%", "95.0%"] in lines
     assert ["sampled", "accuracy", "62.0%", "93.0%"] in lines

@@ -16,7 +16,7 @@ from trueline.environments.opening import OpenEnvironment, structures_of
 from trueline.environments.tools.calls import SPELLINGS
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.session import Ticket
+from trueline.rollout.pool import RolloutKey
 
 AGENT = """
 def main(prompt, client, base_url, api_key, fails):
@@ -42,7 +42,7 @@ def test_a_key_ends_with_its_episode_and_others_go_on(tmp_path: Path, tokenizer:
         try:
             for at in range(2):
                 prompt = Prompt(at, ASKED, columns={"fails": str(tmp_path / f"key{at}")})
-                run = table.episodes.run(made(), prompt, Ticket(at, 0, None), params)
+                run = table.episodes.run(made(), prompt, RolloutKey(at, 0, None), params)
                 outcomes.append((await run).outcome)
                 assert made.endpoint.seats == {}
                 url, key = (tmp_path / f"key{at}").read_text().split()

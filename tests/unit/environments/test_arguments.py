@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trueline.data.messages import Tool
-from trueline.environments.tools.schemas import coerced_arguments, schema_of, wrong_arguments
+from trueline.environments.tools.schemas import coerce_arguments, schema_of, wrong_arguments
 
 INTEGER = {"type": "integer"}
 
@@ -42,7 +42,7 @@ def tool_of(schema: Any) -> Tool:
     ],
 )
 def test_texts_that_can_be_read(schema: Any, text: Any, value: Any) -> None:
-    found = coerced_arguments({"a": text}, tool_of(schema))["a"]
+    found = coerce_arguments({"a": text}, tool_of(schema))["a"]
     assert found == value and type(found) is type(value)
 
 
@@ -73,17 +73,17 @@ def test_texts_that_can_be_read(schema: Any, text: Any, value: Any) -> None:
     ],
 )
 def test_what_is_right_or_cannot_be_read_stays(schema: Any, value: Any) -> None:
-    assert coerced_arguments({"a": value}, tool_of(schema)) == {"a": value}
+    assert coerce_arguments({"a": value}, tool_of(schema)) == {"a": value}
 
 
 def test_a_schema_that_refers_to_itself_ends() -> None:
     tool = tool_of({"$ref": "#/properties/a"})
-    assert coerced_arguments({"a": "12"}, tool) == {"a": "12"}
+    assert coerce_arguments({"a": "12"}, tool) == {"a": "12"}
 
 
 def test_tools_that_say_nothing_of_their_parameters() -> None:
     for tool in (None, {"type": "function", "function": {"name": "f"}}, {"function": {"parameters": []}}):
-        assert coerced_arguments({"a": "12"}, tool) == {"a": "12"}
+        assert coerce_arguments({"a": "12"}, tool) == {"a": "12"}
 
 
 def test_what_cannot_be_read_is_told_to_the_model() -> None:
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_told_to_the_model() -> None:
 
     schema = schema_of(repeat)
     written = {"text": "7", "times": "2", "weights": json.dumps([1, 2.5])}
-    assert coerced_arguments(written, schema) == {"text": "7", "times": 2, "weights": [1, 2.5]}
-    assert wrong_arguments(schema, coerced_arguments(written, schema)) == ""
-    wrong = wrong_arguments(schema, coerced_arguments({"text": "7", "times": "two"}, schema))
+    assert coerce_arguments(written, schema) == {"text": "7", "times": 2, "weights": [1, 2.5]}
+    assert wrong_arguments(schema, coerce_arguments(written, schema)) == ""
+    wrong = wrong_arguments(schema, coerce_arguments({"text": "7", "times": "two"}, schema))
     assert "the argument 'times' must be integer, not \"two\"" in wrong

@@ -1,4 +1,7 @@
-"""Tool calls as the chat template of each family writes them, read back by the format that the template chooses."""
+"""Tool calls as the chat template of each family writes them, read back by the format that the template chooses.
+
+Covers `trueline.environments.tools.markup`.
+"""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +17,12 @@ from trueline.environments.tools.formats import (
     FORMATS,
     LONGEST_FOR_VLLM,
     UNKNOWN,
-    Format,
+    CallFormat,
     Parser,
     check_format,
-    chosen_format,
+    choose_format,
     open_parser,
-    recognised,
+    recognise_format,
 )
 
 LOOPED = 100_000  # characters
@@ -34,7 +37,7 @@ WHOLE_NUMBERS = {"type": "object", "properties": {name: {"type": "integer"} for 
 
 
 def read(name: str) -> Parser:
-    return Parser(chosen_format(name, None, vllm=False).form)
+    return Parser(choose_format(name, None, vllm=False).form)
 
 
 @pytest.mark.parametrize("family", FORMAT_OF)
@@ -57,22 +60,22 @@ def test_a_call_that_breaks_off_is_an_error(family: str) -> None:
 
 def test_every_other_template_is_of_no_known_format() -> None:
     sources = families()
-    assert {name for name in sources if recognised(sources[name]) is not UNKNOWN} == set(FORMAT_OF)
+    assert {name for name in sources if recognise_format(sources[name]) is not UNKNOWN} == set(FORMAT_OF)
     assert set(WITHOUT) <= set(sources) - set(FORMAT_OF)
-    chosen = chosen_format("auto", template_of("phi3"), vllm=True)
+    chosen = choose_format("auto", template_of("phi3"), vllm=True)
     said = "hermes, mistral, llama, json tried in turn: the chat template is of no known format"
     assert (chosen.by_vllm, chosen.words()) == (False, said)
 
 
 def test_a_format_is_chosen_by_name_engine_and_among_several_templates() -> None:
     named = {"default": template_of("llama3"), "tool_use": template_of("qwen3")}
-    assert recognised(named).name == "hermes" and recognised(None) is UNKNOWN
-    by_vllm = chosen_format("auto", template_of("qwen3_6"), vllm=True)
+    assert recognise_format(named).name == "hermes" and recognise_format(None) is UNKNOWN
+    by_vllm = choose_format("auto", template_of("qwen3_6"), vllm=True)
     assert by_vllm.words() == "qwen3_coder (vLLM's parser), by the chat template"
-    assert chosen_format("hermes", "", vllm=False).words() == "hermes (our reader), by environment.tool_format"
-    assert chosen_format("llama3_json", "", vllm=False).form.name == "llama"
-    other = chosen_format("jamba", "", vllm=False)
-    assert (other.form, other.by_vllm) == (Format("jamba", vllm="jamba"), True)
+    assert choose_format("hermes", "", vllm=False).words() == "hermes (our reader), by environment.tool_format"
+    assert choose_format("llama3_json", "", vllm=False).form.name == "llama"
+    other = choose_format("jamba", "", vllm=False)
+    assert (other.form, other.by_vllm) == (CallFormat("jamba", vllm="jamba"), True)
 
 
 def test_names_that_this_table_knows_are_checked_without_vllm() -> None:
@@ -180,14 +183,14 @@ def test_a_long_reply_is_read_here_and_a_short_one_by_vllm() -> None:
         asked.append(text)
         return Parsed("", [ADD])
 
-    parser = Parser(chosen_format("hermes", None, vllm=True).form, find)
+    parser = Parser(choose_format("hermes", None, vllm=True).form, find)
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert parser(call, []).calls == [ADD] and asked == [call]
     assert parser(call + " " * LONGEST_FOR_VLLM, []).calls == [ADD] and asked == [call]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_what_a_looping_model_writes_is_read_in_no_time(form: Format) -> None:
+def test_what_a_looping_model_writes_is_read_in_no_time(form: CallFormat) -> None:
     """Time that grows with the square of the length would be minutes here."""
     begin = form.begin or "<|channel|>commentary to=functions.f<|message|>"
     parts = [

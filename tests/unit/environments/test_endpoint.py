@@ -22,11 +22,10 @@ from trueline.data.messages import Message, Tool
 from trueline.data.types import Completion
 from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.environments.chat_completions import deltas, reply_message
-from trueline.environments.endpoint import Endpoint, Seat
-from trueline.environments.structures import Structures, call_schema
+from trueline.environments.endpoint import EpisodeSession, PolicyEndpoint, Structures, call_schema
 from trueline.environments.tools.calls import SPELLINGS
-from trueline.environments.tools.formats import UNKNOWN, Parser, chosen_format
-from trueline.rewards.server import MAX_BYTES
+from trueline.environments.tools.formats import UNKNOWN, Parser, choose_format
+from trueline.usercode.http_server import MAX_BYTES
 
 Result = TypeVar("Result")
 Say = Callable[[list[Message]], str]
@@ -68,7 +67,7 @@ class Scripted:
         self.asked.append(messages)
         self.arguments.append(template_arguments)
         if template_arguments == {"unknown": 1}:
-            raise ConfigError("data.chat_template_kwargs.unknown: the template reads no such name")
+            raise ConfigError("the template reads no such name", key="data.chat_template_kwargs")
         self.stops.append(stop)
         self.tools.append(tools)
         self.structures.append(structure)
@@ -98,7 +97,7 @@ class Host:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self.endpoint = Endpoint(model="my model", decode=lambda tokens: {WHOLE: "é", PART: "\ufffd"}[tokens[0]])
+        self.endpoint = PolicyEndpoint(model="my model", decode=lambda tokens: {WHOLE: "é", PART: "\ufffd"}[tokens[0]])
         self.run(self.endpoint.start)
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -110,7 +109,7 @@ class Host:
 
         return self.run(worked)
 
-    def open(self, policy: Scripted) -> Seat:
+    def open(self, policy: Scripted) -> EpisodeSession:
         return self.here(lambda: self.endpoint.open(policy, Parser(UNKNOWN)))
 
     def close(self) -> None:
@@ -122,7 +121,7 @@ class Host:
     def client(self, key: str, **settings: Any) -> OpenAI:
         return OpenAI(base_url=self.endpoint.url, api_key=key, http_client=self.http, **settings)
 
-    def post(self, seat: Seat, content: Any) -> Any:
+    def post(self, seat: EpisodeSession, content: Any) -> Any:
         body = content if isinstance(content, str | bytes) else json.dumps(content)
         headers = {"Authorization": f"Bearer {seat.key}"}
         return self.http.post(f"{self.endpoint.url}/chat/completions", content=body, headers=headers)
@@ -151,7 +150,7 @@ def fails_with(error: BaseException) -> Say:
     return say
 
 
-def at_table(host: Host, say: Say = repeating, **settings: Any) -> tuple[Scripted, Seat, OpenAI]:
+def at_table(host: Host, say: Say = repeating, **settings: Any) -> tuple[Scripted, EpisodeSession, OpenAI]:
     policy = Scripted(say, **settings)
     seat = host.open(policy)
     return policy, seat, host.client(seat.key)
@@ -250,7 +249,7 @@ def test_arguments_are_of_the_types_that_the_agents_tools_want(host: Host) -> No
 
 
 def test_what_is_thought_in_a_channel_is_told_beside_the_reply() -> None:
-    parse = Parser(chosen_format("openai", None, vllm=False).form)
+    parse = Parser(choose_format("openai", None, vllm=False).form)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 3."
     for tools in ([], TOOLS):
         message = reply_message(text, parse, tools)
@@ -366,7 +365,7 @@ JSON = {"type": "json_object"}
 REQUIRED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
 
 
-def held_up(host: Host, count: int = 1) -> tuple[Scripted, Seat, list[Future[Any]]]:
+def held_up(host: Host, count: int = 1) -> tuple[Scripted, EpisodeSession, list[Future[Any]]]:
     """Ask for so many replies that do not come, and return once all requests wait for the policy."""
     policy, seat, client = at_table(host)
     host.here(policy.free.clear)
@@ -390,7 +389,7 @@ def test_stopping_ends_requests_under_way_of_all_seats() -> None:
     host.close()
     for policy, seat, answers in tables:
         assert episode_over(answers) == [True] * len(answers)
-        assert (policy.cancelled, policy.said, seat.waiting, seat.answers) == (len(answers), [], 0, [])
+        assert (policy.cancelled, policy.said, seat.waiting, seat.responses) == (len(answers), [], 0, [])
         assert seat.failure is None
     assert host.endpoint.seats == {} and host.endpoint.serving.done()
     host.http.close()
@@ -414,7 +413,7 @@ def test_closing_ends_a_request_whose_client_is_gone(host: Host) -> None:
     async def close() -> None:
         while not policy.asked:
             await asyncio.sleep(0.01)
-        tasks = [answer.task for answer in seat.answers]
+        tasks = [answer.task for answer in seat.responses]
         seat.close()
         await asyncio.wait(tasks)
         assert [task.cancelled() for task in tasks] == [True]
@@ -427,11 +426,11 @@ def test_the_key_of_an_ended_episode_gets_no_answer_that_was_kept(host: Host) ->
     policy, seat, client = at_table(host)
     again = {"x-stainless-retry-count": "1"}
     ask(client)
-    assert len(seat.answers) == 1 and ask(client, extra_headers=again).choices
+    assert len(seat.responses) == 1 and ask(client, extra_headers=again).choices
     host.here(seat.close)
     with pytest.raises(openai.AuthenticationError) as caught:
         ask(client, extra_headers=again)
-    assert caught.value.code == "invalid_api_key" and (seat.answers, len(policy.said)) == ([], 1)
+    assert caught.value.code == "invalid_api_key" and (seat.responses, len(policy.said)) == ([], 1)
 
 
 def test_a_request_that_arrives_while_its_episode_ends_is_refused(host: Host) -> None:
@@ -445,7 +444,7 @@ def test_a_request_that_arrives_while_its_episode_ends_is_refused(host: Host) ->
         host.here(seat.close)
         connection.sendall(body[5:])
         assert connection.recv(100).startswith(b"HTTP/1.1 401")
-    assert not policy.asked and seat.answers == []
+    assert not policy.asked and seat.responses == []
 
 
 def test_keys_are_long_their_own_and_known_by_their_digest_alone(host: Host) -> None:
@@ -515,7 +514,7 @@ def test_a_schema_that_engines_refuse_is_refused_before_sampling(host: Host, mon
     holding(host, monkeypatch, "json", "no such type")
     policy, seat, client = at_table(host)
     for asked, param in (({"response_format": JSON}, "response_format"), (REQUIRED, "tools")):
-        with pytest.raises(openai.BadRequestError, match="cannot be held to: no such type") as caught:
+        with pytest.raises(openai.BadRequestError, match="cannot enforce: no such type") as caught:
             ask(client, **asked)
         assert caught.value.param == param
     assert not policy.asked and seat.failure is None
@@ -551,8 +550,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ({"messages": [USER | {"role": "narrator"}]}, "messages", "found 'narrator'"),
         ({"messages": [USER | {"role": ["user"]}]}, "messages", "role must be one of"),
         ({"messages": [USER | {"content": 5}]}, "messages", "must be text, null or a list of text parts"),
-        ({"messages": [USER | {"content": [IMAGE]}]}, "messages", r"messages\[0\]: part 1 .*'image_url': only text"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool call 1: expected the name"),
+        ({"messages": [USER | {"content": [IMAGE]}]}, "messages", r"messages\[0\]: part 1 .*'image_url', not text"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+            "messages",
+            "tool call 1: expected a function name",
+        ),
         ({"messages": [USER], "tools": {}}, "tools", "must be of type list"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] must be of the form"),
         ({"messages": [USER], "tool_choice": "required"}, "tool_choice", r"one of the tools \(none\)"),
@@ -708,7 +711,7 @@ def test_only_a_retry_of_the_same_request_is_answered_without_sampling(
     monkeypatch.setattr("trueline.environments.endpoint.KEPT_SECONDS", 0)
     assert said(user="late") == "d"
     assert said(user="late", extra_headers=again) == "e"
-    assert len(seat.answers) == 4 and len(policy.said) == 5
+    assert len(seat.responses) == 4 and len(policy.said) == 5
 
 
 def test_requests_at_once_of_two_seats(host: Host) -> None:

@@ -16,8 +16,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from trueline.config.environment import BUILT_IN_TOOLS, EnvironmentConfig
-from trueline.environments.tools.built_in import BUILT_IN
+from trueline.config.environment import EnvironmentConfig
 from trueline.environments.tools.schemas import UnfitTool
 from trueline.environments.tools.toolbox import Toolbox
 
@@ -94,7 +93,8 @@ def opened(specification: str, options: dict[str, Any]) -> Iterator[tuple[Toolbo
         try:
             yield box, call
         finally:
-            asyncio.run_coroutine_threadsafe(box.stop(), loop).result()
+            for server in box.holders:
+                server.stop()
             loop.call_soon_threadsafe(loop.stop)
             spinning.result()
             loop.close()
@@ -191,7 +191,7 @@ def test_a_server_behind_http_with_a_key(script: str) -> None:
         assert TOKEN not in str(caught.value) and caught.value.__cause__ is None
     with opened_beside(script, port, address) as (box, call, again):
         assert (call("one", "count"), call("two", "count")) == ("1", "2")
-        (server,) = box.servers
+        (server,) = box.holders
         assert set(server.connections) == {"one", "two"}
         close(box, "two")
         assert set(server.connections) == {"one"}
@@ -226,11 +226,11 @@ def opened_beside(script: str, port: int, address: str) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("text", "tools"),
     [
-        ("calculator, file.py:f,python", ["calculator", "file.py:f", "python"]),
+        ("python, file.py:f,python", ["python", "file.py:f", "python"]),
         ("mcp:server a,b", ["mcp:server a,b"]),
         (
-            "mcp:server --x=1,2, 3,search,mcp:https://host/mcp,a.b:c",
-            ["mcp:server --x=1,2, 3", "search", "mcp:https://host/mcp", "a.b:c"],
+            "mcp:server --x=1,2, 3,python,mcp:https://host/mcp,a.b:c",
+            ["mcp:server --x=1,2, 3", "python", "mcp:https://host/mcp", "a.b:c"],
         ),
         ("calculatr,python", ["calculatr", "python"]),
     ],
@@ -240,15 +240,11 @@ def test_commas_of_a_command_do_not_cut_it(text: str, tools: list[str]) -> None:
     assert EnvironmentConfig(tools=tools).tools == tools
 
 
-def test_the_names_of_built_in_tools_agree() -> None:
-    assert set(BUILT_IN) == set(BUILT_IN_TOOLS)
-
-
 @pytest.mark.parametrize(
     "address", ["https://me:word@host/mcp", "https://me@host/", "http://h/?key=abcdef", "http://h/?abc", "http://h/#x"]
 )
 def test_secrets_in_addresses_are_refused(address: str) -> None:
-    with pytest.raises(ValidationError, match=r"write \$\{NAME\} in its place"):
+    with pytest.raises(ValidationError, match=r"write \$\{NAME\}"):
         EnvironmentConfig(tools=[f"mcp:{address}"])
 
 
@@ -265,11 +261,11 @@ def test_variables_in_addresses_and_headers_are_taken_and_written_as_they_are() 
 
 def test_headers_are_checked_before_the_start() -> None:
     for headers in ({"Authorization": "Bearer abc"}, "Bearer ${MY_TOKEN}"):
-        with pytest.raises(ValidationError, match=r"each value with a variable"):
+        with pytest.raises(ValidationError, match=r"each value with an environment variable"):
             EnvironmentConfig(tools=["mcp:https://host/mcp"], options={"mcp_headers": headers})
-    with pytest.raises(ValidationError, match="would be sent to all of a, b"):
+    with pytest.raises(ValidationError, match="would be sent to a, b"):
         EnvironmentConfig(tools=["mcp:https://a/mcp", "mcp:https://b/mcp"], options=HEADERS)
     with pytest.raises(ValueError, match="take one of auto, episode, shared"):
         Toolbox(["mcp:server"], {"mcp_connection": "always"})
     with pytest.raises(ValueError, match=r"options\.mcp_headers: none of the tools has such an option"):
-        Toolbox(["calculator"], HEADERS)
+        Toolbox(["python"], HEADERS)

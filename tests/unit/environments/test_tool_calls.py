@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trueline.environments.tools.calls import FORMATS, Parsed, ToolCall, as_message
-from trueline.environments.tools.formats import Parser, chosen_format
+from trueline.environments.tools.formats import Parser, choose_format
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 NOW = ToolCall("now", {})
@@ -17,7 +17,7 @@ NOW_TEXT = '{"name": "now", "arguments": {}}'
 
 
 def parse_reply(text: str, form: str = "auto") -> Parsed:
-    return Parser(chosen_format(form, None, vllm=False).form)(text, [])
+    return Parser(choose_format(form, None, vllm=False).form)(text, [])
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from typing import Any, Literal, Optional
 import psutil
 import pytest
 
-from trueline.algorithms.user_functions import NoSuchFunction
-from trueline.environments.tools.calls import ToolMistake
+from tests.support.tool_calls import CALCULATOR
 from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.environments.tools.toolbox import Toolbox
+from trueline.usercode.failures import NoSuchFunction, PolicyError, ToolRaised
 
 TOOLS = '''
 import sys
 
-from trueline.environments.tools.built_in import EPISODE
-from trueline.environments.tools.calls import ToolMistake
+from trueline.environments.tools.interpreter import EPISODE
+from trueline.usercode.failures import PolicyError
 
 def exact(text: str) -> str:
     """Return a text; a reward has the same name."""
@@ -33,7 +33,7 @@ def stop(how: str) -> str:
     if how == "exit":
         sys.exit(3)
     if how == "mistake":
-        raise ToolMistake("not like this")
+        raise PolicyError("not like this")
     return {}[how] if how == "key" else next(iter(()))
 
 async def leave() -> None:
@@ -218,8 +218,8 @@ def call(box: Toolbox, name: str, arguments: dict[str, Any]) -> str:
 
 
 def test_functions_of_a_file_are_called(tools: str) -> None:
-    box = Toolbox([f"{tools}:exact", f"{tools}:later", "calculator"], {})
-    assert [schema["function"]["name"] for schema in box.schemas()] == ["exact", "later", "calculator"]
+    box = Toolbox([f"{tools}:exact", f"{tools}:later", CALCULATOR], {})
+    assert [schema["function"]["name"] for schema in box.describe()["schemas"]] == ["exact", "later", "calculator"]
     assert call(box, "exact", {"text": "a"}) == "a in one"
     assert call(box, "later", {"values": [1]}) == '{"values": [1], "of": "ä"}'
     assert call(box, "calculator", {"expression": "1 + 1"}) == "2"
@@ -235,25 +235,24 @@ def test_functions_of_a_file_are_called(tools: str) -> None:
     ],
 )
 def test_the_policys_mistakes(tools: str, name: str, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ToolMistake, match=said):
+    with pytest.raises(PolicyError, match=said):
         call(Toolbox([f"{tools}:exact", f"{tools}:stop"], {}), name, arguments)
 
 
 def test_users_tools_are_known_from_built_in_ones(tools: str) -> None:
     """What they raise is told to the model; what ours raise is a failure."""
-    assert Toolbox(["calculator", f"{tools}:exact", f"{tools}:later"], {}).users == {"exact", "later"}
+    assert Toolbox(["python", f"{tools}:exact", f"{tools}:later"], {}).users == {"exact", "later"}
 
 
 def test_what_a_tool_raises_comes_through(tools: str) -> None:
     box = Toolbox([f"{tools}:stop", f"{tools}:leave"], {})
-    with pytest.raises(KeyError):
-        call(box, "stop", {"how": "key"})
     for name, arguments, said in (
-        ("stop", {"how": "exit"}, r"SystemExit\(3\)"),
-        ("stop", {"how": "next"}, r"StopIteration\(\)"),
-        ("leave", {}, r"SystemExit\(3\)"),
+        ("stop", {"how": "key"}, "KeyError: "),
+        ("stop", {"how": "exit"}, r"the tool raised SystemExit\(3\)"),
+        ("stop", {"how": "next"}, r"the tool raised StopIteration\(\)"),
+        ("leave", {}, r"the tool raised SystemExit\(3\)"),
     ):
-        with pytest.raises(RuntimeError, match=f"the tool raised {said}"):
+        with pytest.raises(ToolRaised, match=said):
             call(box, name, arguments)
 
 
@@ -264,13 +263,13 @@ def test_what_a_tool_raises_comes_through(tools: str) -> None:
             ["math"],
             {},
             NoSuchFunction,
-            r"'math' is not a built-in \(calculator, python, search\), nor file.py:function",
+            r"'math' is neither python, file.py:function, package",
         ),
         (["TOOLS:none"], {}, NoSuchFunction, "has no function 'none'; it has .*exact"),
-        (["TOOLS:ToolMistake"], {}, NoSuchFunction, "is no function but <class"),
+        (["TOOLS:PolicyError"], {}, NoSuchFunction, "is no function but <class"),
         (["TOOLS:undocumented"], {}, ValueError, "the tool undocumented has no docstring"),
-        (["calculator", "calculator"], {}, ValueError, "there is a tool 'calculator' already"),
-        (["search"], {}, ValueError, r"the tool search needs environment\.options\.documents"),
+        (["python", "python"], {}, ValueError, "there is a tool 'python' already"),
+        (["search"], {}, ValueError, r"the tool search is an example, no built-in: copy examples/tools/search.py "),
         (
             ["python"],
             {"second": 1},
@@ -291,28 +290,30 @@ def test_tools_that_there_are_not(
 
 
 def test_an_mcp_server_that_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mcp")
+    McpServer = pytest.importorskip("trueline.environments.tools.mcp_servers").McpServer
     monkeypatch.setenv("A_KEY", "of a service")
     server = tmp_path / "server.py"
     server.write_text(SERVER)
     before = set(psutil.Process().children(recursive=True))
-    box = Toolbox([f"mcp:{sys.executable} {server}", "calculator"], {})
+    box = Toolbox([f"mcp:{sys.executable} {server}", CALCULATOR], {})
     started = set(psutil.Process().children(recursive=True)) - before
 
     async def play() -> None:
-        assert [schema["function"]["name"] for schema in box.schemas()] == [
+        assert [schema["function"]["name"] for schema in box.describe()["schemas"]] == [
             "double",
             "environment",
             "calculator",
         ]
-        assert box.schemas()[0]["function"]["description"] == "Double a number."
-        assert box.schemas()[0]["function"]["parameters"]["required"] == ["number"]
+        assert box.describe()["schemas"][0]["function"]["description"] == "Double a number."
+        assert box.describe()["schemas"][0]["function"]["parameters"]["required"] == ["number"]
         assert await asyncio.gather(*(box.call("one", "double", {"number": n}) for n in (1, 2))) == ["2", "4"]
         assert await box.call("one", "environment", {"name": "A_KEY"}) == "of a service"
-        with pytest.raises(ToolMistake, match="number"):
+        with pytest.raises(PolicyError, match="number"):
             await box.call("one", "double", {"number": "two"})
         await box.close("one")
-        await box.stop()
+        for one in box.holders:
+            assert isinstance(one, McpServer)
+            one.stop()
 
     asyncio.run(play())
     assert len(started) == 1

@@ -11,7 +11,7 @@ from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.data.types import Prompt
 from trueline.environments import trial
-from trueline.environments.opening import Found, check_environment
+from trueline.environments.opening import EnvironmentCheck, check_environment
 
 CODE = '''
 import os, sys, time
@@ -127,7 +127,7 @@ def early(policy):
     raise PermissionError("no key")
 '''
 ROW = Prompt(0, [{"role": "user", "content": "1+1="}])
-RESULT = "return a text to go on, a number to end with that reward, or a dict such as"
+RESULT = "return a text to continue, a number to end with that reward, or a dict such as"
 REFUSED = {
     "cannot be made": 'code.py", line 11, in __init__\n.*RuntimeError: no board',
     "resets to a pair": r"`reset` returned \('go', \{\}\) of type tuple as messages: return a text or a list of",
@@ -147,7 +147,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "code.py"
 
 
-def look(place: str, *, rewarded: bool = False, **keys: Any) -> Found:
+def look(place: str, *, rewarded: bool = False, **keys: Any) -> EnvironmentCheck:
     key = "agent" if " " in place else "function"
     return check_environment(EnvironmentConfig(**{key: place, **keys}), ROW, rewarded=rewarded)
 
@@ -168,39 +168,41 @@ def test_what_no_run_could_use_is_refused(what: str, code: Path) -> None:
 @pytest.mark.parametrize("what", ["ends", "goes on"])
 def test_what_a_run_can_use_is_not(what: str, code: Path) -> None:
     """It is closed as any episode is."""
-    assert look(f"{code}:Game", options={"what": what}) == Found()
+    assert look(f"{code}:Game", options={"what": what}) == EnvironmentCheck()
     assert (code.parent / "closed").read_text() == "closed "
 
 
 def test_asynchronous_methods_mix_with_others(code: Path) -> None:
-    assert look(f"{code}:Asynchronous") == Found()
+    assert look(f"{code}:Asynchronous") == EnvironmentCheck()
 
 
 def test_a_failure_after_the_made_up_reply_is_a_warning(code: Path) -> None:
     """For the model may never say such a thing."""
-    (said,) = look(f"{code}:Game", options={"what": "blames"}).warnings
+    (found,) = look(f"{code}:Game", options={"what": "blames"}).warnings
+    said, key = found.what, found.key
     assert "failed on the made-up reply 'I do not know.': KeyError: 'I do not know.'; such episodes have no" in said
+    assert key == "environment.function"
 
 
 def test_what_takes_longer_is_no_mistake(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "SECONDS", 1.0)
     monkeypatch.setattr(trial, "CLOSE_SECONDS", 1.0)
-    assert look(f"{code}:Game", options={"what": "naps"}) == Found()
+    assert look(f"{code}:Game", options={"what": "naps"}) == EnvironmentCheck()
 
 
 def test_a_trial_can_be_left_out(code: Path) -> None:
-    assert look(f"{code}:Game", options={"what": "five"}, trial=False) == Found()
+    assert look(f"{code}:Game", options={"what": "five"}, trial=False) == EnvironmentCheck()
     assert not (code.parent / "closed").exists()
 
 
 def test_what_stands_in_the_code_is_refused_without_a_trial(code: Path) -> None:
-    assert "environment.options.size: it takes no such option; it takes what" in refused(
+    assert "environment.options.size: there is no such option; there are what" in refused(
         f"{code}:Game", options={"size": 3}, trial=False
     )
     assert "is given the reply: write def step(self, reply)" in refused(f"{code}:WithoutReply", trial=False)
     assert "no value for its parameter 'seed'" in refused(f"{code}:Seeded", options={"seed": 1}, trial=False)
     assert "takes none of policy, client, base_url, api_key" in refused(f"{code}:alone", trial=False)
-    assert "environment.options.x: it takes no such option; it takes none" in refused(
+    assert "environment.options.x: there is no such option; there are none" in refused(
         f"{code}:silent", options={"x": 1}, trial=False
     )
     assert "name a class or a function of a file or module, as file.py:Name" in refused(str(code), trial=False)
@@ -208,18 +210,18 @@ def test_what_stands_in_the_code_is_refused_without_a_trial(code: Path) -> None:
 
 def test_functions_that_play_are_tried_too(code: Path) -> None:
     assert "a trial episode ended before it asked the model for a reply" in refused(f"{code}:silent")
-    assert "unrewarded returned no reward, and there is no --reward" in refused(f"{code}:unrewarded")
-    assert look(f"{code}:unrewarded", rewarded=True) == Found()
+    assert "unrewarded: it returned no reward, and there is no --reward" in refused(f"{code}:unrewarded")
+    assert look(f"{code}:unrewarded", rewarded=True) == EnvironmentCheck()
     assert "the reward that it returned must be a finite number, got 'good'" in refused(f"{code}:praised")
     assert "PermissionError: no key" in refused(f"{code}:early")
     assert "TypeError: argument of type 'coroutine' is not iterable" in refused(f"{code}:forgets")
-    assert look(f"{code}:endless") == Found()
+    assert look(f"{code}:endless") == EnvironmentCheck()
 
 
 @pytest.mark.parametrize("name", ["formal", "forced"])
 def test_agents_that_ask_for_a_format_are_left_to_the_run(name: str, code: Path) -> None:
     """No made-up reply has it."""
-    assert look(f"{code}:{name}") == Found()
+    assert look(f"{code}:{name}") == EnvironmentCheck()
 
 
 def test_commands_are_tried_too(code: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_server_without_tools_is_refused(code: Path) -> None:
     (code.parent / "server.py").write_text("from mcp.server import MCPServer\nMCPServer('none').run()\n")
     (code.parent / "dead.py").write_text("raise SystemExit('no database')")
     servers = {
-        "server.py": "offers no tools: see to it, or leave it out",
+        "server.py": "offers no tools: check it, or leave it out",
         "dead.py": "does not answer: .*it printed: no database",
     }
     for file, words in servers.items():

@@ -25,12 +25,12 @@ from trueline.data.messages import Message
 from trueline.data.sources import open_source
 from trueline.data.types import Dialogue, Outcome, Prompt, Trajectory
 from trueline.jobs import sampling
-from trueline.jobs.plan import check_pairs, plan_eval, plan_generate
 from trueline.jobs.rounds import Recipe
-from trueline.jobs.sample_file import kept_of, pair_of, row_of, write_selection
+from trueline.jobs.sample_file import pair_of, row_of, select_kept, write_selection
 from trueline.jobs.sampling import check_unchanged
 from trueline.models.loading import load_chat
 from trueline.monitoring.run_folder import RunFolder
+from trueline.plan.sampling import check_pairs, plan_eval, plan_generate
 from trueline.verbs import VERBS
 
 CALL = '{"name": "draw", "arguments": {}}'
@@ -160,7 +160,7 @@ def test_eval_reports_what_an_environment_says(run: Run, home: Path, capsys: pyt
     wanted["response_length"] = 4.0
     assert {name: metrics[f"evaluation/{name}"] for name in wanted} == wanted
     shown = capsys.readouterr().out
-    assert "reward     of the environment" in shown
+    assert "reward     from the environment" in shown
     context = load_settings(home)["max_position_embeddings"]
     assert f"turns      up to 8 in sequences of up to {context} tokens: environment.function=mine.py:Game" in shown
     assert "game/turns" in shown and "2.000" in shown and "0.750" in shown
@@ -172,13 +172,13 @@ def test_engines_know_the_tokenizer_where_user_code_may_ask_for_a_format(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    start = sampling.start_engines
+    start = sampling.engine_specs
 
     def noted(*given: Any, structured: bool = False) -> Any:
         asked.append(structured)
         return start(*given, structured=structured)
 
-    monkeypatch.setattr(sampling, "start_engines", noted)
+    monkeypatch.setattr(sampling, "engine_specs", noted)
     run("eval", "draws.jsonl", "--environment", "mine.py:Game")
     run("generate", "draws.jsonl", "--tools", "mine.py:draw", "--reward", "exact")
     assert asked == [True, False]
@@ -200,15 +200,15 @@ def test_another_environment_cannot_go_on_with_what_one_has_sampled(home: Path, 
     tree = {"runtime": "local", "model": {"path": str(home / "model")}, "name": "run", "folder": str(tmp_path)}
     before = GenerateConfig.parse(tree | {"environment": {"function": "mine.py:Game", "options": {"worth": 1.0}}})
     folder = RunFolder(tmp_path / "run").open(before, "generate", resume=False)
-    check_unchanged(before.replaced({"environment": {"processes": 2, "timeout_seconds": 1.0}}), folder)
+    check_unchanged(before.with_keys({"environment": {"processes": 2, "timeout_seconds": 1.0}}), folder)
     changes = {"function": "", "options": {"worth": 2.0}, "tool_format": "json", "max_turns": 3, "max_turn_tokens": 2}
     for key, value in changes.items():
         with pytest.raises(ConfigError, match=rf"^environment\.{key} was .* choose another --name"):
-            check_unchanged(before.replaced({"environment": {key: value}}), folder)
-    other = {"agent": "mine.py:main", "tools": ["calculator"]}
+            check_unchanged(before.with_keys({"environment": {key: value}}), folder)
+    other = {"agent": "mine.py:main", "tools": ["python"]}
     for key, value in other.items():
         with pytest.raises(ConfigError, match=r"^environment\.(function|agent|tools) was"):
-            check_unchanged(before.replaced({"environment": {"function": "", key: value}}), folder)
+            check_unchanged(before.with_keys({"environment": {"function": "", key: value}}), folder)
 
 
 # What is selected from episodes
@@ -254,11 +254,11 @@ def test_each_conversation_of_an_episode_is_a_row_and_an_empty_message_bars_it()
     forked = episode(1.0, "a")
     forked.dialogues.append(Dialogue(messages_of(["other"]), messages_of(["other", "b"])[1:]))
     row = row_of(0, [forked, episode(1.0, "", "user: more", "b"), episode(1.0, "a", "user:  ", "b")], scored=True)
-    assert len(kept_of(row, config)) == 3  # single replies that say something
+    assert len(select_kept(row, config)) == 3  # single replies that say something
     played = row_of(
         0, [forked, episode(1.0, "", "user: more", "b"), episode(1.0, "a", "user:  ", "b")], scored=True, played=True
     )
-    (kept,) = kept_of(played, config)
+    (kept,) = select_kept(played, config)
     assert [talk["completion"][0]["content"] for talk in kept["conversations"]] == ["a", "b"]
 
 
@@ -289,11 +289,11 @@ def test_an_environment_is_checked_against_every_set(home: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match="no value for its parameter 'row'"):
         plan_eval(EvalConfig.parse(tree | {"environment": {"function": f"{tmp_path / 'mine.py'}:Game"}}))
     with pytest.raises(ConfigError, match=r"reward\.function is empty"):  # which tools do not make up for
-        plan_eval(EvalConfig.parse(tree | {"environment": {"tools": ["calculator"]}}))
+        plan_eval(EvalConfig.parse(tree | {"environment": {"tools": ["python"]}}))
 
 
 def test_rounds_hand_the_environment_on(tmp_path: Path) -> None:
-    played = {"tools": ["calculator"], "max_turns": 3}
+    played = {"tools": ["python"], "max_turns": 3}
     keys = {"reward": {"function": "exact"}, "evaluation": {"data": "e.jsonl"}, "environment": played}
     recipe = Recipe(RaftConfig.parse(keys), tmp_path, 1)
     assert recipe.generation(1).environment == recipe.evaluation(0).environment == recipe.config.environment

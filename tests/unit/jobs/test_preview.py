@@ -52,8 +52,8 @@ def test_arguments_of_the_template_are_seen(home: Path, capsys: Screen) -> None:
 
 
 def test_tools_limits_and_rewards_are_seen(home: Path, capsys: Screen) -> None:
-    shown = preview(home, capsys, "grpo", "--tools", "calculator", "rollout.max_prompt_tokens=3")
-    assert "<tool>calculator<system>Add<user>0+1=<assistant>" in shown
+    shown = preview(home, capsys, "grpo", "--tools", "python", "rollout.max_prompt_tokens=3")
+    assert "<tool>python<system>Add<user>0+1=<assistant>" in shown
     assert ", more than rollout.max_prompt_tokens=3" in shown[2]
     files = ["--model", str(home / "model"), "--data", str(home / "sums.jsonl"), "--reward", "mth"]
     assert main(["data", "preview", "grpo", *files]) == 2

@@ -16,8 +16,9 @@ from trueline.jobs.rounds import Recipe, Stage, plan_rounds, rounds_table, run_s
 from trueline.jobs.sample_file import write_json
 from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
+from trueline.plan.describe import describe_rounds
+from trueline.plan.resolve import NAMES, suited_rate
 from trueline.runs.launch import Job, Start
-from trueline.runs.learning_rate import NAMES, suited_rate
 
 TREE: dict[str, Any] = {
     "rounds": 2,
@@ -62,7 +63,7 @@ def test_stages_come_in_order_and_each_is_a_run_of_its_own(raft: Recipe, tmp_pat
 
 
 def test_without_held_out_prompts_nothing_is_evaluated(raft: Recipe) -> None:
-    plain = Recipe(raft.config.replaced({"evaluation": {"data": ""}}), raft.folder, 10)
+    plain = Recipe(raft.config.with_keys({"evaluation": {"data": ""}}), raft.folder, 10)
     assert [stage.name.split("/")[1] for stage in plain.stages()] == ["generate", "sft"] * 2
 
 
@@ -123,10 +124,12 @@ def test_a_recipe_trains_at_the_default_rate_of_its_trainer(
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     keys: Tree = {"model": {"path": str(model_folder)}, "runtime": "local", "rollout": {"max_new_tokens": 4}}
     reward = {"data": {"path": str(tmp_path / "data.jsonl")}, "reward": {"function": "math"}}
-    recipe, about = plan_rounds(kind.parse(keys | reward), tmp_path)
+    recipe, plan = plan_rounds(kind.parse(keys | reward), tmp_path)
     expected = suited_rate(check_model(recipe.config.model).parameters, task, adapters=False)
     assert recipe.training(1).model_dump()["training"]["learning_rate"] == expected
-    assert f"training.learning_rate={expected:g}: default for {NAMES.get(task, task)} on " in about
+    assert f"training.learning_rate={expected:g}: default for {NAMES.get(task, task)} on " in describe_rounds(
+        recipe.config, plan, recipe.prompts
+    )
 
 
 def test_what_cannot_work_is_refused() -> None:

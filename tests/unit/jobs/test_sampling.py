@@ -16,28 +16,27 @@ from tests.support.disk import files_up_to
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
-from trueline.config.model import ModelConfig
-from trueline.config.roles import FrozenConfig
+from trueline.config.model import FrozenConfig, ModelConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
 from trueline.data.formats import Conversation, read_conversations, read_pairs
 from trueline.data.sources import open_source
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.jobs.plan import chosen_prompts, describe, engine_count, plan_eval, plan_generate
 from trueline.jobs.sample_file import (
     SampleFile,
     completion_of,
-    described,
-    kept_of,
     pair_of,
+    prompt_row,
     row_of,
+    select_kept,
     write_json,
     write_selection,
 )
-from trueline.jobs.sampling import check_answered, check_unchanged, evaluation_table, prepare_eval, prepare_generate
+from trueline.jobs.sampling import check_sampled, check_unchanged, evaluation_table, prepare_eval, prepare_generate
 from trueline.monitoring.run_folder import RunFolder
+from trueline.plan.roles import RoleModel
+from trueline.plan.sampling import chosen_prompts, engine_count, plan_eval, plan_generate
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.launch import launch
-from trueline.runs.roles import RoleModel
 from trueline.runtime.cluster import Machine
 
 JUDGED = {"reward": {"function": "exact"}}
@@ -169,12 +168,12 @@ ANSWERS = (("low", 0.1), ("high", 0.9), ("", 2.0), ("failed", None), ("high too"
     ],
 )
 def test_what_is_kept_never_failed_and_never_is_empty(keys: dict[str, Any], kept: list[str]) -> None:
-    assert [answer["reply"] for answer in kept_of(row(0, *ANSWERS), config(**keys))] == kept
+    assert [answer["reply"] for answer in select_kept(row(0, *ANSWERS), config(**keys))] == kept
 
 
 def test_without_rewards_everything_is_kept() -> None:
     unjudged = row(0, ("a", None), ("b", None), outcome="finished")
-    assert [answer["reply"] for answer in kept_of(unjudged, GenerateConfig())] == ["a", "b"]
+    assert [answer["reply"] for answer in select_kept(unjudged, GenerateConfig())] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -199,9 +198,9 @@ def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_wor
     cut += row(0, ("cut too", 0.0), truncated=True)["completions"]
     mixed = row(0) | {"completions": cut}
     keys = {"keep": "best", "pairs": True}
-    assert [answer["reply"] for answer in kept_of(mixed, config(**keys))] == ["cut"]
+    assert [answer["reply"] for answer in select_kept(mixed, config(**keys))] == ["cut"]
     strict = config(**keys, keep_truncated=False)
-    assert [answer["reply"] for answer in kept_of(mixed, strict)] == ["whole"]
+    assert [answer["reply"] for answer in select_kept(mixed, strict)] == ["whole"]
     found = pair_of(mixed, strict)
     assert found is not None and [answer["reply"] for answer in found] == ["whole", "cut too"]
 
@@ -260,7 +259,7 @@ def test_pairs_are_written_where_they_are_wanted(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"pairs": True, "samples": 1}, r"samples to 2 or more \(got 1\)"),
-        ({"shards": 2, "shard": 2}, r"shard=2 of shards=2 is not there: count from 0"),
+        ({"shards": 2, "shard": 2}, r"shard=2 is not in 0 to 1 \(shards=2\)"),
     ],
 )
 def test_what_cannot_work_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -282,7 +281,7 @@ def test_one_process_needs_no_further_keys() -> None:
 def test_eval_says_where_its_prompts_come_from() -> None:
     with pytest.raises(ConfigError, match=r"data.path=x.jsonl: eval reads evaluation.data \(--eval-data\)"):
         EvalConfig.parse({"data": {"path": "x.jsonl"}})
-    with pytest.raises(ConfigError, match=r"evaluation.data is empty: name prompts with --eval-data"):
+    with pytest.raises(ConfigError, match=r"evaluation.data is empty: name prompts with --data"):
         plan_eval(EvalConfig.parse(JUDGED))
 
 
@@ -349,11 +348,11 @@ def test_a_plan_warns_of_idle_keys_and_crowded_cores(tree: dict[str, Any], capsy
     wanted = {"engine": "hf", "engines": cores + 1}
     asked = {**tree, "runtime": "ray", "checkpoint": {"every": 3}, "rollout": wanted}
     assert launch(GenerateConfig.parse(asked), "generate", prepare_generate, dry_run=True) == 0
-    crowded, idle = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    _, crowded, idle = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert f"rollout.engines={cores + 1}" in crowded
-    assert "checkpoint.every=3 has no effect: nothing is trained" in idle
+    assert "checkpoint.every=3 has no effect; nothing is trained" in idle
     assert launch(GenerateConfig.parse(tree), "generate", prepare_generate, dry_run=True) == 0
-    assert "warning" not in capsys.readouterr().out
+    assert "no effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "place", "expected"), [(8, "separate", 3), (8, "shared", 4), (0, "separate", 1)])
@@ -367,11 +366,11 @@ def test_engines_get_the_gpus_that_reward_models_leave(gpus: int, place: str, ex
 def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     before = plan_generate(GenerateConfig.parse(tree)).config
     folder = RunFolder(tmp_path / "run").open(before, "generate", resume=False)
-    check_unchanged(before.replaced({"keep": "best", "limit": 3, "reward": {"timeout_seconds": 1.0}}), folder)
+    check_unchanged(before.with_keys({"keep": "best", "limit": 3, "reward": {"timeout_seconds": 1.0}}), folder)
     with pytest.raises(ConfigError, match=r"rollout.temperature was 1.0 when this run began and is 0.5 now"):
-        check_unchanged(before.replaced({"rollout": {"temperature": 0.5}}), folder)
+        check_unchanged(before.with_keys({"rollout": {"temperature": 0.5}}), folder)
     with pytest.raises(ConfigError, match=r"samples was 4 when this run began and is 8 now"):
-        check_unchanged(before.replaced({"samples": 8}), folder)
+        check_unchanged(before.with_keys({"samples": 8}), folder)
     for section, key, value in (
         ("rollout", "max_prompt_tokens", 3),
         ("rollout", "top_p", 0.5),
@@ -383,13 +382,13 @@ def test_going_on_with_another_model_or_temperature_is_refused(tree: dict[str, A
         ("reward", "steps", "mean"),
     ):
         with pytest.raises(ConfigError, match=rf"^{section}.{key} was .* choose another --name"):
-            check_unchanged(before.replaced({section: {key: value}}), folder)
+            check_unchanged(before.with_keys({section: {key: value}}), folder)
 
 
 def test_only_a_run_that_goes_on_is_compared_with_what_it_was(tree: dict[str, Any], tmp_path: Path) -> None:
     before, folder = GenerateConfig.parse({**tree, "name": "run"}), RunFolder(tmp_path / "run")
     folder.open(plan_generate(before).config, "generate", resume=False)
-    other = before.replaced({"folder": str(tmp_path), "rollout": {"temperature": 0.5}})
+    other = before.with_keys({"folder": str(tmp_path), "rollout": {"temperature": 0.5}})
     with pytest.raises(ConfigError, match=r"rollout.temperature was 1.0"):
         launch(other, "generate", prepare_generate, dry_run=True, resume=True)
     assert launch(other, "generate", prepare_generate, dry_run=True) == 0
@@ -398,12 +397,12 @@ def test_only_a_run_that_goes_on_is_compared_with_what_it_was(tree: dict[str, An
 def test_going_on_with_other_rows_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
     (number, prompt), *_ = chosen_prompts(plan_generate(GenerateConfig.parse(tree)))
     with SampleFile(tmp_path / "samples.jsonl") as file:
-        file.add({"number": number, **described(prompt), "completions": []})
-        check_answered(file, [(number, prompt)])
+        file.add({"number": number, **prompt_row(prompt), "completions": []})
+        check_sampled(file, [(number, prompt)])
         messages = [{"role": "user", "content": "other"}]
         for change in ({"id": 99}, {"source": "other.jsonl"}, {"messages": messages}, {"tools": TOOLS}):
             with pytest.raises(ConfigError, match="the data has changed since this run began; choose another --name"):
-                check_answered(file, [(number, replace(prompt, **change))])
+                check_sampled(file, [(number, replace(prompt, **change))])
 
 
 def test_the_reward_is_checked_against_every_set(tree: dict[str, Any], tmp_path: Path) -> None:
@@ -453,12 +452,12 @@ def test_the_table_has_a_row_for_each_set() -> None:
 
 def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict[str, Any], tmp_path: Path) -> None:
     plan = plan_generate(GenerateConfig.parse(tree))
-    assert "template   none: messages are joined by line breaks" in describe(plan, "")
+    assert [one.code for one in plan.findings] == ["no_chat_template"]
     file = tmp_path / "chat.jinja"
     file.write_text(TOOL_TEMPLATE)
     tree["data"]["chat_template"] = str(file)
     plan = plan_generate(GenerateConfig.parse(tree))
-    assert "template" not in describe(plan, "").replace(str(tmp_path), "")
+    assert plan.findings == []
     (prompts,) = plan.sets.values()
     assert prompts.longest == len("<user>0\n<assistant>") + 1  # the end is one token
     file.write_text("{{ greeting }}" + TOOL_TEMPLATE)
@@ -467,7 +466,7 @@ def test_the_plan_tells_of_a_template_that_is_not_there_and_takes_one(tree: dict
     assert prompts.longest == len("hi<user>0\n<assistant>") + 1
     tree["data"]["chat_template_kwargs"] = {}
     tree["data"]["chat_template"] = "never"
-    assert "template   none" in describe(plan_generate(GenerateConfig.parse(tree)), "")
+    assert [one.code for one in plan_generate(GenerateConfig.parse(tree)).findings] == ["no_chat_template"]
 
 
 def test_jobs_sample_with_the_controls_of_their_section(tree: dict[str, Any], tmp_path: Path) -> None:

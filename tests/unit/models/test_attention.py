@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
-from trueline.models.attention import NAME, Current, Layout, packed_attention
+from trueline.models.attention import NAME, Current, PackedLayout, packed_attention
 from trueline.models.loading import load_model
 from trueline.models.probe import Probe
 from trueline.models.scorer import Scorer
@@ -188,7 +188,7 @@ def test_a_mask_of_the_models_own_is_heeded_or_refused() -> None:
 def test_a_head_of_several_layers_is_refused() -> None:
     """ModernBERT's decoder has a dense layer and a norm in front of its output embeddings."""
     model = make_model("modernbert-decoder", "eager")
-    probe = Probe(model, CPU, packed=False, speaks=True)
+    probe = Probe(model, CPU, packed=False, has_language_head=True)
     with pytest.raises(ConfigError, match="differ from plain transformers"):
         probe.compare(scorer_of(model, packed=False), model.get_input_embeddings())
 
@@ -196,7 +196,9 @@ def test_a_head_of_several_layers_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
 def test_a_model_that_trains_as_it_speaks_passes(kind: str) -> None:
     model = make_model(kind, NAME)
-    Probe(model, CPU, packed=True, speaks=True).compare(scorer_of(model, packed=True), model.get_input_embeddings())
+    Probe(model, CPU, packed=True, has_language_head=True).compare(
+        scorer_of(model, packed=True), model.get_input_embeddings()
+    )
 
 
 def make_sharp_model() -> tuple[Any, Probe]:
@@ -204,7 +206,7 @@ def make_sharp_model() -> tuple[Any, Probe]:
     model = make_model("llama", NAME)
     with torch.no_grad():
         model.lm_head.weight *= 1e5
-    return model, Probe(model, CPU, packed=True, speaks=True)
+    return model, Probe(model, CPU, packed=True, has_language_head=True)
 
 
 def test_the_rounding_of_a_sharp_model_is_no_fault() -> None:
@@ -241,7 +243,12 @@ def scorer_of(model: Any, *, packed: bool) -> Callable[[Tensor, list[int]], Tens
 def test_what_cannot_be_packed_is_refused_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
     make_model(kind, "eager", **({"rotary_dim": 4} if kind == "gptj" else {})).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"training\.packing=false"):
-        Probe(load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True), CPU, packed=True, speaks=True)
+        Probe(
+            load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True),
+            CPU,
+            packed=True,
+            has_language_head=True,
+        )
 
 
 HEADS = {
@@ -285,7 +292,7 @@ def test_values_are_those_of_the_plain_softmax(window: int | None, scaling: floa
     random = torch.Generator().manual_seed(0)
     lengths = [5, 1, 8]
     query, key, value = (torch.randn(1, heads, 14, 6, generator=random) for heads in (4, 2, 2))
-    Current.layout = Layout(lengths)
+    Current.layout = PackedLayout(lengths)
     found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=scaling, sliding_window=window)
     parts = zip(*(tensor[0].transpose(0, 1).split(lengths) for tensor in (query, key, value)), strict=True)
     scale = scaling if scaling is not None else 6**-0.5

@@ -118,5 +118,5 @@ def test_scores_too_large_for_exp_are_exact() -> None:
 
 
 def test_causal_blocks_need_as_many_keys_as_queries() -> None:
-    with pytest.raises(ValueError, match="as many keys as queries"):
+    with pytest.raises(ValueError, match="equally many keys and queries"):
         Spans([3, 4], [3, 5], causal=True)

@@ -21,10 +21,10 @@ from trueline.models.lora import (
     add_lora,
     arriving_share,
     check_targets,
-    dequantized,
+    dequantize,
     first_change,
     load_adapter,
-    merged,
+    merge_adapters,
     merged_model,
     save_adapter,
 )
@@ -100,7 +100,7 @@ def test_the_product_is_scaled_by_alpha_over_rank(model_folder: Path) -> None:
 
 def test_merged_weights_are_those_of_peft(model_folder: Path) -> None:
     model, described = adapted(model_folder)
-    found = {name: tensor.clone() for name, tensor in merged(iter(model.named_parameters()), SCALE)}
+    found = {name: tensor.clone() for name, tensor in merge_adapters(iter(model.named_parameters()), SCALE)}
     theirs = peft.PeftModel(base_model(model_folder), described)
     peft.set_peft_model_state_dict(theirs, {peft_name(name): tensor for name, tensor in trained(model).items()})
     expected = dict(theirs.merge_and_unload().named_parameters())
@@ -118,7 +118,7 @@ def test_what_arrives_of_merged_adapters_is_what_the_plan_says(change: float, ar
     product = high @ low
     scale = change / float(product.std())
     tensors = {"q.base_layer.weight": weight, "q.lora_A.default.weight": low, "q.lora_B.default.weight": high}
-    ((name, sent),) = merged(iter(tensors.items()), scale)
+    ((name, sent),) = merge_adapters(iter(tensors.items()), scale)
     got = sent.bfloat16().float() - weight.float()  # on the wire
     measured = 1 - float((got - scale * product).norm() / (scale * product).norm())
     assert name == "q.weight" and sent.dtype == torch.float32
@@ -144,7 +144,7 @@ def test_a_plain_model_with_the_merged_weights_says_the_same(model_folder: Path)
     model, _ = adapted(model_folder)
     plain = base_model(model_folder)
     before = logits(plain)
-    plain.load_state_dict(dict(merged(iter(model.named_parameters()), SCALE)))
+    plain.load_state_dict(dict(merge_adapters(iter(model.named_parameters()), SCALE)))
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before, logits(model), atol=1e-2)
 
@@ -159,7 +159,7 @@ def test_merging_keeps_biases(tmp_path: Path, model_folder: Path) -> None:
             torch.nn.init.normal_(parameter)
     plain = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     add_lora(model, LORA, "language", "")
-    found = dict(merged(iter(model.named_parameters()), SCALE))
+    found = dict(merge_adapters(iter(model.named_parameters()), SCALE))
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())  # B is zero
 
@@ -279,7 +279,7 @@ def test_four_bits_as_plain_numbers_say_the_same(tmp_path: Path) -> None:
     model = load_model(ModelConfig(path=str(folder), lora=lora), torch.float32).train()
     add_lora(model, lora, "language", str(folder))
     before, plain = dict(base_model(folder).named_parameters()), base_model(folder)
-    numbers = dict(merged(dequantized(iter(model.named_parameters()), model), 1.0))
+    numbers = dict(merge_adapters(dequantize(iter(model.named_parameters()), model), 1.0))
     plain.load_state_dict(numbers)
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
     rounded = numbers["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]
@@ -293,5 +293,5 @@ def test_experts_have_no_adapters(tmp_path: Path) -> None:
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     named = ModelConfig(path=folder, lora=LoraConfig(rank=2, targets="q_proj,down_proj"))
-    with pytest.raises(ConfigError, match=r"'down_proj' takes .*, a name that peft takes for the experts"):
+    with pytest.raises(ConfigError, match=r"'down_proj' matches .*, an expert layer"):
         check_targets(named, "language")

@@ -9,8 +9,8 @@ import transformers
 from torch import Tensor
 
 from trueline.config.model import ModelConfig
-from trueline.config.preference import DistillConfig
-from trueline.models.divergence import Teacher
+from trueline.config.supervised import DistillConfig
+from trueline.models.head import Teacher
 from trueline.models.loading import load_model
 from trueline.models.scorer import Scorer, hf_name, predicting
 
@@ -192,7 +192,7 @@ def test_a_student_is_compared_with_its_teacher_at_the_same_tokens(model_folder:
     with torch.no_grad():
         teacher.get_output_embeddings().weight.mul_(1.5)
     config = DistillConfig(temperature=2.0)
-    found = Scorer(student, 4, packed=packed, goal=Teacher(teacher, config))(TOKENS, MASK, LENGTHS, 1.0)
+    found = Scorer(student, 4, packed=packed, distillation_target=Teacher(teacher, config))(TOKENS, MASK, LENGTHS, 1.0)
     logits = torch.cat([plain_model(model_folder)(input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)])
     ours, theirs = (logits / 2.0).log_softmax(-1), (1.5 * logits / 2.0).log_softmax(-1)
     divergence = (theirs.exp() * (theirs - ours)).sum(-1).roll(1)
@@ -202,7 +202,7 @@ def test_a_student_is_compared_with_its_teacher_at_the_same_tokens(model_folder:
 
 def test_a_teacher_is_not_among_the_trained_parts(model_folder: Path) -> None:
     student, teacher = (load_model(ModelConfig(path=str(model_folder)), torch.float32, packed=True) for _ in "12")
-    scorer = Scorer(student, 4, goal=Teacher(teacher, DistillConfig()))
+    scorer = Scorer(student, 4, distillation_target=Teacher(teacher, DistillConfig()))
     theirs = {parameter.data_ptr() for parameter in teacher.parameters()}
     assert not theirs & {parameter.data_ptr() for parameter in scorer.parameters()}
     scorer(TOKENS, MASK, LENGTHS, 1.0)["divergence"].sum().backward()

@@ -43,7 +43,7 @@ def test_a_shape_is_told_from_its_row() -> None:
 
 
 def test_an_unknown_shape_is_answered_with_the_table() -> None:
-    with pytest.raises(ConfigError, match=r"--model-shape llama-7: not known; choose from .*llama-8b.*--model FOLDER"):
+    with pytest.raises(ConfigError, match=r"--model-shape llama-7 is unknown: choose from .*llama-8b.*--model FOLDER"):
         check_model(ModelConfig(path="shape:llama-7"))
 
 

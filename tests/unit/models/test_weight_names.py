@@ -32,7 +32,7 @@ def test_they_are_those_of_save_pretrained_and_go_back(kind: str, tmp_path: Path
     folder = make_model(tmp_path, kind)
     disk, model = load_file(folder / "model.safetensors"), AutoModelForCausalLM.from_pretrained(folder)
     names = WeightNames(model)
-    assert same(dict(names.saved(named(model))), disk)
+    assert same(dict(names.file_tensors(named(model))), disk)
     assert bool(names.groups) == (kind in FUSED)
     with torch.no_grad():
         for tensor in (*model.parameters(), *names.buffers.values()):
@@ -40,7 +40,7 @@ def test_they_are_those_of_save_pretrained_and_go_back(kind: str, tmp_path: Path
         for name, tensor in disk.items():
             names.load(name, tensor)
     names.buffers = {name: tensor for name, tensor in model.named_buffers() if name in names.buffers}
-    assert same(dict(names.saved(named(model))), disk)
+    assert same(dict(names.file_tensors(named(model))), disk)
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -61,7 +61,7 @@ def test_only_one_group_is_in_flight_at_a_time(tmp_path: Path) -> None:
             yield name, gathered
             gathered.fill_(torch.nan)
 
-    found = {name: tensor.clone() for name, tensor in WeightNames(model).saved(passing())}
+    found = {name: tensor.clone() for name, tensor in WeightNames(model).file_tensors(passing())}
     assert same(found, load_file(tmp_path / "model.safetensors"))
 
 
@@ -76,7 +76,7 @@ def merging(model: Any, *renamed: tuple[str, str]) -> Any:
 def test_tensors_that_are_one_on_disk_wait_for_each_other(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, tied=True))
     names = WeightNames(merging(model))
-    found = dict(names.saved(named(model)))
+    found = dict(names.file_tensors(named(model)))
     attention = model.model.layers[1].self_attn
     whole = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
     assert torch.equal(found["model.layers.1.self_attn.qkv.weight"], whole)
@@ -84,8 +84,8 @@ def test_tensors_that_are_one_on_disk_wait_for_each_other(tmp_path: Path) -> Non
     for name, tensor in found.items():
         names.load(name, tensor + 1)
     assert torch.equal(attention.k_proj.weight, whole[128:192] + 1)
-    with pytest.raises(AssertionError, match="came only in part"):
-        dict(names.saved(iter(list(named(model))[:2])))
+    with pytest.raises(AssertionError, match="is incomplete"):
+        dict(names.file_tensors(iter(list(named(model))[:2])))
 
 
 def test_a_conversion_that_needs_the_whole_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,5 +99,7 @@ def test_a_conversion_that_needs_the_whole_model_is_refused(tmp_path: Path, monk
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", entangled)
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, tied=True))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM: its weights cannot be saved a few at a time, for extra"):
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM: its weights cannot be saved a few at a time, because extra"
+    ):
         WeightNames(model)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trueline.monitoring.beats import Beat, Row
-from trueline.monitoring.culprits import CULPRITS, Situation, culprit
-from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, spied
+from trueline.monitoring.culprits import CULPRITS, SAVING, Situation, find_culprit
+from trueline.monitoring.heartbeat import ELSEWHERE, GONE, ActivityGroup, Heartbeat, SeenProcess, run_py_spy
+from trueline.training.worker import Worker
 
 NOW, PLENTY = 1_000_000.0, 500 * 2**30
 IN_ALL_REDUCE = """Thread 0x00007f (most recent call first):
@@ -25,17 +25,19 @@ COMPUTING = """Thread 0x00007f (most recent call first):
 """
 
 
-def row(kind: str, who: str, what: str = "", age: float = 200.0, count: int = 1, waits: bool = False) -> Row:
-    return Row(kind, who, what, waits, count, NOW - age)
+def row(kind: str, who: str, what: str = "", age: float = 200.0, count: int = 1, waits: bool = False) -> ActivityGroup:
+    return ActivityGroup(kind, who, what, waits, count, NOW - age)
 
 
-def seen(name: str, *rows: Row, state: str = "sleeping", stack: str = "", silent: float = 0.5) -> Seen:
-    beat = Beat(name, 1, 0.0, "here", NOW - silent, NOW - 200, sorted(rows, key=lambda one: one.since))
-    return Seen(beat, state, stack)
+def seen(name: str, *rows: ActivityGroup, state: str = "sleeping", stack: str = "", silent: float = 0.5) -> SeenProcess:
+    beat = Heartbeat(name, 1, 0.0, "here", NOW - silent, NOW - 200, sorted(rows, key=lambda one: one.since))
+    return SeenProcess(beat, state, stack)
 
 
-def named(*rows: Row, others: list[Seen] | None = None, free: int = PLENTY, driver: str = "sleeping") -> str:
-    return culprit(Situation(seen("run", *rows, state=driver), others or [], "/runs/first", free, NOW))
+def named(
+    *rows: ActivityGroup, others: list[SeenProcess] | None = None, free: int = PLENTY, driver: str = "sleeping"
+) -> str:
+    return find_culprit(Situation(seen("run", *rows, state=driver), others or [], "/runs/first", free, NOW))
 
 
 ROLLOUT, TRAIN, SAVE = (row("phase", name, age=210) for name in ("rollout", "train", "save"))
@@ -57,13 +59,14 @@ def test_a_process_that_is_stopped() -> None:
 
 
 def test_a_child_that_is_stopped() -> None:
-    engine = Seen(seen("engine-0").beat, "sleeping", stopped_children=["VLLM::EngineCore, pid 7"])
+    engine = SeenProcess(seen("engine-0").beat, "sleeping", stopped_children=["VLLM::EngineCore, pid 7"])
     said = "a child process of engine-0 (VLLM::EngineCore, pid 7) is stopped (state T)"
     assert named(ROLLOUT, GENERATE, others=[engine]) == said
 
 
 def test_a_disk_that_is_full_and_one_that_is_slow() -> None:
-    call = row("call", "policy-0", "saved", age=90)
+    assert all(callable(vars(Worker).get(method)) for method in SAVING)
+    call = row("call", "policy-0", Worker.save_result.__name__, age=90)
     full = named(SAVE, call, free=0)
     assert full.startswith("the disk of /runs/first is full; a checkpoint is being written by policy-0 since 4 min")
     assert named(SAVE, call) == "a checkpoint is being written by policy-0 since 4 min, to /runs/first (500 GiB free)"
@@ -129,12 +132,12 @@ def test_while_weights_travel_only_those_who_are_asked_to_meet() -> None:
 
 def test_a_process_that_lives_but_tells_nothing() -> None:
     engine = seen("engine-0", row("call", "", "generate"), silent=150)
-    assert named(ROLLOUT, GENERATE, others=[engine]).endswith("since 3 min (its last word, 2 min ago)")
+    assert named(ROLLOUT, GENERATE, others=[engine]).endswith("since 3 min (last heartbeat 2 min ago)")
 
 
 def test_the_run_itself() -> None:
     assert named(row("phase", "score", age=45)) == "the run itself is in `score` since 45 s"
-    assert named() == "nothing is under way; see the stacks"
+    assert named() == "nothing is in flight; see the stacks"
 
 
 @pytest.mark.parametrize("rule", CULPRITS)
@@ -150,4 +153,4 @@ def test_what_py_spy_prints_of_a_process_is_taken_as_text(
     tool.write_text(f'#!/bin/sh\necho "thread of $4"\nexit {status}\n')
     tool.chmod(0o755)
     monkeypatch.setattr(shutil, "which", lambda name, path=None: str(tool))
-    assert spied(4711) == found
+    assert run_py_spy(4711) == found

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from trueline.monitoring.curves import HEIGHT, LEFT, MARKED, RIGHT, Point, smoothed, svg_curve, terminal_curve, ticks
+from trueline.monitoring.curves import HEIGHT, LEFT, MARKED, RIGHT, Point, smooth, svg_curve, terminal_curve, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -22,8 +22,8 @@ def texts(picture: str) -> list[str]:
 
 
 def test_values_become_means_of_the_last_ones() -> None:
-    assert smoothed([(1, 2.0), (2, 4.0), (3, math.nan), (4, 9.0)], 2) == [(1, 2.0), (2, 3.0), (4, 6.5)]
-    assert smoothed([], 5) == []
+    assert smooth([(1, 2.0), (2, 4.0), (3, math.nan), (4, 9.0)], 2) == [(1, 2.0), (2, 3.0), (4, 6.5)]
+    assert smooth([], 5) == []
 
 
 @pytest.mark.parametrize(

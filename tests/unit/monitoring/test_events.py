@@ -13,8 +13,8 @@ import pytest
 
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring import events as module
-from trueline.monitoring.beats import Doing, Work, write_beat
-from trueline.monitoring.events import GAP_SECONDS, MOST_SPANS, Events, Lane, resident
+from trueline.monitoring.events import GAP_SECONDS, MOST_SPANS, Events, Lane, resident_memory
+from trueline.monitoring.heartbeat import Activity, ActivityLog, write_beat
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.trackers import Tracker
 
@@ -38,10 +38,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def recorder(clock: Clock, tmp_path: Path) -> Events:
-    return Events(tmp_path, Work())
+    return Events(tmp_path, ActivityLog())
 
 
-def begun(recorder: Events, clock: Clock, *words: str) -> Doing:
+def begun(recorder: Events, clock: Clock, *words: str) -> Activity:
     doing = recorder.work.begin(*words)
     doing.since = clock.now
     return doing
@@ -146,7 +146,7 @@ def test_of_more_processes_than_spans_the_longest_and_all_phases_stay(recorder: 
 
 
 def test_threads_end_work_while_rows_are_taken(tmp_path: Path) -> None:
-    work = Work()
+    work = ActivityLog()
     recorder, rows, begin = Events(tmp_path, work), [], threading.Barrier(9)
 
     def ask(name: str) -> None:
@@ -170,7 +170,7 @@ def test_threads_end_work_while_rows_are_taken(tmp_path: Path) -> None:
 def test_rows_stand_beside_the_times_of_steps_and_are_cut_on_resuming(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for resumed, steps in ((0, range(4)), (2, range(3, 5))):
-        work = Work()
+        work = ActivityLog()
         tracker = Tracker(folder, QUIET, resumed)
         tracker.follow(Events(tmp_path, work))
         for step in steps:
@@ -191,7 +191,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def test_a_later_recorder_stays_when_an_earlier_one_stops(tmp_path: Path) -> None:
-    work = Work()
+    work = ActivityLog()
     first, second = Events(tmp_path, work), Events(tmp_path, work)
     first.stop()
     assert work.recorder == second.add
@@ -200,12 +200,12 @@ def test_a_later_recorder_stays_when_an_earlier_one_stops(tmp_path: Path) -> Non
 
 
 def test_memory_is_that_of_processes_that_live_here(tmp_path: Path) -> None:
-    beat = Work().beat("policy-0")
+    beat = ActivityLog().beat("policy-0")
     write_beat(tmp_path, beat)
     write_beat(tmp_path, replace(beat, name="engine-0", host="elsewhere"))
     write_beat(tmp_path, replace(beat, name="engine-1", born=beat.born - 1000))  # another process had this number
     write_beat(tmp_path, replace(beat, name="run"))
-    found = resident(tmp_path)
+    found = resident_memory(tmp_path)
     assert set(found) == {"run", "policy-0"} and beat.pid == os.getpid()
     assert found["run"] == pytest.approx(found["policy-0"], rel=0.2) and 0.01 < found["run"] < 64
 

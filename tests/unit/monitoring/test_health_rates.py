@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests.support.health_runs import FAULTS, SOUND, first_step, healthy, levels, sound
-from trueline.monitoring.health import BAD, WATCH
+from trueline.monitoring.findings import HEALTH_LEVELS
 
 RUNS, PATIENCE = 200, 60
+FINE, WATCH, BAD = range(len(HEALTH_LEVELS))
 
 
 def worst(shape: str, seed: int) -> float:

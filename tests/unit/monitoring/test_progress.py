@@ -1,9 +1,13 @@
 import io
 import re
+from pathlib import Path
 
 from rich.console import Console
 
-from trueline.monitoring.progress import SHOWN, Progress
+from trueline.monitoring.findings import WATCH, Finding
+from trueline.monitoring.metrics import SHOWN
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
 
 METRICS = {
     "reward/mean": 0.5,
@@ -48,6 +52,21 @@ def test_a_note_is_printed_as_it_is() -> None:
     assert screen.getvalue() == ("path [/tmp/a] and [bold]brackets[/bold], a line longer than the console is wide\n")
 
 
+def test_a_finding_is_printed_logged_and_recorded_with_its_step(tmp_path: Path) -> None:
+    folder, screen = RunFolder(tmp_path), io.StringIO()
+    folder.logs.mkdir()
+    progress = Progress("my-run", 10, Console(file=screen, highlight=False), folder)
+    found = Finding(WATCH, "clipping", "half of the tokens are clipped", "lower it", "training.learning_rate")
+    progress.report(found)
+    progress.step(3, METRICS)
+    progress.report(found)
+    progress.report(found, 7)
+    line = "warning: half of the tokens are clipped; lower it (training.learning_rate)\n"
+    assert screen.getvalue().count(line) == folder.log.read_text().count(line) == 3
+    assert [one for _, one in folder.read_findings()] == [found] * 3
+    assert [step for step, _ in folder.read_findings()] == [0, 3, 7]
+
+
 class FullDisk(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")
@@ -83,11 +102,11 @@ def test_a_note_leaves_no_markup_in_the_panel() -> None:
 def test_a_panel_of_every_number_fits_into_80_columns() -> None:
     screen = io.StringIO()
     progress = Progress("my-run", 10, Console(file=screen, width=80, highlight=False))
-    metrics = METRICS | {key: 1234.0 for key, _, _ in SHOWN}
+    metrics = METRICS | {one.name: 1234.0 for one in SHOWN}
     progress.first_step = 0
     progress.console.print(progress.panel(3, metrics))
     assert "…" not in screen.getvalue()
     words = screen.getvalue().split()
-    for _, name, form in SHOWN:
-        assert set(name.split()) <= set(words) and f"{1234:{form}}" in words
+    for one in SHOWN:
+        assert set(one.label.split()) <= set(words) and f"{1234:{one.form}}" in words
     assert max(map(len, screen.getvalue().splitlines())) <= 80

@@ -90,7 +90,7 @@ def test_a_run_of_another_verb_is_not_taken_for_this_one(tmp_path: Path) -> None
     """Both are reinforcement learning, so the keys of one would do for the other."""
     create(tmp_path, verb="rloo")
     with pytest.raises(
-        ConfigError, match=r"first is a run of rloo: resume it with the verb that began it \(got grpo\)"
+        ConfigError, match=r"first is a run of rloo: resume it with the verb that started it \(got grpo\)"
     ):
         RunFolder.find(str(tmp_path), "first", "grpo")
 
@@ -141,7 +141,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 from trueline.monitoring.run_folder import RunFolder
 
-with RunFolder(Path(sys.argv[1])).locked():
+with RunFolder(Path(sys.argv[1])).hold_lock():
     executed = subprocess.Popen(["sleep", "600"]).pid
     forked = os.fork()
     if not forked:
@@ -160,15 +160,15 @@ def test_a_run_is_locked_as_long_as_its_process_lives_and_not_by_its_children(tm
     said = rf"first is being run by process {holder.pid} on {socket.gethostname()} since 20.*kill -INT {holder.pid}"
     with pytest.raises(ConfigError, match=said):
         run.check_idle()
-    with pytest.raises(ConfigError, match="then give --resume again"), run.locked():
+    with pytest.raises(ConfigError, match="then --resume it"), run.hold_lock():
         pass
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     try:
         assert all(child.is_running() for child in children)
         run.check_idle()
-        with run.locked() as warning:
-            assert warning == "" and json.loads(run.lock.read_text())["pid"] == os.getpid()
+        with run.hold_lock() as findings:
+            assert findings == [] and json.loads(run.lock.read_text())["pid"] == os.getpid()
             with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
                 RunFolder(run.path).check_idle()
     finally:
@@ -183,6 +183,6 @@ def test_a_disk_without_locks_costs_a_warning(tmp_path: Path, monkeypatch: pytes
 
     run = create(tmp_path)
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with run.locked() as warning:
-        assert f"warning: {run.lock} cannot be locked (No locks available)" in warning
+    with run.hold_lock() as (finding,):
+        assert finding.code == "no_file_locks" and "cannot be locked (No locks available)" in finding.what
         run.check_idle()

@@ -1,7 +1,5 @@
 import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from tests.support.memory import memory_counted
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.trackers import TRACKERS, Appended, Tracker, check_trackers, keep_until
+from trueline.monitoring.trackers import TRACKERS, AppendedFile, Tracker, check_trackers, keep_until
 
 QUIET = MonitoringConfig(tensorboard=False)
 
@@ -59,8 +57,8 @@ def test_rows_behind_the_checkpoint_are_set_aside_and_not_lost(folder: RunFolder
     write_run(folder, range(1, 6))
     notes: list[str] = []
     Tracker(folder, QUIET, 3, note=notes.append)
-    assert notes[0] == "metrics.jsonl: 2 rows behind step 3 are set aside in metrics.after_step_000003.jsonl"
-    assert notes[1] == "transcripts.jsonl: 4 rows behind step 3 are set aside in transcripts.after_step_000003.jsonl"
+    assert notes[0] == "metrics.jsonl: 2 rows after step 3 moved to metrics.after_step_000003.jsonl"
+    assert notes[1] == "transcripts.jsonl: 4 rows after step 3 moved to transcripts.after_step_000003.jsonl"
     write_run(folder, range(4, 5), "again", resume=3)
     write_run(folder, range(4, 7), resume=3)
     first, second = ("metrics.after_step_000003.jsonl", "metrics.after_step_000003.2.jsonl")
@@ -130,14 +128,13 @@ def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (4, 0.25)]
     assert notes[3:] == [
-        "warning: 2 rows of metrics.jsonl could not be written and are lost",
-        "warning: 4 rows of transcripts.jsonl could not be written and are lost",
-        "warning: 2 rows of tensorboard could not be written and are lost",
+        f"warning: {count} rows of {name} were lost"
+        for count, name in ((2, "metrics.jsonl"), (4, "transcripts.jsonl"), (2, "tensorboard"))
     ]
 
 
 def test_where_half_a_line_cannot_be_cut_off_the_next_one_begins_below_it(tmp_path: Path) -> None:
-    full, real = Appended(Path("/dev/full")), tmp_path / "rows.jsonl"
+    full, real = AppendedFile(Path("/dev/full")), tmp_path / "rows.jsonl"
     with pytest.raises(OSError, match="No space left"):
         full.add_line('{"step": 1}')
     real.write_text('{"step": 1, "lo')
@@ -217,78 +214,71 @@ def test_wandb_keeps_the_id_of_a_run_that_goes_on(folder: RunFolder, monkeypatch
     assert lines(folder.metrics) == [{"step": 3, "loss": 0.5}]
 
 
-FAKES = {
-    "mlflow/__init__.py": """
-from types import SimpleNamespace
-from mlflow.exceptions import MlflowException
-calls = []
-def set_experiment(name):
-    if name == "unreachable":
-        raise MlflowException("no server")
-    calls.append(("experiment", name))
-def start_run(run_id=None, run_name=None):
-    calls.append(("start", run_id, run_name))
-    return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "a1"))
-def log_metrics(metrics, step=None):
-    if step == 2:
-        raise MlflowException("busy")
-    calls.append(("log", metrics, step))
-def end_run():
-    calls.append(("end",))
-""",
-    "mlflow/exceptions.py": "class MlflowException(Exception): pass",
-    "trackio.py": """
-calls = []
-def init(project, name=None, resume="never"):
-    calls.append(("init", project, name, resume))
-def log(metrics, step=None):
-    calls.append(("log", metrics, step))
-def finish():
-    calls.append(("finish",))
-""",
-}
+REAL = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mlflow", "trackio"))), reason="mlflow-skinny or trackio is not installed"
+)
 
 
 @pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packages with the names and calls of MLflow and Trackio, which are not installed here."""
-    for name, text in FAKES.items():
-        (tmp_path / "packages" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "packages" / name).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    yield
-    for name in ("mlflow", "mlflow.exceptions", "trackio"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.usefixtures("fakes")
-def test_mlflow_and_trackio_get_every_number_and_a_resumed_run_is_theirs_again(tmp_path: Path) -> None:
-    """MLflow takes no `@` in names; a row that its server refuses is lost, and the run goes on."""
-    notes: list[str] = []
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run's folder, and stores of MLflow and Trackio on this disk."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     (tmp_path / "run").mkdir()
-    config = MonitoringConfig(tensorboard=False, mlflow="sums", trackio="mine")
-    tracker = Tracker(RunFolder(tmp_path / "run"), config, note=notes.append)
+    return RunFolder(tmp_path / "run")
+
+
+@REAL
+def test_mlflow_gets_every_number_and_finds_a_resumed_run_again(stores: RunFolder) -> None:
+    """It takes no `@` in names; a row that it refuses is lost, and the run continues."""
+    import mlflow
+
+    notes: list[str] = []
+    config = MonitoringConfig(tensorboard=False, mlflow="sums")
+    tracker = Tracker(stores, config, note=notes.append)
     tracker.log(1, {"evaluation/pass@2": 0.5})
-    tracker.log(2, {"loss": 0.25})
+    tracker.log(2, {"loss?": 0.25, "x" * 300: 1.0})
     tracker.close()
-    assert tracker.run_ids == {"mlflow": "a1"}
-    assert "mlflow cannot be written (busy)" in notes[0] and "1 rows of mlflow" in notes[1]
-    Tracker(RunFolder(tmp_path / "run"), config, 2, tracker.run_ids).close()
-    mlflow, trackio = importlib.import_module("mlflow"), importlib.import_module("trackio")
-    began, numbers, again = [("experiment", "sums"), ("start", None, "run")], {"evaluation/pass_2": 0.5}, ("end",)
-    resumed = [("experiment", "sums"), ("start", "a1", "run"), ("end",)]
-    assert mlflow.calls == [*began, ("log", numbers, 1), again, *resumed]
-    init, logged = ("init", "mine", "run", "allow"), {"evaluation/pass@2": 0.5}
-    assert trackio.calls == [init, ("log", logged, 1), ("log", {"loss": 0.25}, 2), ("finish",), init, ("finish",)]
-    with pytest.raises(ConfigError, match=r"monitoring\.mlflow=unreachable: no server; see to MLFLOW_TRACKING_URI"):
-        Tracker(RunFolder(tmp_path / "run"), MonitoringConfig(tensorboard=False, mlflow="unreachable"))
+    assert "mlflow cannot be written" in notes[0] and notes[1] == "warning: 1 row of mlflow was lost"
+    again = Tracker(stores, config, 2, tracker.run_ids)
+    again.log(3, {"evaluation/pass@2": 0.75})
+    again.close()
+    assert again.run_ids == tracker.run_ids
+    history = mlflow.MlflowClient().get_metric_history(tracker.run_ids["mlflow"], "evaluation/pass_2")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (3, 0.75)]
+    assert mlflow.get_run(tracker.run_ids["mlflow"]).info.run_name == "run"
 
 
-def test_a_tracker_that_is_not_installed_is_named_with_its_package() -> None:
-    for key in ("mlflow", "trackio"):
-        if importlib.util.find_spec(key) is None:
-            with pytest.raises(ConfigError, match=f"monitoring.{key}: {key} is not installed; pip install {key}"):
-                check_trackers(MonitoringConfig.parse({key: "mine"}))
+@REAL
+def test_a_tracker_that_cannot_be_reached_is_refused(stores: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri("nowhere://server")
+    with pytest.raises(ConfigError, match=r"monitoring\.mlflow=sums: .*; check MLFLOW_TRACKING_URI"):
+        Tracker(stores, MonitoringConfig(tensorboard=False, mlflow="sums"))
+    mlflow.set_tracking_uri(None)
+
+
+@REAL
+def test_trackio_gets_every_number_of_a_run_and_of_its_resumption(stores: RunFolder) -> None:
+    import sqlite3
+
+    for resume, step in ((0, 1), (1, 2)):
+        tracker = Tracker(stores, MonitoringConfig(tensorboard=False, trackio="mine"), resume)
+        tracker.log(step, {"loss": step / 4})
+        tracker.close()
+    (file,) = (stores.path.parent / "trackio").glob("mine*.db")
+    with sqlite3.connect(file) as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [(name, step, json.loads(row)["loss"]) for name, step, row in rows] == [("run", 1, 0.25), ("run", 2, 0.5)]
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for key, package in (("mlflow", "mlflow"), ("trackio", "trackio"), ("wandb", r"'trueline\[wandb\]'")):
+        with pytest.raises(ConfigError, match=f"monitoring.{key}: {key} is not installed; pip install {package}"):
+            check_trackers(MonitoringConfig.parse({key: "mine", "tensorboard": False}))
 
 
 def test_every_tracker_has_a_key() -> None:

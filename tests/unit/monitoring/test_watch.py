@@ -9,10 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from trueline.config.base import ConfigError
-from trueline.monitoring.beats import WORK, read_beat, write_beat
-from trueline.monitoring.stacks import ELSEWHERE, GONE, Seen, asked, look
+from trueline.monitoring.findings import FINE, REFUSED, Finding
+from trueline.monitoring.heartbeat import (
+    ELSEWHERE,
+    GONE,
+    WORK,
+    SeenProcess,
+    look_at_process,
+    read_beat,
+    request_stacks,
+    write_beat,
+)
+from trueline.monitoring.progress import Progress
+from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.watch import Watch, explain
 
 HOUR = 3600.0  # of silence; nothing here takes as long, so that only `check` reports, at the time it is given
@@ -40,7 +52,7 @@ def test_a_silence_is_reported_once_and_the_next_one_again(logs: Path) -> None:
         watch.check(WORK.moved + HOUR + 1)
         watch.check(WORK.moved + 3 * HOUR)
         assert len(said) == 1
-        assert explain(logs.parent).startswith("The run goes on: it computes log-probs (`score`) since ")
+        assert explain(logs.parent).startswith("The run makes progress: it computes log-probs (`score`) since ")
         WORK.moved -= HOUR
         watch.check(WORK.moved)
         assert explain(logs.parent).startswith("the run itself is in `score` since")
@@ -85,16 +97,20 @@ def test_the_thread_reports_by_itself() -> None:
 
 
 def test_a_run_that_has_ended_and_what_is_none(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(ConfigError, match="has no logs, so there is nothing to explain"):
+    with pytest.raises(ConfigError, match="has no logs: name a run that was started"):
         explain(logs)
     (logs / "run.log").write_text("step 1\ndone: step 4 of 4\n\n")
-    assert explain(tmp_path) == "The run has ended. The last word of its log: done: step 4 of 4"
-    (logs / "run.log").write_text("step 1\nerror: engine-0 is gone\nThe run can go on with: trueline\n")
-    assert explain(tmp_path) == "The run has ended. The last word of its log: error: engine-0 is gone"
-    child = "import sys; from pathlib import Path; from trueline.monitoring.beats import *; "
+    assert explain(tmp_path) == "The run has ended. Last log line: done: step 4 of 4"
+    started, failed = Finding(FINE, "started", "grpo"), Finding(REFUSED, "failed", "engine-0 is gone")
+    progress = Progress("run", 4, Console(quiet=True), RunFolder(tmp_path))
+    progress.record([started, failed, started])
+    assert explain(tmp_path) == "The run has ended. Last log line: done: step 4 of 4"
+    progress.record([failed])
+    assert explain(tmp_path) == "The run has ended. Its error: error: engine-0 is gone"
+    child = "import sys; from pathlib import Path; from trueline.monitoring.heartbeat import *; "
     child += "write_beat(Path(sys.argv[1]), WORK.beat('run'))"
     subprocess.run([sys.executable, "-c", child, str(logs)], check=True)
-    assert "is gone without a word. The last word of its log: error: engine-0 is gone" in explain(tmp_path)
+    assert "is gone. Its error: error: engine-0 is gone" in explain(tmp_path)
 
 
 def test_a_run_that_moves_is_explained_calmly(tmp_path: Path, logs: Path) -> None:
@@ -102,7 +118,7 @@ def test_a_run_that_moves_is_explained_calmly(tmp_path: Path, logs: Path) -> Non
     (tmp_path / "config.yaml").write_text("# trueline grpo\nsteps: 9\ntimeout_seconds: 36000\n")
     with WORK.doing("phase", "start"):
         write_beat(logs, WORK.beat("run"))
-    begun = "The run goes on: step 1 of 9, it loads models and engines, which may compile (`start`) since "
+    begun = "The run makes progress: step 1 of 9, it loads models and engines, which may compile (`start`) since "
     assert explain(tmp_path).startswith(begun)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     with WORK.doing("phase", "rollout"), WORK.doing("call", "engine-0", "generate"):
@@ -111,12 +127,12 @@ def test_a_run_that_moves_is_explained_calmly(tmp_path: Path, logs: Path) -> Non
         write_beat(logs, one)
         head, *rest = explain(tmp_path).splitlines()
         assert head.startswith(
-            "The run goes on: step 3 of 9, it samples completions and waits for their rewards (`rollout`)"
+            "The run makes progress: step 3 of 9, it samples completions and waits for their rewards (`rollout`)"
         )
-        assert "Something last moved" in head and "Nothing has moved" not in "".join(rest)
+        assert "Last progress" in head and "Nothing has moved" not in "".join(rest)
     write_beat(logs, replace(beat, host="another", written=beat.written - HOUR))
-    assert f"its process {beat.pid} on another is gone without a word" in explain(tmp_path)
-    assert f"Go on with: trueline grpo --resume --name {tmp_path.name} folder={tmp_path.parent}" in explain(tmp_path)
+    assert f"its process {beat.pid} on another is gone" in explain(tmp_path)
+    assert f"Resume with: trueline grpo --resume --name {tmp_path.name} folder={tmp_path.parent}" in explain(tmp_path)
     write_beat(logs, beat)
     write_beat(logs, replace(beat, name="engine-0", born=0.0))
     assert explain(tmp_path).startswith("engine-0's process is gone")
@@ -129,7 +145,7 @@ def test_a_run_that_moves_is_explained_calmly(tmp_path: Path, logs: Path) -> Non
 BUSY = """
 import sys, threading, time
 from pathlib import Path
-from trueline.monitoring.beats import start_beating
+from trueline.monitoring.heartbeat import start_beating
 
 def deeper(level):
     return deeper(level - 1) if level else time.sleep(0.001)
@@ -150,15 +166,15 @@ def test_threads_that_are_at_work_survive_being_looked_at(tmp_path: Path) -> Non
         while (beat := read_beat(tmp_path / "engine-0.beat")) is None:
             time.sleep(0.05)
         for _ in range(5):
-            while not (stacks := asked(tmp_path / "engine-0")):
+            while not (stacks := request_stacks(tmp_path / "engine-0")):
                 assert busy.poll() is None
             assert stacks.count("in work_on") == 4
-        assert look(beat, tmp_path).stack and busy.poll() is None
+        assert look_at_process(beat, tmp_path).stack and busy.poll() is None
         busy.kill()
 
 
 def test_a_number_that_another_process_has_taken_is_not_the_process(tmp_path: Path) -> None:
     beat = WORK.beat("engine-0")
     stranger = replace(beat, born=beat.born - 60)
-    assert look(stranger, tmp_path) == Seen(stranger, GONE)
-    assert look(replace(beat, host="another"), tmp_path).state == ELSEWHERE
+    assert look_at_process(stranger, tmp_path) == SeenProcess(stranger, GONE)
+    assert look_at_process(replace(beat, host="another"), tmp_path).state == ELSEWHERE

@@ -52,10 +52,10 @@ def test_a_run_that_must_not_write_leaves_no_checkpoint(
     assert "done: step 2 of 2; nothing was saved (checkpoint.save=false)" in capsys.readouterr().out
     place = [f"folder={tmp_path}", "--name", "run"]
     for words, said in (
-        (["kto", "--resume", *place], "has no checkpoint yet and would start over at step 0: add --restart"),
-        (["export", f"{tmp_path}/run", f"{tmp_path}/out"], "name a run that has saved one"),
+        (["kto", "--resume", *place], "has no checkpoint yet: add --restart to start it over"),
+        (["export", f"{tmp_path}/run", f"{tmp_path}/out"], "name one of these"),
         (["kto", "--model", f"{tmp_path}/run", "--data", f"{tmp_path}/rows.jsonl"], "saved nothing (checkpoint.save="),
-        (["raft", "--model", "m", "--data", "d", "checkpoint.save=false"], "a round goes on from the checkpoint of"),
+        (["raft", "--model", "m", "--data", "d", "checkpoint.save=false"], "each round starts from the last one"),
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err.replace("\n", " ")

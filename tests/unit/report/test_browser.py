@@ -13,7 +13,7 @@ import pytest
 from tests.support.run_folders import made_folder, make_failure, make_run
 from tests.unit.report.test_page import HOSTILE
 from trueline.config.run import MonitoringConfig
-from trueline.data.transcripts import packed
+from trueline.data.transcripts import pack_numbers
 from trueline.monitoring.trackers import Tracker
 from trueline.report.page import source, write_report
 
@@ -124,8 +124,8 @@ def test_what_a_span_tells(tmp_path: Path) -> None:
 TOKENS = {
     "text": ["Yes", ",", " 42", "\n", "tool", " no", ""],
     "sampled": [4, 1, 2],
-    "advantage": packed(np.array([2.0, 1.0, 0.0, -2.0, 0.0, -1.0, -0.1])),
-    "entropy": packed(np.array([0.0, 0.5, 1.0, 0.25, 0.0, 0.15, 0.0])),
+    "advantage": pack_numbers(np.array([2.0, 1.0, 0.0, -2.0, 0.0, -1.0, -0.1])),
+    "entropy": pack_numbers(np.array([0.0, 0.5, 1.0, 0.25, 0.0, 0.15, 0.0])),
     "logprob": -0.25,
     "left_out": 9,
 }

@@ -17,7 +17,7 @@ from tests.support.run_folders import make_run
 from trueline.cli import main
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.live import HOST, Latest, LiveServer
-from trueline.rewards.server import open_port
+from trueline.usercode.http_server import open_port
 
 TOKEN = "a-token"
 

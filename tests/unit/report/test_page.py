@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.run_folders import PLAN, TURNS, made_folder, make_failure, make_run
+from tests.support.run_folders import CROWDED, PLAN, TURNS, made_folder, make_failure, make_run
 from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.trackers import Tracker
-from trueline.report.digest import MOST_TRANSCRIPTS, as_json, cleaned, describe, thinned
-from trueline.report.numbers import evenly
+from trueline.report.digest import MOST_TRANSCRIPTS, as_json, describe, shorten, thin_rows
 from trueline.report.page import page, write_report
-from trueline.report.runs import MOST_RUNS, find_run, find_runs, read_run
+from trueline.report.runs import MOST_RUNS, find_run, find_runs, pick_evenly, read_run
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>document.documentElement.dataset.broken=1</script><!--\"'\0\ud83d&lt;\u2028"
@@ -97,7 +96,8 @@ def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
     make_failure(folder)
     run = only_run(tmp_path / "page.html", folder.path)
     assert (run["name"], run["verb"]) == ("first", "grpo")
-    assert run["plan"] == PLAN.replace("me:secret@", "")  # up to where the run begins
+    assert run["plan"] == PLAN.replace("me:secret@", "")
+    assert run["findings"] == [{"step": 0, **CROWDED.row()}]
     assert (
         run["facts"]["steps"] == "40 of 40"
         and run["facts"]["reward"] == f"{read_run('', folder).rows[-1]['reward/mean']:.4g}"
@@ -221,12 +221,12 @@ def test_runs_that_are_not_named_are_found_and_printed(
     monkeypatch.chdir(tmp_path)
     for verb in ("report", "explain", "watch"):
         assert main([verb]) == 2
-        assert re.search(rf"there is no run .*in {tmp_path / 'runs'}: name one", capsys.readouterr().err)
+        assert re.search(rf"{tmp_path / 'runs'} holds no run.*: name one", capsys.readouterr().err)
     for number in range(MOST_RUNS + 1):
         folder = made_folder(Path(f"runs/run{number}"), "sft", 3)
         for file in (folder.path, *folder.path.iterdir()):
             os.utime(file, (1e9 + number, 1e9 + number))
-    last = f"run        runs/run{MOST_RUNS}, the one that was touched last\n"
+    last = f"run        runs/run{MOST_RUNS}, the latest\n"
     assert main(["report"]) == 0 and capsys.readouterr().err.startswith(last)
     assert Path(f"report-run{MOST_RUNS}.html").is_file()
     assert main(["explain"]) == 0 and capsys.readouterr().err == last
@@ -234,14 +234,14 @@ def test_runs_that_are_not_named_are_found_and_printed(
 
     made_folder(Path("runs/sampled"), "generate", 3)  # which a page does not show
     assert list(find_runs([])) == [f"run{MOST_RUNS}"]
-    assert main(["explain"]) == 0 and "runs/sampled, the one" in capsys.readouterr().err
+    assert main(["explain"]) == 0 and "runs/sampled, the latest" in capsys.readouterr().err
     newest = [f"run{number}" for number in range(MOST_RUNS, 0, -1)]
     assert list(find_runs(["runs"])) == newest
     assert main(["report", "runs", "--out", "all.html"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    held = f"runs       runs holds {MOST_RUNS + 1} that log steps"
-    assert lines[0] == f"{held}, of which the {MOST_RUNS} that were touched last are taken"
-    assert lines[1] == f"taken      {', '.join(newest)}"
+    held = f"runs       runs has {MOST_RUNS + 1} that log steps"
+    assert lines[0] == f"{held}, of which the {MOST_RUNS} latest are shown"
+    assert lines[1] == f"shown      {', '.join(newest)}"
     assert [run["name"] for run in content_of(Path("all.html").read_bytes())["runs"]] == newest
 
 
@@ -256,12 +256,12 @@ def test_of_a_folder_of_runs_those_that_log_steps_are_taken(tmp_path: Path, monk
 
 def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    before = made_folder(Path("runs/first"), "grpo", 3).touched()
+    before = made_folder(Path("runs/first"), "grpo", 3).last_change()
     for _ in range(2):  # the second takes the place of the first
         assert main(["report", "first"]) == 0
     file = Path("report-first.html")
     assert file.stat().st_mode & 0o777 == 0o600 and list(Path().glob("report-*")) == [file]
-    assert find_run("first").touched() == before  # `--resume` goes on with the run that was touched last
+    assert find_run("first").last_change() == before  # `--resume` goes on with the run that was touched last
     assert main(["report", "first", "--out", "nowhere/page.html"]) == 2
     assert main(["report", "first", "--out", "runs"]) == 2
 
@@ -277,12 +277,12 @@ def test_rows_are_left_out_evenly_but_for_evaluations_and_warnings() -> None:
     rows: list[dict[str, Any]] = [{"step": step} for step in range(1000)]
     rows[333]["evaluation/reward"] = 0.5
     rows[777]["health/level"] = 2
-    kept = [row["step"] for row in thinned(rows, 100)]
+    kept = [row["step"] for row in thin_rows(rows, 100)]
     assert len(kept) == 100 and {0, 333, 777, 999} <= set(kept) and kept == sorted(kept)
-    assert evenly(list(range(10)), 1) == [0] and evenly([1, 2], 5) == [1, 2]
+    assert pick_evenly(list(range(10)), 1) == [0] and pick_evenly([1, 2], 5) == [1, 2]
 
 
 def test_long_texts_keep_both_ends() -> None:
-    text = cleaned("a" * 1400 + "b" * 5000 + "c" * 600)
+    text = shorten("a" * 1400 + "b" * 5000 + "c" * 600)
     assert text == "a" * 1400 + "\n[5000 characters left out]\n" + "c" * 600
-    assert cleaned([1] * 50)[-1] == "[10 left out]"
+    assert shorten([1] * 50)[-1] == "[10 left out]"

@@ -2,8 +2,16 @@
 
 from typing import Any
 
-from trueline.report.digest import EVENT_BYTES, as_json, within
-from trueline.report.timeline import MOST_POINTS, MOST_PROCESSES, MOST_STEPS, memory, timeline
+from trueline.report.digest import (
+    EVENT_BYTES,
+    MOST_POINTS,
+    MOST_PROCESSES,
+    MOST_STEPS,
+    as_json,
+    fit_bytes,
+    memory,
+    timeline,
+)
 
 
 def rows(count: int, spans: int = 2, longest: int = 7) -> list[dict[str, Any]]:
@@ -42,7 +50,7 @@ def test_windows_of_a_short_run_share_its_steps() -> None:
 
 def test_many_spans_fit() -> None:
     many = rows(200, spans=200)
-    found = within(lambda count: timeline(many, count), MOST_STEPS, EVENT_BYTES // 4)
+    found = fit_bytes(lambda count: timeline(many, count), MOST_STEPS, EVENT_BYTES // 4)
     assert len(as_json(found)) < EVENT_BYTES // 4 and steps_of(found, "last")[-1] == 199
 
 

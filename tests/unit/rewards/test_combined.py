@@ -12,9 +12,9 @@ from trueline.rewards.base import (
     Call,
     PolicyError,
     RewardFailure,
+    RewardResult,
     RewardTimeout,
     RewardUnreachable,
-    Verdict,
 )
 from trueline.rewards.combined import CombinedReward, kind_of
 
@@ -36,9 +36,9 @@ class Given:
         self.stopped = True
 
 
-def judged(*parts: tuple[str, float | Exception, dict[str, float]], policy_error: float = -1.0) -> Verdict:
+def judged(*parts: tuple[str, float | Exception, dict[str, float]], policy_error: float = -1.0) -> RewardResult:
     rewards = {name: (Given(result), RewardPartConfig(**settings)) for name, result, settings in parts}
-    return asyncio.run(CombinedReward(dict(rewards), policy_error).verdict({"reply": "a"}))
+    return asyncio.run(CombinedReward(dict(rewards), policy_error).score({"reply": "a"}))
 
 
 def test_weighted_sum_of_clipped_parts() -> None:
@@ -53,12 +53,12 @@ def test_weighted_sum_of_clipped_parts() -> None:
 
 
 def test_only_reward_keeps_its_weight_and_clip() -> None:
-    assert judged(("reward", 5.0, {"weight": 3.0, "clip": 2.0})) == Verdict(6.0, {"reward": 2.0})
+    assert judged(("reward", 5.0, {"weight": 3.0, "clip": 2.0})) == RewardResult(6.0, {"reward": 2.0})
 
 
 def test_no_rewards_at_all() -> None:
     verdict = judged()
-    assert verdict == Verdict(0.0) and isinstance(verdict.reward, float)
+    assert verdict == RewardResult(0.0) and isinstance(verdict.reward, float)
 
 
 @pytest.mark.parametrize("kind", [RewardFailure, RewardTimeout, RewardUnreachable])
@@ -71,10 +71,12 @@ def test_a_failure_keeps_its_kind_and_gets_a_name(kind: type[RewardFailure]) -> 
 
 
 def test_the_answers_own_error_replaces_the_sum() -> None:
-    assert judged(("right", 1.0, {}), ("code", PolicyError("it never ends"), {})) == Verdict(
+    assert judged(("right", 1.0, {}), ("code", PolicyError("it never ends"), {})) == RewardResult(
         -1.0, {"right": 1.0}, "code: it never ends"
     )
-    assert judged(("reward", PolicyError("it never ends"), {}), policy_error=0.0) == Verdict(0.0, {}, "it never ends")
+    assert judged(("reward", PolicyError("it never ends"), {}), policy_error=0.0) == RewardResult(
+        0.0, {}, "it never ends"
+    )
     assert judged(("reward", PolicyError(), {})).policy_error  # told from none even without a text
 
 
@@ -96,7 +98,7 @@ def test_all_are_asked_at_once_and_all_are_stopped() -> None:
         rewards = [Given(1.0, barrier), Given(2.0, barrier)]
         combined = CombinedReward({str(one.result): (one, RewardPartConfig()) for one in rewards}, 0.0)
         async with asyncio.timeout(5):
-            assert (await combined.verdict({"reply": "a"})).reward == 3.0
+            assert (await combined.score({"reply": "a"})).reward == 3.0
         await combined.stop()
         assert all(one.stopped for one in rewards)
 
@@ -137,5 +139,5 @@ def test_what_parts_would_ignore_is_refused(outer: dict[str, Any]) -> None:
     parts = {"parts": {"a": {"function": "math"}}}
     assert RewardConfig.parse(RewardConfig.parse(parts).model_dump()).parts.keys() == {"a"}
     [name] = outer
-    with pytest.raises(ConfigError, match=rf"{name} is set beside parts=a.*reward.parts.a.{name}"):
+    with pytest.raises(ConfigError, match=rf"{name} has no effect with parts=a.*reward.parts.a.{name}"):
         RewardConfig.parse(parts | outer)

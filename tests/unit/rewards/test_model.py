@@ -143,7 +143,7 @@ def test_too_long_is_a_failure_of_that_reply_alone(outcome_model: Path, outcome:
     )
     assert isinstance(longest, float) and isinstance(other, float)
     assert isinstance(longer, RewardFailure)
-    assert f"{CONTEXT + 1} of its tokens" in str(longer) and f"the {CONTEXT} that it reads" in str(longer)
+    assert f"{CONTEXT + 1} of its tokens" in str(longer) and f"its limit of {CONTEXT}" in str(longer)
 
 
 def test_a_dead_model_fails_every_call(outcome_model: Path, outcome: ModelGroup) -> None:
@@ -228,7 +228,9 @@ def test_process_reward_of_other_separators_and_of_nothing(process_model: Path, 
 def test_head_is_told_from_the_folder(outcome_model: Path, process_model: Path, model_folder: Path) -> None:
     assert reward_model_head(str(outcome_model)) == "reward"
     assert reward_model_head(str(process_model)) == "steps"
-    with pytest.raises(ConfigError, match="LlamaForCausalLM, which is no reward model: train one with rm or prm"):
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM in its config.json is no reward model: train one with rm or prm"
+    ):
         reward_model_head(str(model_folder))
     with pytest.raises(ConfigError, match="no model folder"):
         reward_model_head("math")
@@ -258,6 +260,6 @@ def test_what_training_saves_is_a_reward_model(tmp_path: Path, head: str) -> Non
     worker.start(("", 0))
     (tmp_path / "checkpoint").mkdir()
     worker.save(str(tmp_path / "checkpoint"))
-    saved = worker.saved(True)
+    saved = worker.save_result(True)
     assert saved is not None and saved.problem is None
     assert reward_model_head(str(tmp_path / "checkpoint" / "model")) == head

@@ -23,7 +23,7 @@ from trueline.rewards.remote import (
     ScorerReward,
     check_judge,
     check_scorer,
-    filled,
+    fill_prompt,
     retry_after,
 )
 
@@ -203,7 +203,7 @@ def test_time_limit_is_for_all_tries(serve: Callable[[Answer], Scripted]) -> Non
 
     server = serve(hanging)
     message = failure(scorer(server.url, timeout=0.3), RewardTimeout)
-    assert message == f"{server.url}/score: no answer within reward.timeout_seconds=0.3"
+    assert message == f"{server.url}/score: no response within reward.timeout_seconds=0.3"
     busy = serve(lambda body, number: (503, {"Retry-After": "30"}, ""))
     failure(scorer(busy.url, timeout=0.3), RewardTimeout)
 
@@ -455,11 +455,11 @@ def test_a_judge_is_asked_by_so_many_at_a_time(serve: Callable[[Answer], Scripte
 
 def test_only_named_fields_are_filled() -> None:
     call = {"reply": "{label} and {x}", "label": 4, "facts": {"a": [1, "é"]}}
-    assert filled('{"grade": {reply}} {{label}} {label} {1} {} {facts}', call) == (
+    assert fill_prompt('{"grade": {reply}} {{label}} {label} {1} {} {facts}', call) == (
         '{"grade": {label} and {x}} {label} 4 {1} {} {"a": [1, "é"]}'
     )
     with pytest.raises(RewardFailure, match=r"no value for {label}"):
-        filled("{label}", {"reply": "a", "label": None})
+        fill_prompt("{label}", {"reply": "a", "label": None})
 
 
 def judged(**settings: Any) -> RewardPartConfig:
@@ -518,10 +518,10 @@ def test_a_scorer_is_asked_for_no_rewards_with_its_token(
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             refusing = serve(lambda body, number, status=status: (status, {}, "no"))  # type: ignore[misc]
-            check_scorer(part.replaced({"function": refusing.url}), probe=True)
+            check_scorer(part.with_keys({"function": refusing.url}), probe=True)
         assert SECRET not in str(caught.value)
     busy = serve(lambda body, number: (503, {}, "loading"))  # it may well be up when it is needed
-    check_scorer(part.replaced({"function": busy.url}), probe=True)
+    check_scorer(part.with_keys({"function": busy.url}), probe=True)
 
 
 def test_a_judge_that_lacks_its_model_is_refused(serve: Callable[[Answer], Scripted]) -> None:

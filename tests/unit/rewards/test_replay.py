@@ -77,7 +77,10 @@ def test_a_scorer_cannot_be_replayed_and_a_password_is_not_kept(tmp_path: Path) 
 
 def test_an_episode_is_not_replayed_as_if_its_reward_had_failed(tmp_path: Path) -> None:
     write_failure(tmp_path / "1.json", None, {"prompt": "2+2="}, "the agent raised")
-    for name, said in (("1.json", "an episode cannot be replayed alone"), ("gone.json", "not a file of a failed call")):
+    for name, said in (
+        ("1.json", "an episode cannot be replayed without a model"),
+        ("gone.json", "not a file of a failed call"),
+    ):
         done = replay(tmp_path / name)
         assert (done.returncode, done.stdout) == (2, "")
         assert f"error: {tmp_path / name}: " in done.stderr and said in done.stderr

@@ -28,8 +28,9 @@ from trueline.models.loading import load_tokenizer
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 from trueline.rewards.model import ModelReward
 from trueline.rewards.remote import ScorerReward
-from trueline.rewards.server import MAX_BYTES, SETTINGS, RewardServer, open_port
+from trueline.rewards.server import RewardServer
 from trueline.training.group import ModelGroup
+from trueline.usercode.http_server import MAX_BYTES, SETTINGS, open_port
 
 TOKEN = "a-token-for-tests"
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -238,11 +239,11 @@ def test_errors_of_single_calls_stand_in_their_place(url: str) -> None:
     assert answer.status_code == 200
     good, long, no_reply, no_messages, no_content, no_name, no_tools, text, *halves, again = answer.json()["rewards"]
     assert good == again and isinstance(good, float)
-    assert f"the {CONTEXT} that it reads" in long["error"]
+    assert f"its limit of {CONTEXT}" in long["error"]
     assert '"reply"' in no_reply["error"] and '"reply"' in text["error"]
     assert ["no valid text" in half["error"] for half in halves] == [True] * 2
     assert '"messages"' in no_messages["error"] and '"messages"' in no_content["error"]
-    assert "name of a function" in no_name["error"] and "'tools'" in no_tools["error"]
+    assert "expected a function name" in no_name["error"] and "'tools'" in no_tools["error"]
     assert post(url, {"calls": []}).json() == {"rewards": []}
 
 
@@ -267,7 +268,7 @@ def test_a_client_that_goes_away_harms_nobody(
 
 
 def test_a_client_that_falls_silent_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueline.rewards.server.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("trueline.usercode.http_server.IDLE_SECONDS", 0.2)
     with beginning(url, HALF) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -371,7 +372,7 @@ def test_configuration() -> None:
     assert ServingConfig().ranks.engine == "torch"
     assert ServingConfig.parse({"runtime": "ray"}).ranks.engine == "deepspeed"
     wrong: dict[str, dict[str, Any]] = {
-        r"ranks\.ranks=3 is no multiple of its tensor_parallel=2": {
+        r"ranks\.ranks=3 is not a multiple of its tensor_parallel=2": {
             "runtime": "ray",
             "ranks": {"ranks": 3, "tensor_parallel": 2},
         },

@@ -9,7 +9,8 @@ import torch
 
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
-from trueline.rewards.process import ask, checked, describe
+from trueline.rewards.scoring import call_function, reward_of, signature_of
+from trueline.usercode.loading import Parameters
 
 TEXT = Prompt(
     0, [{"role": "user", "content": "1+1="}], label="2", columns={"prompt": "1+1=", "answer": "2", "level": 3}
@@ -24,12 +25,13 @@ VERL = Prompt(
 
 
 def score(function: Callable[..., Any], prompt: Prompt, reply: str = "so 2", **constants: Any) -> float:
-    (value,) = ask(function, [reward_call(prompt, reply)], constants)
-    return checked(value)
+    (value,) = call_function(function, [reward_call(prompt, reply)], constants)
+    return reward_of(value)
 
 
 def signature(function: Callable[..., Any]) -> str:
-    return str(describe(function)["signature"])
+    found = signature_of(Parameters.of(function))
+    return found.project if found else ""
 
 
 def test_trl_gives_texts_and_columns_in_lists() -> None:
@@ -145,11 +147,11 @@ def test_parameters_that_take_no_name_are_filled_by_their_place() -> None:
 )
 def test_what_is_no_number_is_named_with_a_remedy(value: Any, advice: str) -> None:
     with pytest.raises(TypeError, match=f"a reward must be a finite number, .*{advice}"):
-        checked(value)
+        reward_of(value)
 
 
 @pytest.mark.parametrize(
     "value", [True, 1, 1.0, np.array([1.0]), torch.tensor([1.0]), torch.tensor(1.0), np.float32(1)]
 )
 def test_what_is_one_number_is_a_reward(value: Any) -> None:
-    assert checked(value) == 1.0
+    assert reward_of(value) == 1.0

@@ -70,7 +70,7 @@ def test_an_engine_that_died_unnoticed_is_left_to_the_next_update(loop: EventLoo
     sharing = DeviceSharing(pool, loop, True, [model])
     with sharing.training():
         engines[0].heard.append("train")
-    assert pool.gone() == {1: "engine-1.sleep: its process died"}
+    assert pool.missing() == {1: "engine-1.sleep: its process died"}
     with sharing.syncing(lambda: engines[0].heard.append("revive")):
         engines[0].heard.append("send")
     assert engines[0].heard == ["release", "sleep", "train", "release", "revive", "weights", "send", "kv_cache"]

@@ -1,17 +1,14 @@
 import pytest
 import torch
 
-from trueline.config.rl import RLConfig
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_samples
 from trueline.rl.metrics import (
     REPEATED,
     describe_step,
     excerpt,
-    first_step_warnings,
     over_updates,
     repeated_share,
     source_names,
-    uniform_warning,
 )
 from trueline.rollout.rollouts import Dropped
 
@@ -149,34 +146,6 @@ def test_the_updates_of_a_step_are_reported_together() -> None:
         "critic/x_max": 1.0,
         "other": 8.0,
     }
-
-
-def test_responses_too_short_for_a_lambda_that_follows_their_length_are_warned_of() -> None:
-    metrics = {"response_length/truncated_share": 0.0, "reward/uniform_groups_share": 0.0, "reward/mean": 0.5}
-    vapo, ppo = (RLConfig.load([], [f"algorithm.preset={name}"]) for name in ("vapo", "ppo"))
-    (said,) = first_step_warnings(metrics | {"response_length/mean": 20.0}, vapo)
-    assert said.startswith("algorithm.length_adaptive=0.05 makes lambda 0 for responses of up to 20 tokens")
-    assert not first_step_warnings(metrics | {"response_length/mean": 21.0}, vapo)
-    assert not first_step_warnings(metrics | {"response_length/mean": 20.0}, ppo)
-
-
-def test_tools_that_raise_and_limits_of_an_environment_are_warned_of() -> None:
-    config = RLConfig.load([], ["environment.tools=calculator", "rollout.max_new_tokens=7"])
-    metrics = {"response_length/truncated_share": 0.6, "reward/uniform_groups_share": 0.0, "response_length/mean": 9.0}
-    by = {"response_length/cut_by/rollout.max_new_tokens": 0.2, "response_length/cut_by/environment.max_turns": 0.4}
-    cut, raised = first_step_warnings(metrics | by | {"tools/errors": 0.5}, config)
-    limits = "environment.max_turns=8 (40%), rollout.max_new_tokens=7 (20%)"
-    assert cut == f"60% of the answers are cut off: raise {limits}"
-    (alone, *_) = first_step_warnings(metrics | {"response_length/cut_by/environment.max_turns": 0.6}, config)
-    assert alone == "60% of the answers are cut off: raise environment.max_turns=8"
-    assert "0.5 calls an episode ended in an exception of a tool" in raised and "logs/environment.log" in raised
-
-
-def test_equal_rewards_are_warned_of_after_ten_and_a_hundred_steps_and_at_the_end() -> None:
-    told = [step for step in range(1, 151) if uniform_warning(step, step, 150, 0.5)]
-    assert told == [10, 100, 150]
-    assert "in 10 steps in a row all completions had the same reward, 0.500" in uniform_warning(10, 60, 150, 0.5)
-    assert not uniform_warning(0, 150, 150, 0.5) and not uniform_warning(1, 1, 1, 0.5)  # the first is told of already
 
 
 def test_datasets_are_named_alike_wherever_their_paths_begin() -> None:

@@ -13,7 +13,7 @@ from tests.support.letters import rows_of, run_letters
 from tests.support.tiny import make_tiny_model
 from trueline.api import Run
 from trueline.cli import main
-from trueline.monitoring.beats import WORK
+from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import describe
 from trueline.report.runs import read_run

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from trueline.data.pieces import Pieces
-from trueline.data.transcripts import packed, unpacked
+from trueline.data.transcripts import pack_numbers, unpack_numbers
 from trueline.data.types import Completion, Prompt, Sample, Trajectory, to_samples
 from trueline.demo.material import make_tokenizer
 from trueline.monitoring.trackers import compact
-from trueline.rl.tokens import MOST_TOKENS, token_row, token_rows
+from trueline.rl.transcripts import MOST_TOKENS, token_row, token_rows
 
 PIECES = Pieces(make_tokenizer())
 COLUMNS = ("logprob", "log_ratio", "advantage", "entropy")
@@ -64,7 +64,7 @@ def test_several_turns_without_the_prompt() -> None:
         "entropy": sample.entropy,
     }
     for name, values in known.items():
-        assert unpacked(row[name], 12).tolist() == pytest.approx(values[4:].tolist(), rel=1e-3, abs=1e-6)
+        assert unpack_numbers(row[name], 12).tolist() == pytest.approx(values[4:].tolist(), rel=1e-3, abs=1e-6)
     assert row["logprob"] != row["log_ratio"]
 
 
@@ -88,7 +88,7 @@ def test_long_sequences_say_how_much_is_left_out() -> None:
     row = token_row(sample, PIECES)
     assert len(row["text"]) == sum(row["sampled"]) == MOST_TOKENS == 512 and row["left_out"] == 601 - 512
     assert row["text"][-2:] == ["x", ""]  # the character ends behind the bound, and is no garbage before it
-    assert all(len(unpacked(row[name], 512)) == 512 for name in COLUMNS)
+    assert all(len(unpack_numbers(row[name], 512)) == 512 for name in COLUMNS)
 
 
 def test_what_is_not_known_is_not_told() -> None:
@@ -107,11 +107,11 @@ def replace_reward(trajectory: Trajectory) -> Trajectory:
 
 def test_numbers_of_all_sizes() -> None:
     values = np.array([0.0, -1.2345e-4, 3.14159, -700.0, 1e9, -np.inf, np.nan])
-    found = unpacked(packed(values), 7).tolist()
+    found = unpack_numbers(pack_numbers(values), 7).tolist()
     assert found[:4] == pytest.approx(values[:4].tolist(), rel=1e-3)
     assert found[4:6] == [6e4, -6e4] and np.isnan(found[6])
-    assert packed(np.full(3, np.nan)) != packed(np.zeros(3)) == 0.0
-    json.dumps(packed(np.full(3, np.inf)), allow_nan=False)
+    assert pack_numbers(np.full(3, np.nan)) != pack_numbers(np.zeros(3)) == 0.0
+    json.dumps(pack_numbers(np.full(3, np.inf)), allow_nan=False)
 
 
 def test_a_thousand_steps_take_less_than_fifty_megabytes() -> None:
@@ -119,6 +119,6 @@ def test_a_thousand_steps_take_less_than_fifty_megabytes() -> None:
     texts = [" wordings"[: 2 + at % 6] for at in range(512)]
     row = token_row(scored(episode(("?", "x" * 512)))[0], PIECES) | {"text": texts}
     told = {"step": 1000, "purpose": "train", "prompt": "p" * 200, "reply": "".join(texts), "reward": 1.0}
-    row["logprob"] = packed(np.linspace(-3, 0, 512))
+    row["logprob"] = pack_numbers(np.linspace(-3, 0, 512))
     assert all(isinstance(row[name], str) for name in COLUMNS)
     assert 4 * 1000 * len(compact(told | {"tokens": [row]}).encode()) < 50e6

@@ -1,4 +1,7 @@
-"""The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process."""
+"""The wiring of the loop: what reaches models, losses and reports, seen from whole runs in this process.
+
+Covers `trueline.rl.models`.
+"""
 
 import hashlib
 import json
@@ -16,9 +19,8 @@ import torch
 
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
-from trueline.algorithms.losses import LOSSES, Loss
+from trueline.algorithms.losses import LOSSES, Loss, value
 from trueline.algorithms.needs import fresh_logprobs
-from trueline.algorithms.value_loss import value
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
@@ -29,13 +31,13 @@ from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.hf_engine import Request
 from trueline.rollout.pool import EnginePool
-from trueline.runs.guard import Guard
+from trueline.runs.guard import UpdateMonitor
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorDeath
 from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
-from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings
+from trueline.training.worker import Mesh
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 
@@ -70,14 +72,14 @@ def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monk
 
     monkeypatch.setattr(ModelGroup, "score", spy)
     found = []
-    for fresh in (True, False):
-        folder = tmp_path / str(fresh)
+    for logprobs_from_update in (True, False):
+        folder = tmp_path / str(logprobs_from_update)
         folder.mkdir()
         asked.clear()
-        if not fresh:
+        if not logprobs_from_update:
             monkeypatch.setattr("trueline.rl.trainer.fresh_old_logprobs", lambda config: False)
         assert run_letters(folder, "grpo", "algorithm.kl.coefficient=0.1", "steps=3") == 0
-        assert asked.count("policy") == (0 if fresh else 3)
+        assert asked.count("policy") == (0 if logprobs_from_update else 3)
         assert asked.count("reference") == 3
         found.append(rows_of(folder))
     for one, other in zip(*found, strict=True):
@@ -127,11 +129,11 @@ def test_engines_that_are_gone_are_started_until_they_are_there_and_then_asked_a
         check, pool = True, property(lambda self: self)
         deaths = [{0: "killed"}, {0: "killed in its start"}, {}, {0: "half", 1: "half"}, {}]
 
-        def gone(self) -> dict[int, str]:
+        def missing(self) -> dict[int, str]:
             return self.deaths.pop(0)
 
-        def renew(self) -> None:
-            said.append("renew")
+        def restart_engines(self) -> None:
+            said.append("restart")
 
         def publish(self, version: int) -> dict[str, float]:
             said.append(f"publish {version}")
@@ -139,15 +141,15 @@ def test_engines_that_are_gone_are_started_until_they_are_there_and_then_asked_a
                 raise ActorDeath("engine-1.receive: its process died")
             return {"sync/version": version}
 
-        def lost_engines(self) -> bool:
+        def has_lost_engines(self) -> bool:
             return True
 
         def verify(self) -> dict[str, float]:
             said.append("verify")
             return {}
 
-        def found(self) -> None:
-            said.append("found")
+        def readmit_engines(self) -> None:
+            said.append("readmit")
 
     def note(text: str) -> None:
         said.append(text.split(";")[0])
@@ -158,8 +160,8 @@ def test_engines_that_are_gone_are_started_until_they_are_there_and_then_asked_a
     trainer.timer, trainer.example = Timer(), None
     trainer.progress, trainer.state = SimpleNamespace(note=note), SimpleNamespace(version=7)
     assert trainer.publish() == {"sync/version": 7}
-    started = ["warning: killed", "renew", "warning: killed in its start", "renew", "publish 7"]
-    assert said == [*started, "warning: half", "warning: half", "renew", "publish 7", "verify", "found"]
+    started = ["warning: killed", "restart", "warning: killed in its start", "restart", "publish 7"]
+    assert said == [*started, "warning: half", "warning: half", "restart", "publish 7", "verify", "readmit"]
 
 
 def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() -> None:
@@ -228,15 +230,15 @@ def test_minibatches_are_parts_of_the_whole(
     seen: list[list[int]] = []
     found: list[dict[str, float]] = []
     tested: list[bool] = []
-    whole = Guard.update
+    whole = UpdateMonitor.update
 
-    def spy(self: Guard, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
+    def spy(self: UpdateMonitor, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
         seen.append([id(sample) for sample in samples])
         tested.append(args[1].draws)
         found.append(whole(self, samples, *args, **named))
         return found[-1]
 
-    monkeypatch.setattr(Guard, "update", spy)
+    monkeypatch.setattr(UpdateMonitor, "update", spy)
     words = [f"minibatches={minibatches}", f"epochs={epochs}", "steps=1"]
     assert run_letters(tmp_path, "grpo", *words, "training.schedule=linear") == 0
     assert len(seen) == minibatches * epochs
@@ -319,9 +321,9 @@ def test_policy_and_critic_learn_at_once_where_each_has_its_own_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     under_way, most = [], []
-    update = Guard.update
+    update = UpdateMonitor.update
 
-    def spy(self: Guard, *args: Any) -> dict[str, float]:
+    def spy(self: UpdateMonitor, *args: Any) -> dict[str, float]:
         under_way.append(self)
         deadline = time.monotonic() + (20 if placement == "separate" else 0)
         while len(under_way) < 2 and time.monotonic() < deadline:
@@ -331,7 +333,7 @@ def test_policy_and_critic_learn_at_once_where_each_has_its_own_devices(
         under_way.remove(self)
         return found
 
-    monkeypatch.setattr(Guard, "update", spy)
+    monkeypatch.setattr(UpdateMonitor, "update", spy)
     assert run_letters(tmp_path, "ppo", "steps=1", f"critic.placement={placement}") == 0
     assert max(most) == (2 if placement == "separate" else 1)
     assert {"grad_norm", "critic/grad_norm"} <= rows_of(tmp_path)[1].keys()
@@ -437,7 +439,7 @@ def test_assess_shapes_then_compares() -> None:
     algorithm = {"preset": "dr_grpo", "shaping": {"overlong_factor": 0.5, "overlong_share": 0.5}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
     samples = [answer(4, 1.0), answer(8, 1.0), answer(4, -1.0), answer(4, 0.0)]
-    bare_trainer(config).assess(samples)
+    bare_trainer(config).assign_advantages(samples)
     assert [sample.reward for sample in samples] == [1.0, 0.5, -1.0, 0.0]  # 8 of 8 tokens: the whole punishment
     assert [sample.task_reward for sample in samples] == [1.0, 1.0, -1.0, 0.0]
     mean = (1.0 + 0.5 - 1.0) / 4
@@ -451,7 +453,7 @@ def test_assess_takes_the_coefficient_that_has_adapted() -> None:
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
     for adapted, coefficient in ((None, 0.1), (0.25, 0.25)):
         samples = [answer(4, 1.0)]
-        bare_trainer(config, kl_coefficient=adapted).assess(samples)
+        bare_trainer(config, kl_coefficient=adapted).assign_advantages(samples)
         assert samples[0].reward == pytest.approx(1.0 - 4 * coefficient)
         assert samples[0].task_reward == 1.0
 
@@ -471,7 +473,7 @@ def test_losses_get_the_temperature_the_adapted_coefficient_and_the_good_tokens(
     trainer = bare_trainer(config, kl_coefficient=0.25)
     trainer.guard = Listening()  # type: ignore[assignment]
     samples = [answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)]
-    trainer.assess(samples)
+    trainer.assign_advantages(samples)
     trainer.update(samples)
     ((loss, settings),) = told
     assert (loss, settings.temperature, settings.section) == ("policy", 0.7, config.algorithm)
@@ -484,5 +486,5 @@ def test_a_minibatch_without_weight_is_not_stepped_on() -> None:
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
     samples = [answer(8, 1.0, truncated=True), answer(8, 0.0, truncated=True)]
     trainer = bare_trainer(config)
-    trainer.assess(samples)
+    trainer.assign_advantages(samples)
     assert trainer.update(samples) == {}

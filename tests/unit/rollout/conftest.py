@@ -9,7 +9,7 @@ from tests.support.index_engine import IndexEngine
 from trueline.data.chat import ChatFormat
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget
+from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.event_loop import EventLoop
 
 
@@ -27,4 +27,4 @@ def engine(tokenizer: PreTrainedTokenizerFast) -> IndexEngine:
 
 @pytest.fixture
 def episodes(engine: IndexEngine, tokenizer: PreTrainedTokenizerFast) -> Episodes:
-    return Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
+    return Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))

@@ -6,7 +6,7 @@ from tests.unit.data.test_chat import CHATML, FORGETS_REASONING
 from tests.unit.rollout.test_session import ASKED, MORE, Table, two_turns
 from trueline.data.messages import Message
 from trueline.data.types import Dialogue, Prompt, Trajectory
-from trueline.environments.base import Ending, Policy
+from trueline.environments.base import EpisodeResult, Policy
 
 AGAIN: Message = {"role": "user", "content": "and again?"}
 
@@ -23,13 +23,13 @@ def test_an_episode_that_only_goes_on_is_one_dialogue(tokenizer: PreTrainedToken
 def test_a_rewritten_history_keeps_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
     """The second sequence shows the template's form of the first reply; who learns it has to see its reasoning."""
 
-    async def three_turns(policy: Policy, prompt: Prompt) -> Ending:
+    async def three_turns(policy: Policy, prompt: Prompt) -> EpisodeResult:
         messages = prompt.messages
         for more in (MORE, AGAIN):
             reply = await policy.reply(messages, worded=lambda text: {**said(text), "name": "policy"})
             messages = [*messages, reply.message, more]
         await policy.reply(messages)
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     texts = ["<think>easy</think>2", "<think>hard</think>4", "<think>so</think>6"]
     trajectory = Table(tokenizer, FORGETS_REASONING, *texts).run(three_turns)
@@ -44,12 +44,12 @@ def test_what_the_policy_was_asked_first_is_the_prompt_whatever_the_row_says(
     """Two messages in place of one, then a question of its own, and a fork from the first reply."""
     opening: list[Message] = [{"role": "system", "content": "play"}, {"role": "user", "content": "begin"}]
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(opening)
         await policy.reply([*opening, reply.message, MORE])
         await policy.reply(ASKED)
         await policy.reply([*opening, reply.message, AGAIN])
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = Table(tokenizer, CHATML, "a", "b", "c", "d").run(play)
     assert trajectory.dialogues == [

@@ -12,8 +12,8 @@ from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget, Ticket, ended
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.session import EpisodeLimits, cut_at_stop
 
 # A text of one token per byte, stop strings, tokens that stay, and the reply.
 CASES: list[tuple[str, list[str], int, str]] = [
@@ -38,7 +38,7 @@ def test_a_completion_ends_at_the_token_that_completes_a_stop_string(tokenizer: 
     for text, stops, stay, reply in CASES:
         tokens = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         sampled = Completion.of(tokens, [-float(at) for at in range(len(tokens))], 3, "length")
-        completion, found = ended(sampled, stops, ChatFormat(tokenizer, use_template=False).reply_text)
+        completion, found = cut_at_stop(sampled, stops, ChatFormat(tokenizer, use_template=False).reply_text)
         assert found == reply, (text, stops)
         whole = reply == text
         stayed = slice(len(tokens) if whole else stay)
@@ -51,14 +51,14 @@ def test_a_character_that_is_cut_off_hides_no_stop_string(tokenizer: PreTrainedT
     """Half of a character before it, and half of one behind it."""
     half = tokenizer("é")["input_ids"][:1]
     tokens = [*half, *tokenizer("END")["input_ids"], *half]
-    completion, reply = ended(Completion.of(tokens, [0.0] * 5, 0, "length"), ["END"], tokenizer.decode)
+    completion, reply = cut_at_stop(Completion.of(tokens, [0.0] * 5, 0, "length"), ["END"], tokenizer.decode)
     assert (len(completion.tokens), reply) == (4, "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_token_with_two_stop_strings_ends_before_the_first() -> None:
     words = ["so", "\n\n#\n", "more"]
     sampled = Completion.of([0, 1, 2], [-1.0, -2.0, -3.0], 0, "length")
-    completion, reply = ended(sampled, ["#", "\n"], lambda tokens: "".join(words[token] for token in tokens))
+    completion, reply = cut_at_stop(sampled, ["#", "\n"], lambda tokens: "".join(words[token] for token in tokens))
     assert (completion.tokens.tolist(), reply) == ([0, 1], "so")
 
 
@@ -74,10 +74,10 @@ class Saying:
 
 def episode(tokenizer: PreTrainedTokenizerFast, text: str, *stops: str) -> Trajectory:
     engine: Any = Saying(tokenizer(text)["input_ids"])
-    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
+    episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     params = SamplingParams(1.0, 8, (2,), stop=stops)
-    return asyncio.run(episodes.run(SingleTurn(CombinedReward({}, 0.0)), prompt, Ticket(0, 0, None), params))
+    return asyncio.run(episodes.run(SingleTurn(CombinedReward({}, 0.0)), prompt, RolloutKey(0, 0, None), params))
 
 
 def test_what_is_trained_on_is_a_prefix_of_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:

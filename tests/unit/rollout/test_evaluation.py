@@ -12,9 +12,8 @@ from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
-from trueline.rollout.evaluation import Evaluator, environment_names, scored
+from trueline.rollout.evaluation import Evaluator, ScoredPrompt, environment_names, scored_prompt
 from trueline.rollout.groups import GroupSampler, completion_seed
-from trueline.rollout.pass_at_k import Scored
 from trueline.runtime.event_loop import EventLoop
 
 Table = dict[str, list[float | None]]
@@ -72,7 +71,7 @@ def test_replies_and_rewards_stay_together_where_some_failed() -> None:
     (prompt,) = prompts("a")
     found = [("lost", FAILS), ("right", 1.0), ("lost too", FAILS), ("wrong", 0.0)]
     group = [Trajectory(prompt, 0, reward=reward, reply=reply) for reply, reward in found]
-    assert scored(group) == Scored(["right", "wrong"], [1.0, 0.0])
+    assert scored_prompt(group) == ScoredPrompt(["right", "wrong"], [1.0, 0.0])
 
 
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:

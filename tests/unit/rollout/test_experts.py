@@ -17,14 +17,14 @@ from tests.support.tiny import make_tiny_mixture
 from tests.support.tool_calls import TOOL_TEMPLATE, TOOLS
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
-from trueline.data.types import UNTOLD, Completion, Prompt, Trajectory, to_samples
-from trueline.environments.base import Ending, Environment, Policy
+from trueline.data.types import UNKNOWN_EXPERT, Completion, Prompt, Trajectory, to_samples
+from trueline.environments.base import Environment, EpisodeResult, Policy
 from trueline.models.routing import Replay
-from trueline.rollout.engine import EngineSpec, SamplingParams, checked_experts
+from trueline.rollout.engine import EngineSpec, SamplingParams, check_experts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.hf_engine import HFEngine
-from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget, Ticket
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.actors import LocalActor
 
 PROMPT, OTHER = [5, 80, 33, 7], [9, 41, 200, 17]
@@ -64,7 +64,7 @@ def weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def known(experts: np.ndarray) -> np.ndarray:
-    return (experts != UNTOLD).all(axis=(1, 2))
+    return (experts != UNKNOWN_EXPERT).all(axis=(1, 2))
 
 
 def choice(folder: Path, tokens: list[int]) -> np.ndarray:
@@ -82,7 +82,7 @@ def test_the_engine_tells_the_experts_of_all_tokens_but_the_last(mixture: Path) 
         assert completion.experts.shape == (len(tokens), LAYERS, TOP_K) and completion.experts.dtype == np.int8
         assert known(completion.experts).tolist() == [True] * (len(tokens) - 1) + [False]
         np.testing.assert_array_equal(completion.experts[:-1], choice(mixture, tokens)[:-1])
-        cut = completion.cut(2)
+        cut = completion.shorten(2)
         np.testing.assert_array_equal(cut.experts, completion.experts[: len(prompt) + 2])
 
 
@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_asked_tells_none(mixture: Path) -> None:
     untold = SamplingParams(1.0, 3, (), experts=False)
     for params, told in ((SamplingParams(1.0, 3, ()), False), (untold, True)):
         found = used(mixture, lambda engine, params=params: engine.generate(PROMPT, params, "one"), experts=told)
-        assert len(found.tokens) == 3 and len(found.experts) == 0 and len(found.cut(1).experts) == 0
+        assert len(found.tokens) == 3 and len(found.experts) == 0 and len(found.shorten(1).experts) == 0
 
 
 def test_parts_under_other_weights_keep_the_experts_that_each_was_drawn_by(mixture: Path, moved: Path) -> None:
@@ -121,7 +121,7 @@ class TwoTurns(Environment):
     def __init__(self, engine: HFEngine, update: Path | None) -> None:
         self.engine, self.update = engine, update
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         first = await policy.reply(prompt.messages, TOOLS)
         if self.update is not None:
             await self.engine.pause()
@@ -129,7 +129,7 @@ class TwoTurns(Environment):
             await self.engine.resume()
         result: Message = {"role": "tool", "content": "2"}
         await policy.reply([*prompt.messages, first.message, result], TOOLS)
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     async def close(self) -> None: ...
 
@@ -141,9 +141,10 @@ def played(tokenizer: PreTrainedTokenizerFast, folder: Path, update: Path | None
     prompt = Prompt(0, [{"role": "user", "content": "1+1="}])
 
     async def use(engine: HFEngine) -> Trajectory:
-        episodes = Episodes(EnginePool([LocalActor("engine", engine)]), chat, Budget(250, turns=2, turn_tokens=6))
+        limits = EpisodeLimits(250, turns=2, turn_tokens=6)
+        episodes = Episodes(EnginePool([LocalActor("engine", engine)]), chat, limits)
         params = SamplingParams(1.0, 12, tuple(chat.stop_ids))
-        return await episodes.run(TwoTurns(engine, update), prompt, Ticket(0, 0, 3), params)
+        return await episodes.run(TwoTurns(engine, update), prompt, RolloutKey(0, 0, 3), params)
 
     return used(folder, use)
 
@@ -167,22 +168,22 @@ def test_two_turns_with_a_tool_between_them(mixture: Path, moved: Path, tokenize
 def test_what_an_engine_tells_is_checked() -> None:
     """It has those of all tokens but the last, and a kernel that does not record any leaves zeros."""
     told = np.stack([np.full((4, 3), 2), np.full((4, 3), 129)], axis=-1).astype(np.uint8)  # [4, layers, top_k]
-    found = checked_experts(told, 5)
+    found = check_experts(told, 5)
     assert found.dtype == np.int16 and found.shape == (5, 3, 2)
-    assert found[:4].tolist() == told.tolist() and (found[4] == UNTOLD).all()
-    with pytest.raises(RuntimeError, match=r"experts of 5 tokens and tells those of 4: set training\.replay_routing"):
-        checked_experts(told, 6)
-    with pytest.raises(RuntimeError, match="experts of 4 tokens and tells those of 0"):
-        checked_experts(None, 5)
-    with pytest.raises(RuntimeError, match="its kernel for this model chooses them where they are not recorded"):
-        checked_experts(np.zeros_like(told), 5)
+    assert found[:4].tolist() == told.tolist() and (found[4] == UNKNOWN_EXPERT).all()
+    with pytest.raises(RuntimeError, match=r"experts of 4 tokens instead of 5: set training\.replay_routing"):
+        check_experts(told, 6)
+    with pytest.raises(RuntimeError, match="experts of 0 tokens instead of 4"):
+        check_experts(None, 5)
+    with pytest.raises(RuntimeError, match="its kernel for this model does not record them"):
+        check_experts(np.zeros_like(told), 5)
 
 
 def test_experts_of_other_tokens_than_those_recorded_are_refused() -> None:
     trajectory = Trajectory(Prompt(0, []), 0)
     trajectory.add_observation(PROMPT)
     told = np.zeros((4, LAYERS, TOP_K), np.int8)
-    with pytest.raises(ValueError, match="experts of 4 tokens, and the sequence has 6"):
+    with pytest.raises(ValueError, match="experts of 4 tokens, but the sequence has 6"):
         trajectory.add_action(Completion.of([1, 2], [-1.0, -1.0], 0, "stop", experts=told))
 
 
@@ -197,8 +198,8 @@ def test_an_asynchronous_run_follows_the_engine(preset: str, tmp_path: Path, mon
         answer = route(self, router, module, given, found)
         if self.experts is not None:
             told = self.experts[:, router.layer].long()
-            right = torch.equal(torch.where(told == UNTOLD, found[2], told), answer[2])
-            away = (told != UNTOLD) & ~(found[2][:, :, None] == told[:, None, :]).any(1)
+            right = torch.equal(torch.where(told == UNKNOWN_EXPERT, found[2], told), answer[2])
+            away = (told != UNKNOWN_EXPERT) & ~(found[2][:, :, None] == told[:, None, :]).any(1)
             passes.append((module.training, away.float().mean().item(), right))
         return answer
 

@@ -29,9 +29,9 @@ def test_the_first_failure_is_reported_with_its_cause_and_its_file() -> None:
     assert budget.add([ended(), raised("KeyError: 'a'")]) == 1
     (line,) = budget.news()
     assert line.startswith(
-        "warning: 1 of the last 4 answers got no reward (reward_error: KeyError: 'a' (mine.py, line 3"
+        "warning: 1 of the last 4 completions got no reward (reward_error: KeyError: 'a' (mine.py, line 3"
     )
-    assert line.endswith("; its call: file 1")
+    assert line.endswith("; reproduce it: file 1")
     assert budget.news() == []
 
 
@@ -50,8 +50,8 @@ def test_a_cause_is_the_exception_and_its_line_whatever_its_message() -> None:
     budget.add([raised("ValueError: 'c'", line=9)])
     assert "ValueError" in budget.news()[0]
     assert budget.total() == [
-        "failed     5 of 7 answers got no reward: 3 x reward_error: KeyError: 'a' (mine.py, line 3); 1 x reward_error: "
-        "KeyError: 'c' (mine.py, line 9); 1 x reward_error: ValueError: 'c' (mine.py, line 9)"
+        "failed     5 of 7 completions got no reward: 3 x reward_error: KeyError: 'a' (mine.py, line 3); "
+        "1 x reward_error: KeyError: 'c' (mine.py, line 9); 1 x reward_error: ValueError: 'c' (mine.py, line 9)"
     ]
 
 
@@ -68,7 +68,7 @@ def test_an_evaluation_counts_failures_and_spends_no_budget() -> None:
     budget = FailureBudget(0.0, 1, kept)
     assert budget.count([raised("KeyError: 'a'")]) == 1
     assert len(budget.news()) == 1 and "1 of 1" in budget.total()[0]
-    with pytest.raises(RolloutFailure, match=r"1 of the last 1 answers have no reward[^#]*2 x reward_error[^#]*file 1"):
+    with pytest.raises(RolloutFailure, match=r"1 of the last 1 completions have[^#]*2 x reward_error[^#]*file 1"):
         budget.add([raised("KeyError: 'b'")])
 
 

@@ -15,14 +15,14 @@ from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Tool
 from trueline.data.template import PROBE_TOOL
 from trueline.data.types import Prompt, Trajectory
-from trueline.environments.base import Ending, Policy
-from trueline.environments.played import numbered
+from trueline.environments.base import EpisodeResult, Policy
+from trueline.environments.multi_turn import number_names
 from trueline.environments.tools.calls import Parsed, as_message
-from trueline.environments.tools.formats import chosen_format, open_parser
+from trueline.environments.tools.formats import choose_format, open_parser
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget, Ticket
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.session import EpisodeLimits
 
 WEATHER: Tool = {
     "type": "function",
@@ -55,15 +55,15 @@ class Kitchen:
         self.chat: ChatFormat = chat_of(family)
         self.engine = Scripted(self.chat.tokenizer, [])
         engine: Any = self.engine
-        self.episodes = Episodes(EnginePool([engine]), self.chat, Budget(context=9000, turns=6))
-        chosen = chosen_format("auto", self.chat.tokenizer.chat_template, vllm=False)
+        self.episodes = Episodes(EnginePool([engine]), self.chat, EpisodeLimits(context=9000, turns=6))
+        chosen = choose_format("auto", self.chat.tokenizer.chat_template, vllm=False)
         self.parse = open_parser(chosen, self.chat.tokenizer)
         self.parsed: list[Parsed] = []
 
     def run(self, play: Play) -> Trajectory:
         params = SamplingParams(1.0, 2000, tuple(self.chat.stop_ids))
         prompt = Prompt(0, ASKED, tools=TOOLS)
-        return asyncio.run(self.episodes.run(Playing(play), prompt, Ticket(5, 1, 3), params))
+        return asyncio.run(self.episodes.run(Playing(play), prompt, RolloutKey(5, 1, 3), params))
 
     def spelled(self, family: str, arguments: dict[str, Any]) -> str:
         """Return a call as the policy of this family samples it."""
@@ -81,8 +81,8 @@ class Kitchen:
         return as_message(self.parsed[-1], ids)
 
 
-async def with_tools(kitchen: Kitchen, policy: Policy, prompt: Prompt) -> Ending:
-    messages, ids = prompt.messages, numbered("call")
+async def with_tools(kitchen: Kitchen, policy: Policy, prompt: Prompt) -> EpisodeResult:
+    messages, ids = prompt.messages, number_names("call")
     for number in range(len(MADE) + 1):
         reply = await policy.reply(messages, prompt.tools, partial(kitchen.worded, ids=ids))
         calls = reply.message.get("tool_calls", [])
@@ -91,7 +91,7 @@ async def with_tools(kitchen: Kitchen, policy: Policy, prompt: Prompt) -> Ending
             for call in calls
         ]
         messages = [*messages, reply.message, *results]
-    return Ending(1.0)
+    return EpisodeResult(1.0)
 
 
 @pytest.mark.parametrize("family", [name for name in families() if has_tools(name)])
@@ -133,13 +133,13 @@ def test_other_arguments_of_the_template_begin_another_sequence() -> None:
     kitchen.chat.tokenizer.chat_template = template
     kitchen.engine.texts = ["one", "two", "three"]
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         first = await policy.reply(prompt.messages)
         messages = [*prompt.messages, first.message, {"role": "user", "content": "More?"}]
         (second,) = await policy.replies(1, messages, template_arguments={"greeting": "hi"})
         further = [*messages, second.message, {"role": "user", "content": "And more?"}]
         await policy.replies(1, further, template_arguments={"greeting": "hi"})
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     kitchen.chat = ChatFormat(kitchen.chat.tokenizer, use_template=True)
     kitchen.episodes.chat = kitchen.chat
@@ -203,7 +203,7 @@ def tools_cell(family: str, chat: ChatFormat) -> str:
     except ConfigError:
         return "refused: its template shows no tools"
     test_two_rounds_of_tools(family)
-    return f"exact, read as {chosen_format('auto', chat.tokenizer.chat_template, vllm=False).form.name}"
+    return f"exact, read as {choose_format('auto', chat.tokenizer.chat_template, vllm=False).form.name}"
 
 
 def thinking_cell(chat: ChatFormat) -> str:

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from trueline.data.types import Completion
-from trueline.monitoring.beats import WORK
+from trueline.monitoring.heartbeat import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams
-from trueline.rollout.hf_engine import HFEngine, reshaped
+from trueline.rollout.hf_engine import HFEngine, shape_logits
 
 PROMPT = [5, 80, 33, 7]
 OTHER = [9, 41, 200, 17]
@@ -116,7 +116,7 @@ def test_samples_follow_the_models_distribution(model_folder: Path, reference: A
 
 
 def shaped(logits: Tensor, **controls: Any) -> Tensor:
-    return reshaped(logits, SamplingParams(1.0, 1, (), **controls), before=[0, 3]).softmax(-1)
+    return shape_logits(logits, SamplingParams(1.0, 1, (), **controls), before=[0, 3]).softmax(-1)
 
 
 def test_controls_narrow_the_distribution() -> None:
@@ -148,7 +148,7 @@ def test_a_repetition_penalty_pulls_known_tokens_down_on_either_side_of_zero() -
     expected = torch.tensor([1.0, 1.0, -1.0, -4.0])  # tokens 0 and 3 came before
     torch.testing.assert_close(shaped(logits, repetition_penalty=2.0), expected.softmax(-1))
     greedy = SamplingParams(0.0, 1, (), repetition_penalty=2.0, top_k=1)
-    torch.testing.assert_close(reshaped(logits, greedy, [0, 3, 3]), expected)
+    torch.testing.assert_close(shape_logits(logits, greedy, [0, 3, 3]), expected)
 
 
 def test_requests_served_together_have_controls_of_their_own(model_folder: Path, reference: Any) -> None:
@@ -166,7 +166,7 @@ def test_requests_served_together_have_controls_of_their_own(model_folder: Path,
     tokens = list(PROMPT)
     for token, logprob in zip(fresh.tokens.tolist(), fresh.logprobs.tolist(), strict=True):
         with torch.no_grad():
-            logits = reshaped(reference(input_ids=torch.tensor([tokens])).logits[0, -1], shy, tokens)
+            logits = shape_logits(reference(input_ids=torch.tensor([tokens])).logits[0, -1], shy, tokens)
         assert logprob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-4)
         tokens.append(token)  # what was just drawn is known from now on
 

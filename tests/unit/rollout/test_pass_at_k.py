@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from trueline.rollout.pass_at_k import (
-    Scored,
+from trueline.rollout.evaluation import (
+    ScoredPrompt,
     answer_key,
     confidence_half_width,
     majority_reward,
@@ -38,7 +38,7 @@ def test_pass_at_k_is_unbiased(chance: float, k: int) -> None:
 
 @pytest.mark.parametrize("k", [0, 5])
 def test_pass_at_k_needs_k_answers(k: int) -> None:
-    with pytest.raises(ValueError, match=rf"pass@{k} cannot be told from 4 answers"):
+    with pytest.raises(ValueError, match=rf"pass@{k} of 4 completions is undefined"):
         pass_at_k(2, 4, k)
 
 
@@ -81,7 +81,7 @@ def test_what_makes_two_replies_the_same_answer(reply: str, key: str) -> None:
 )
 def test_the_most_frequent_answer_gives_its_first_occurrences_reward(replies: list[str], reward: float) -> None:
     rewards = [0.1, 0.2, 0.3, 0.4][: len(replies)]
-    assert majority_reward(Scored(replies, rewards)) == reward
+    assert majority_reward(ScoredPrompt(replies, rewards)) == reward
 
 
 def test_half_width_of_a_mean() -> None:
@@ -101,7 +101,7 @@ def test_half_width_falls_with_the_root_of_the_number_of_prompts() -> None:
 
 def test_prompts_weigh_the_same_however_many_of_their_answers_failed() -> None:
     """Two of the four answers to the second prompt failed: its mean is 1, the first one's 0.25."""
-    prompts = [Scored(["a", "b", "c", "c"], [1.0, 0.0, 0.0, 0.0]), Scored(["x", "x"], [1.0, 1.0])]
+    prompts = [ScoredPrompt(["a", "b", "c", "c"], [1.0, 0.0, 0.0, 0.0]), ScoredPrompt(["x", "x"], [1.0, 1.0])]
     metrics = set_metrics(prompts, samples=4, pass_reward=1.0)
     assert metrics.pop("reward_ci95") == pytest.approx(1.96 * math.sqrt(2 * 0.375**2 / 1 / 2))
     assert metrics == pytest.approx(
@@ -117,16 +117,17 @@ def test_prompts_weigh_the_same_however_many_of_their_answers_failed() -> None:
 
 
 def test_a_prompt_whose_answers_all_failed_is_left_out() -> None:
-    judged = Scored(["a", "b"], [0.5, 0.5])
-    assert set_metrics([judged, Scored([], [])], 2, 1.0) == set_metrics([judged], 2, 1.0)
-    assert set_metrics([Scored([], [])], 2, 1.0) == {}
+    judged = ScoredPrompt(["a", "b"], [0.5, 0.5])
+    assert set_metrics([judged, ScoredPrompt([], [])], 2, 1.0) == set_metrics([judged], 2, 1.0)
+    assert set_metrics([ScoredPrompt([], [])], 2, 1.0) == {}
 
 
 def test_what_counts_as_right_can_be_less_than_one() -> None:
-    prompts = [Scored(["a", "b"], [0.5, 0.4])]
+    prompts = [ScoredPrompt(["a", "b"], [0.5, 0.4])]
     assert set_metrics(prompts, 2, 0.5)["pass@1"] == 0.5
     assert set_metrics(prompts, 2, 0.51)["pass@2"] == 0.0
 
 
 def test_one_answer_per_prompt_has_a_mean_and_nothing_at_k() -> None:
-    assert set(set_metrics([Scored(["a"], [1.0]), Scored(["b"], [0.0])], 1, 1.0)) == {"reward", "reward_ci95"}
+    prompts = [ScoredPrompt(["a"], [1.0]), ScoredPrompt(["b"], [0.0])]
+    assert set(set_metrics(prompts, 1, 1.0)) == {"reward", "reward_ci95"}

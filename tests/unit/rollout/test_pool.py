@@ -10,9 +10,9 @@ import pytest
 from trueline.data.types import Completion
 from trueline.rollout import pool as pool_module
 from trueline.rollout.engine import RolloutEngine, SamplingParams
-from trueline.rollout.failures import EnginesDie
-from trueline.rollout.pool import EnginePool
-from trueline.runtime.actors import ActorDeath, RayActor, Spot, Target
+from trueline.rollout.failures import EngineCrashLoop
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.runtime.actors import ActorDeath, Placement, RayActor, Target
 from trueline.runtime.event_loop import EventLoop
 
 PARAMS = SamplingParams(1.0, 5, ())
@@ -34,7 +34,7 @@ class MortalActor(RayActor[RolloutEngine]):
         self.lives: list[Life] = []
         self.open, self.starts = asyncio.Event(), asyncio.Event()
         self.starts.set()
-        super().__init__(name, Target("", asynchronous=True), [], Spot(), Path())
+        super().__init__(name, Target("", asynchronous=True), [], Placement(), Path())
 
     def begin(self) -> None:
         self.lives.append(Life())
@@ -56,7 +56,7 @@ class MortalActor(RayActor[RolloutEngine]):
         going.cancel()
         life.running -= 1
         if life.end.done():
-            raise ActorDeath(f"{self.name}.{method.__name__}: its process died")
+            raise ActorDeath(f"{self.name}.{method.__name__}: its process died", "its process died")
         return Completion.of([7], [-0.5], 0, "stop")
 
 
@@ -68,7 +68,7 @@ async def until(condition: Callable[[], Any]) -> None:
 async def lose(pool: EnginePool, actor: MortalActor) -> "asyncio.Task[Completion]":
     """Let an engine die of which something was asked; return what waits for the answer."""
     place = pool.actors.index(actor)
-    asked = asyncio.create_task(pool.generate([1], PARAMS, place, f"train-{place}"))
+    asked = asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(place, 0)))
     await until(lambda: actor.lives[-1].running)
     actor.die()
     await until(lambda: place in pool.lost)
@@ -78,7 +78,7 @@ async def lose(pool: EnginePool, actor: MortalActor) -> "asyncio.Task[Completion
 def engines(count: int) -> tuple[EnginePool, list[MortalActor]]:
     actors = [MortalActor(f"engine-{number}") for number in range(count)]
     pool = EnginePool(actors)
-    pool.tended = True
+    pool.is_supervised = True
     return pool, actors
 
 
@@ -88,20 +88,20 @@ def test_an_engine_that_dies_while_another_is_started_again_is_started_too() -> 
         second.open.set()  # answers what the first had to
         await (await lose(pool, first))
         first.starts.clear()
-        renewing = asyncio.create_task(pool.renew(60))
+        renewing = asyncio.create_task(pool.restart(60))
         await until(lambda: len(first.lives) == 2)
         second.open.clear()
         asked = await lose(pool, second)
         first.starts.set()
         await renewing
-        assert list(pool.gone()) == [1] and pool.renewed == {0}
-        await pool.renew(60)
+        assert list(pool.missing()) == [1] and pool.restarted == {0}
+        await pool.restart(60)
         assert [len(one.lives) for one in (first, second)] == [2, 2]  # the first was not started once more
         for one in (first, second):
             one.open.set()
-        await pool.found()
+        await pool.readmit()
         assert len((await asked).tokens) == 1
-        assert not pool.lost and not pool.trouble.is_set()
+        assert not pool.lost and not pool.engine_lost.is_set()
 
     asyncio.run(both_die())
 
@@ -111,9 +111,9 @@ def test_an_engine_is_as_loaded_as_it_has_requests() -> None:
 
     async def load() -> None:
         pool, (engine,) = engines(1)
-        asked = [asyncio.create_task(pool.generate([1, 2], PARAMS, group, f"train-{group}")) for group in range(3)]
+        asked = [asyncio.create_task(pool.generate([1, 2], PARAMS, RolloutKey(group, 0))) for group in range(3)]
         await until(lambda: engine.lives[0].running == 3)
-        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].most) == (3, 21, 21)
+        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].peak) == (3, 21, 21)
         asked[0].cancel()
         await asyncio.wait([asked[0]])
         assert (pool.loads[0].requests, pool.loads[0].tokens) == (2, 14)
@@ -129,11 +129,11 @@ def test_each_death_counts_once_by_its_cause() -> None:
 
     async def twice() -> None:
         pool, _ = engines(1)
-        for cause in ("out of memory", "no sign of life"):
-            pool.lose(0, cause, pool.incarnations[0])
-            await pool.renew(60)
-            await pool.found()
-        assert pool.deaths == {"out of memory": 1, "no sign of life": 1}
+        for cause in ("out of memory", "no heartbeat"):
+            pool.mark_lost(0, ActorDeath(cause), pool.incarnations[0])
+            await pool.restart(60)
+            await pool.readmit()
+        assert pool.deaths == {"out of memory": 1, "no heartbeat": 1}
 
     asyncio.run(twice())
 
@@ -141,14 +141,14 @@ def test_each_death_counts_once_by_its_cause() -> None:
 def test_the_late_death_of_an_earlier_process_is_not_the_new_ones() -> None:
     async def late() -> None:
         pool, (engine,) = engines(1)
-        asked = asyncio.create_task(pool.generate([1], PARAMS, 0, "train-0"))
+        asked = asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, 0)))
         await until(lambda: engine.lives[0].running)
-        pool.lose(0, "no sign of life", 0)
-        await pool.renew(60)
-        await pool.found()
+        pool.mark_lost(0, ActorDeath("no heartbeat"), 0)
+        await pool.restart(60)
+        await pool.readmit()
         engine.die(0)  # only now does its call learn that it is gone
         await until(lambda: engine.lives[1].running)
-        assert not pool.lost and pool.there.is_set()
+        assert not pool.lost and pool.available.is_set()
         engine.open.set()
         assert len((await asked).tokens) == 1
 
@@ -160,16 +160,16 @@ def test_an_engine_that_dies_while_it_is_started_again_is_started_once_more() ->
         pool, (engine,) = engines(1)
         asked = await lose(pool, engine)
         engine.starts.clear()
-        renewing = asyncio.create_task(pool.renew(60))
+        renewing = asyncio.create_task(pool.restart(60))
         await until(lambda: len(engine.lives) == 2 and engine.lives[1].running)
         engine.die()
         await renewing
-        assert list(pool.gone()) == [0] and not pool.there.is_set()
+        assert list(pool.missing()) == [0] and not pool.available.is_set()
         engine.starts.set()
-        await pool.renew(60)
-        assert not pool.gone()
+        await pool.restart(60)
+        assert not pool.missing()
         engine.open.set()
-        await pool.found()
+        await pool.readmit()
         assert len((await asked).tokens) == 1 and len(engine.lives) == 3
 
     asyncio.run(twice())
@@ -181,14 +181,14 @@ def test_an_engine_that_dies_in_every_start_ends_the_run() -> None:
         asked = await lose(pool, engine)
         engine.starts.clear()
         for _ in range(2):
-            renewing = asyncio.create_task(pool.renew(60))
+            renewing = asyncio.create_task(pool.restart(60))
             begun = len(engine.lives)
             await until(lambda begun=begun: len(engine.lives) > begun and engine.lives[-1].running)
             engine.die()
             await renewing
-        with pytest.raises(EnginesDie, match=r"engines died \d times in one step, at last: engine-0\.processes"):
+        with pytest.raises(EngineCrashLoop, match=r"died \d times in one step\. The last error: engine-0\.processes"):
             while True:
-                await pool.renew(0.01)
+                await pool.restart(0.01)
         asked.cancel()
 
     asyncio.run(always())
@@ -201,10 +201,10 @@ def test_an_engine_that_dies_once_more_before_it_is_asked_stays_lost() -> None:
         pool, (first, second) = engines(2)
         second.open.set()
         await (await lose(pool, first))
-        await pool.renew(60)
-        pool.lose(0, "died behind the proof", pool.incarnations[0])
-        await pool.found()
-        assert pool.lost == {0: "died behind the proof"} and pool.trouble.is_set() and pool.there.is_set()
+        await pool.restart(60)
+        pool.mark_lost(0, ActorDeath("died behind the proof"), pool.incarnations[0])
+        await pool.readmit()
+        assert pool.lost == {0: "died behind the proof"} and pool.engine_lost.is_set() and pool.available.is_set()
 
     asyncio.run(again())
 
@@ -213,20 +213,20 @@ def test_a_sick_update_with_healthy_engines_is_not_made_again_forever() -> None:
     """An engine was started again; then the update fails for another reason, and no engine is gone."""
 
     class Lively(MortalActor):
-        def alive(self) -> Any:
+        def ping(self) -> Any:
             class Answer:
-                async def awaited(self) -> None: ...
+                async def async_result(self) -> None: ...
 
             return Answer()
 
     async def update() -> None:
         actor = Lively("engine-0")
         pool = EnginePool([actor])
-        pool.tended = True
+        pool.is_supervised = True
         asked = await lose(pool, actor)
-        assert await pool.seek(60)
-        await pool.renew(60)
-        assert not await pool.seek(60)
+        assert await pool.abandon_update(60)
+        await pool.restart(60)
+        assert not await pool.abandon_update(60)
         asked.cancel()
 
     asyncio.run(update())
@@ -238,7 +238,7 @@ def test_an_engine_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPa
 
     async def many() -> None:
         pool, (first, second) = engines(2)
-        asked = [asyncio.create_task(pool.generate([1], PARAMS, 0, f"train-0-{one}")) for one in range(10)]
+        asked = [asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, one))) for one in range(10)]
         await until(lambda: first.lives[0].running == 4)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -260,7 +260,7 @@ def test_an_engine_that_died_unnoticed_does_not_end_the_run_when_it_shall_sleep(
         await pool.sleep()
         await pool.sleep()  # one that is gone is not asked again
         assert first.lives[0].heard == ["sleep"]
-        return second.lives[0].heard, pool.gone()
+        return second.lives[0].heard, pool.missing()
 
     heard, gone = loop.run(sleep(), "sleeping")
     loop.stop()

@@ -17,18 +17,18 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
-from trueline.environments.base import Ending, Environment, Policy, Structure
+from trueline.environments.base import Environment, EpisodeResult, Policy, Structure
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
-from trueline.rollout.engine import SamplingParams, in_parts
+from trueline.rollout.engine import SamplingParams, sample_in_parts
 from trueline.rollout.episode import Episodes
-from trueline.rollout.failures import EngineLost, EnginesDie, FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import EngineCrashLoop, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.ledger import Ledger, LedgerFailure
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
-from trueline.rollout.session import Budget, Ticket
+from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.actors import ActorDeath, ActorFailure
 from trueline.runtime.event_loop import EventLoop, Interrupted
 
@@ -121,7 +121,7 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
         rewards = CombinedReward({"reward": (scorer, RewardPartConfig(function="fake"))}, policy_error=-1.0)
-        episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), Budget(512))
+        episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))
         params, seed = SamplingParams(1.0, 8, (STOP,)), 0 if seeded else None
         rollouts = Rollouts(
             GroupSampler(episodes, lambda: SingleTurn(rewards), params, size, seed, "train", greedy),
@@ -141,9 +141,9 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
 
 
 async def end(rollouts: Rollouts) -> None:
-    for flight in rollouts.running:
-        flight.task.cancel()
-    await asyncio.gather(*(flight.task for flight in rollouts.running), return_exceptions=True)
+    for one in rollouts.running:
+        one.task.cancel()
+    await asyncio.gather(*(one.task for one in rollouts.running), return_exceptions=True)
 
 
 def prompt_ids(groups: list[list[Any]]) -> list[int]:
@@ -210,7 +210,7 @@ def test_what_is_ready_is_trained_first_until_the_rest_would_be_too_old(
     assert trained(rollouts, rollouts.take(2)) == [0, 3]  # 4 and 5 are ready, and may wait for another version
     rollouts.release(2)
     assert trained(rollouts, rollouts.take(2)) == [4, 5]
-    assert rollouts.ledger.balance() == "8 prompts drawn = 6 trained + 2 under way"
+    assert rollouts.ledger.balance() == "8 prompts sampled: 6 trained, 2 in flight"
 
 
 def test_what_would_be_too_old_can_be_dropped(build: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -224,7 +224,7 @@ def test_what_would_be_too_old_can_be_dropped(build: Any, tokenizer: PreTrainedT
     rollouts.release(2)
     assert rollouts.dropped.too_old == rollouts.dropped.group_count() == 1
     assert rollouts.ledger.row() == {"trained": [1, 2, 3, 4], "too_old": [0]}
-    assert rollouts.ledger.balance() == "9 prompts drawn = 4 trained + 1 too_old + 4 under way"
+    assert rollouts.ledger.balance() == "9 prompts sampled: 4 trained, 1 too old, 4 in flight"
 
 
 def test_what_was_drawn_of_groups_that_are_too_old_is_counted(build: Any) -> None:
@@ -239,7 +239,7 @@ def test_what_was_drawn_of_groups_that_are_too_old_is_counted(build: Any) -> Non
     assert rollouts.dropped.lengths == [9, 5]
     rollouts.take(2)
     assert rollouts.dropped.lengths == [9, 5, *[3] * 6]
-    assert not rollouts.sampler.episodes.pool.drawn.get(1)  # of groups that are done nothing is kept
+    assert not rollouts.sampler.episodes.pool.sampled.get(1)  # of groups that are done nothing is kept
 
 
 def test_a_group_that_is_done_too_late_is_counted_whole(build: Any) -> None:
@@ -263,7 +263,7 @@ def test_prompts_that_were_under_way_come_again_first(build: Any) -> None:
     assert {name.split("-")[1] for name, _ in engine.requests} == {"2", "8"}  # their seeds are those of their numbers
     rollouts.release(1)
     assert trained(rollouts, rollouts.take(2)) == [9, 10]
-    assert rollouts.ledger.balance() == "11 prompts drawn = 11 trained + 0 under way"
+    assert rollouts.ledger.balance() == "11 prompts sampled, all trained"
 
 
 def test_a_prompt_has_one_fate(build: Any) -> None:
@@ -274,7 +274,7 @@ def test_a_prompt_has_one_fate(build: Any) -> None:
         with pytest.raises(LedgerFailure, match=f"prompt {numbers[0]} is failed"):
             ledger.close(numbers, "failed")
     ledger.drawn += 1
-    with pytest.raises(LedgerFailure, match="3 prompts drawn = 1 trained \\+ 1 under way"):
+    with pytest.raises(LedgerFailure, match="3 prompts sampled: 1 trained, 1 in flight"):
         ledger.balance()
 
 
@@ -355,10 +355,10 @@ class CutOff(Environment):
     def __init__(self, cut: dict[int, int]) -> None:
         self.cut = cut
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         await policy.reply(prompt.messages)
         self.cut[prompt.label] = left = self.cut.get(prompt.label, 0) - 1
-        return Ending(1.0, left_out=left >= 0, metrics={"environment/left": float(left)})
+        return EpisodeResult(1.0, left_out=left >= 0, metrics={"environment/left": float(left)})
 
 
 def test_episodes_that_are_left_out_leave_their_group_and_are_no_failures(build: Any) -> None:
@@ -448,7 +448,7 @@ def test_dynamic_sampling_ends_and_leaves_nothing_stale_behind(build: Any) -> No
 def test_dynamic_sampling_without_any_group_says_so(build: Any) -> None:
     rollouts, _ = build(reward=MixedReward(set()), dynamic=DynamicSamplingConfig(enabled=True, max_batches=2))
     rollouts.start(0)
-    with pytest.raises(NothingToLearn, match="none of 4 groups has answers with different rewards"):
+    with pytest.raises(NothingToLearn, match="none of 4 groups has completions with different rewards"):
         rollouts.take(2)
 
 
@@ -486,7 +486,7 @@ def test_too_many_failures_stop_the_run_with_their_reasons(build: Any) -> None:
     with pytest.raises(RolloutFailure) as caught:
         rollouts.take(2)
     message = str(caught.value)
-    for part in ("3 of the last 6 answers", "reward.max_failure_share=0.02 of 100", "3 x reward_error: no reward for"):
+    for part in ("3 of the last 6 completions", "max_failure_share=0.02 of 100", "3 x reward_error: no reward for"):
         assert part in message
 
 
@@ -515,13 +515,13 @@ def test_groups_that_are_not_done_in_time_are_broken_off(build: Any, loop: Event
     rollouts, engine = build(staleness=1)
     engine.delay = lambda tokens: 3600
     rollouts.start(0)
-    flights = list(rollouts.running)
+    groups = list(rollouts.running)
     loop.timeout_seconds = 0.05
-    with pytest.raises(RolloutFailure, match=r"sampling 3 answers to a prompt: not done within timeout_seconds=0"):
+    with pytest.raises(RolloutFailure, match=r"sampling 3 completions of a prompt: not done within timeout_seconds=0"):
         rollouts.take(2)
     loop.timeout_seconds = 60
-    loop.run(asyncio.wait([flight.task for flight in flights]), "the end of the groups")
-    assert len(flights) == 4 and all(flight.task.cancelled() for flight in flights) and not rollouts.running
+    loop.run(asyncio.wait([one.task for one in groups]), "the end of the groups")
+    assert len(groups) == 4 and all(one.task.cancelled() for one in groups) and not rollouts.running
 
 
 def test_an_engine_that_fails_is_heard(build: Any) -> None:
@@ -597,7 +597,7 @@ def test_answers_to_one_prompt_go_to_one_engine() -> None:
             sizes = {0: (6, 30), 1: (6, 40), 2: (1, 90), 3: (1, 1)}  # answers, tokens of each
             await asyncio.gather(
                 *(
-                    pool.generate([1, 2], SamplingParams(1.0, tokens, ()), group, f"train-{group}-{index}")
+                    pool.generate([1, 2], SamplingParams(1.0, tokens, ()), RolloutKey(group, index))
                     for group, (count, tokens) in sizes.items()
                     for index in range(count)
                 )
@@ -608,7 +608,7 @@ def test_answers_to_one_prompt_go_to_one_engine() -> None:
         asyncio.run(ask(pool))
         asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
         assert asked == expected
-        assert not pool.homes and not pool.groups
+        assert not pool.group_engines and not pool.groups
         found = pool.metrics()
         assert [found[f"engine/{place}/requests"] for place in (0, 1)] == [len(engine.requests) for engine in engines]
         assert found["engine/0/tokens_under_way_max"] >= 4 * 31 and found["engine/1/cached_share"] == 0.5
@@ -619,9 +619,9 @@ def test_an_episode_shows_the_prompts_tools(tokenizer: PreTrainedTokenizerFast) 
     own = copy.deepcopy(tokenizer)
     own.chat_template = TOOL_TEMPLATE
     rewards = CombinedReward({"reward": (FakeReward({}), RewardPartConfig(function="fake"))}, policy_error=-1.0)
-    episodes = Episodes(EnginePool([FakeEngine()]), ChatFormat(own, use_template=True), Budget(512))
+    episodes = Episodes(EnginePool([FakeEngine()]), ChatFormat(own, use_template=True), EpisodeLimits(512))
     prompt = Prompt(0, TOOL_TALK[:3], tools=TOOLS)
-    run = episodes.run(SingleTurn(rewards), prompt, Ticket(0, 0, None), SamplingParams(1.0, 8, (STOP,)))
+    run = episodes.run(SingleTurn(rewards), prompt, RolloutKey(0, 0, None), SamplingParams(1.0, 8, (STOP,)))
     shown = own.decode(asyncio.run(run).tokens[:-3])
     assert shown.startswith("<tools>add;</s>") and shown.endswith("<tool>2</s>\n<assistant>")
 
@@ -639,8 +639,8 @@ class MortalEngine(FakeEngine):
 
 async def come_back(pool: EnginePool) -> None:
     """As if lost engines had been started again, and sent the newest weights."""
-    pool.renewed.update(pool.lost)
-    await pool.found()
+    pool.restarted.update(pool.lost)
+    await pool.readmit()
 
 
 def test_what_a_lost_engine_had_to_answer_another_does() -> None:
@@ -649,12 +649,12 @@ def test_what_a_lost_engine_had_to_answer_another_does() -> None:
     engines[0].last = 1
 
     async def ask() -> list[Completion]:
-        calls = [pool.generate([1], SamplingParams(1.0, 5, ()), 0, f"train-0-{index}") for index in range(4)]
+        calls = [pool.generate([1], SamplingParams(1.0, 5, ()), RolloutKey(0, index)) for index in range(4)]
         return list(await asyncio.gather(*calls))
 
     assert len(asyncio.run(ask())) == 4
     assert [len(engine.requests) for engine in engines] == [1, 3]
-    assert list(pool.lost) == [0] and pool.trouble.is_set() and pool.there.is_set()
+    assert list(pool.lost) == [0] and pool.engine_lost.is_set() and pool.available.is_set()
 
 
 def test_without_engines_training_waits_and_all_else_is_told(loop: EventLoop) -> None:
@@ -663,39 +663,39 @@ def test_without_engines_training_waits_and_all_else_is_told(loop: EventLoop) ->
     engine.last = 0
     params = SamplingParams(1.0, 5, ())
     with pytest.raises(EngineLost, match="its process died"):  # nobody starts engines of a job again
-        loop.run(pool.generate([1], params, 0, "generate-0"), "asking")
-    pool.tended = True
+        loop.run(pool.generate([1], params, RolloutKey(0, 0, purpose="generate")), "asking")
+    pool.is_supervised = True
     with pytest.raises(EngineLost, match="its process died"):
-        loop.run(pool.generate([1], params, 0, "evaluate-0"), "asking")
-    waiting = asyncio.run_coroutine_threadsafe(pool.generate([1], params, 0, "train-0"), loop.loop)
+        loop.run(pool.generate([1], params, RolloutKey(0, 0, purpose="evaluate")), "asking")
+    waiting = asyncio.run_coroutine_threadsafe(pool.generate([1], params, RolloutKey(0, 0, purpose="train")), loop.loop)
     engine.last = 10**9
 
-    async def mend() -> bool:
+    async def restore() -> bool:
         await asyncio.sleep(0.05)
         before = waiting.done()
         await come_back(pool)
         return before
 
-    assert not loop.run(mend(), "mending")
+    assert not loop.run(restore(), "restoring")
     assert len(waiting.result(10).tokens) == 3
-    assert not pool.lost and not pool.trouble.is_set()
+    assert not pool.lost and not pool.engine_lost.is_set()
 
 
 def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loop: EventLoop) -> None:
     rollouts, engine = build(groups=3)
-    pool, judge = rollouts.sampler.episodes.pool, rollouts._trainable
+    pool, examine = rollouts.sampler.episodes.pool, rollouts._is_trainable
 
-    def lose_after_the_first(flight: Any) -> bool:
-        rollouts._trainable = judge
-        pool.lose(0, "gone", 0)
-        return bool(judge(flight))
+    def lose_after_the_first(one: Any) -> bool:
+        rollouts._is_trainable = examine
+        pool.mark_lost(0, ActorDeath("gone"), 0)
+        return bool(examine(one))
 
-    rollouts._trainable = lose_after_the_first
+    rollouts._is_trainable = lose_after_the_first
     rollouts.start(0)
     with pytest.raises(EngineLost, match="gone"):
         rollouts.take(3)
     assert len(rollouts.ready) == 1
-    loop.run(come_back(pool), "mending")
+    loop.run(come_back(pool), "restoring")
     assert prompt_ids(rollouts.take(3)) == [0, 1, 2]
     assert not rollouts.ready and len(engine.requests) == 9
 
@@ -703,12 +703,13 @@ def test_a_step_goes_on_with_what_it_had_when_an_engine_was_lost(build: Any, loo
 def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLoop) -> None:
     pool = EnginePool([FakeEngine(), FakeEngine()])
     for number in (1, 2, 3):
-        loop.run(come_back(pool), "mending")
+        loop.run(come_back(pool), "restoring")
         for place in (0, 1):
-            pool.lose(place, f"error {number} of 5", 0)
-        with pytest.raises(EnginesDie if number == 3 else AssertionError) as caught:  # these cannot be started again
-            loop.run(pool.renew(1), "renewing")
-    assert "engines died 3 times in one step, at last: error 3 of 5" in str(caught.value)
+            pool.mark_lost(place, ActorDeath(f"error {number} of 5"), 0)
+        error = EngineCrashLoop if number == 3 else AssertionError  # these engines cannot be restarted
+        with pytest.raises(error) as caught:
+            loop.run(pool.restart(1), "renewing")
+    assert "engines died 3 times in one step. The last error: error 3 of 5" in str(caught.value)
 
 
 @pytest.mark.parametrize("structure", [None, Structure("{}")])
@@ -720,7 +721,7 @@ def test_an_answer_of_a_structure_begins_anew_where_it_was_cut_off(structure: St
         return Completion.of([len(asked)], [-1.0], len(asked), INTERRUPTED if len(asked) < 3 else "stop")
 
     params = SamplingParams(1.0, 10, (), seed=5, structure=structure)
-    answer = asyncio.run(in_parts(sample, [9], params, "r", lambda: True))
+    answer = asyncio.run(sample_in_parts(sample, [9], params, "r", lambda: True))
     if structure:
         assert asked == [([9], 10, "r"), ([9], 10, "r.1"), ([9], 10, "r.2")]
         assert (answer.tokens.tolist(), answer.versions.tolist(), answer.finish_reason) == ([3], [3], "stop")

@@ -17,16 +17,17 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory, to_samples
-from trueline.environments.base import Ending, Environment, EnvironmentLost, OutOfBudget, Policy, Structure
+from trueline.environments.base import Environment, EpisodeResult, OutOfBudget, Policy, Structure
 from trueline.rewards.base import RewardFailure
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import Budget, Ticket
+from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.session import EpisodeLimits
+from trueline.usercode.failures import ProcessLost
 
 ASKED: list[Message] = [{"role": "user", "content": "1+1="}]
 MORE: Message = {"role": "user", "content": "and 2+2?"}
-Play = Callable[[Policy, Prompt], Awaitable[Ending]]
+Play = Callable[[Policy, Prompt], Awaitable[EpisodeResult]]
 
 
 class Scripted:
@@ -54,7 +55,7 @@ class Playing(Environment):
     def __init__(self, play: Play) -> None:
         self.played, self.closed = play, 0
 
-    async def play(self, policy: Policy, prompt: Prompt) -> Ending:
+    async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
         return await self.played(policy, prompt)
 
     async def close(self) -> None:
@@ -70,23 +71,23 @@ class Table:
         self.engine = Scripted(own, list(texts))
         self.chat = ChatFormat(own, use_template=True)
         engine: Any = self.engine
-        self.budget = Budget(**({"context": 400, "turns": 4} | budget))
+        self.budget = EpisodeLimits(**({"context": 400, "turns": 4} | budget))
         self.episodes = Episodes(EnginePool([engine]), self.chat, self.budget)
 
     def run(self, play: Play, *, seed: int | None = 3, longest: int = 200) -> Trajectory:
         params = SamplingParams(1.0, longest, tuple(self.chat.stop_ids))
         self.environment = Playing(play)
-        return asyncio.run(self.episodes.run(self.environment, Prompt(0, ASKED), Ticket(5, 1, seed), params))
+        return asyncio.run(self.episodes.run(self.environment, Prompt(0, ASKED), RolloutKey(5, 1, seed), params))
 
     def text(self, tokens: Any) -> str:
         return str(self.chat.tokenizer.decode(list(tokens)))
 
 
-async def two_turns(policy: Policy, prompt: Prompt) -> Ending:
+async def two_turns(policy: Policy, prompt: Prompt) -> EpisodeResult:
     first = await policy.reply(prompt.messages)
     policy.add_reward(0.25)
     await policy.reply([*prompt.messages, first.message, MORE])
-    return Ending(1.0, metrics={"game/won": 1.0})
+    return EpisodeResult(1.0, metrics={"game/won": 1.0})
 
 
 def check_recorded(table: Table, trajectory: Trajectory) -> None:
@@ -169,17 +170,17 @@ def test_what_a_template_rewrites_is_found_at_the_start(
 def test_replies_are_known_by_what_others_call_them(tokenizer: PreTrainedTokenizerFast) -> None:
     """An agent sends a call back taken apart, without the text that was sampled; that stays as it was."""
     calls = [{"id": "call00001", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
-    apart: Message = {"role": "assistant", "content": None, "tool_calls": calls}
+    adapter_only: Message = {"role": "assistant", "content": None, "tool_calls": calls}
     table = Table(tokenizer, TOOL_TEMPLATE, "<call>add{ }", "two")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
-        reply = await policy.reply(prompt.messages, TOOLS, lambda text: apart)
-        assert reply.message is apart and reply.text == "<call>add{ }"
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
+        reply = await policy.reply(prompt.messages, TOOLS, lambda text: adapter_only)
+        assert reply.message is adapter_only and reply.text == "<call>add{ }"
         sent: Message = {"role": "assistant", "content": "", "tool_calls": calls, "refusal": None}
         await policy.reply(
             [*prompt.messages, sent, {"role": "tool", "tool_call_id": "call00001", "content": "2"}], TOOLS
         )
-        return Ending()
+        return EpisodeResult()
 
     trajectory = table.run(play)
     assert len(trajectory.sequences()) == 1
@@ -193,14 +194,14 @@ def test_what_was_altered_or_asked_again_is_a_sequence_of_its_own(
 ) -> None:
     table = Table(tokenizer, TOOL_TEMPLATE, "2", "4")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages)
         if change == "asked again":
             await policy.reply(prompt.messages)
         else:
             said = reply.message if change == "tools" else {"role": "assistant", "content": "3"}
             await policy.reply([*prompt.messages, said, MORE], TOOLS if change == "tools" else [])
-        return Ending(0.5)
+        return EpisodeResult(0.5)
 
     trajectory = table.run(play)
     assert len(trajectory.sequences()) == 2 and len(trajectory.branches) == 1
@@ -210,9 +211,9 @@ def test_what_was_altered_or_asked_again_is_a_sequence_of_its_own(
 def test_requests_at_once_do_not_mix(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "3", "4")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         await asyncio.gather(*(policy.reply(prompt.messages) for _ in range(3)))
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = table.run(play)
     assert [table.text(one.tokens[one.mask]) for one in trajectory.sequences()] == ["2</s>", "3</s>", "4</s>"]
@@ -220,7 +221,7 @@ def test_requests_at_once_do_not_mix(tokenizer: PreTrainedTokenizerFast) -> None
 
 
 def test_turns_end_with_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
-    async def endless(policy: Policy, prompt: Prompt) -> Ending:
+    async def endless(policy: Policy, prompt: Prompt) -> EpisodeResult:
         messages = prompt.messages
         while True:
             reply = await policy.reply(messages)
@@ -239,11 +240,11 @@ def test_turns_end_with_the_budget(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_what_an_environment_catches_is_its_own_ending(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", turns=1)
 
-    async def careful(policy: Policy, prompt: Prompt) -> Ending:
+    async def careful(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages)
         with pytest.raises(OutOfBudget, match=r"environment.max_turns=1"):
             await policy.reply([*prompt.messages, reply.message, MORE])
-        return Ending(0.75)
+        return EpisodeResult(0.75)
 
     trajectory = table.run(careful)
     assert (trajectory.reward, trajectory.outcome) == (0.75, Outcome.TRUNCATED)
@@ -252,14 +253,14 @@ def test_what_an_environment_catches_is_its_own_ending(tokenizer: PreTrainedToke
 def test_replies_asked_for_together_are_all_sampled_or_none(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "3", "4", "5", turns=4)
 
-    async def several(policy: Policy, prompt: Prompt) -> Ending:
+    async def several(policy: Policy, prompt: Prompt) -> EpisodeResult:
         replies = await policy.replies(3, prompt.messages)
         assert [reply.text for reply in replies] == ["2", "3", "4"]
-        with pytest.raises(OutOfBudget, match=r"2 replies are more than 1 turns left \(environment.max_turns=4\)"):
+        with pytest.raises(OutOfBudget, match=r"2 replies exceed the 1 turns left \(environment.max_turns=4\)"):
             await policy.replies(2, prompt.messages)
         assert len(table.engine.asked) == 3
         assert (await policy.reply([*prompt.messages, replies[2].message, MORE])).text == "5"
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = table.run(several)
     assert [one.mask.sum() for one in trajectory.sequences()] == [2, 2, 4] and len(table.engine.asked) == 4
@@ -271,11 +272,11 @@ def test_replies_asked_for_together_without_room_for_one_are_not_sampled(tokeniz
     """The first would go on from what was said, where nothing is left; the others would begin sequences, with room."""
     table = Table(tokenizer, CHATML, "2", "3", "4")
 
-    async def several(policy: Policy, prompt: Prompt) -> Ending:
+    async def several(policy: Policy, prompt: Prompt) -> EpisodeResult:
         first = await policy.reply(prompt.messages)
         with pytest.raises(OutOfBudget, match="max_new_tokens"):
             await policy.replies(2, [*prompt.messages, first.message, MORE])
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = table.run(several, longest=2)
     assert len(table.engine.asked) == len(trajectory.sequences()) == 1
@@ -285,12 +286,12 @@ def test_replies_asked_for_together_without_room_for_one_are_not_sampled(tokeniz
 def test_two_who_go_on_from_one_conversation_at_once_have_a_sequence_each(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "3", "4", "5")
 
-    async def both(policy: Policy, prompt: Prompt) -> Ending:
+    async def both(policy: Policy, prompt: Prompt) -> EpisodeResult:
         first = await policy.reply(prompt.messages)
         more = [*prompt.messages, first.message, MORE]
         replies = await asyncio.gather(policy.reply(more), policy.reply(more))
         await policy.reply([*more, replies[0].message, MORE])  # its sequence is free again
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = table.run(both)
     assert [sum(one.mask) for one in trajectory.sequences()] == [6, 2]
@@ -303,26 +304,26 @@ def test_a_structure_and_stops_reach_the_engine(tokenizer: PreTrainedTokenizerFa
     table = Table(tokenizer, CHATML, "2, 3", "4")
     shape = Structure('{"type": "object"}')
 
-    async def held(policy: Policy, prompt: Prompt) -> Ending:
+    async def held(policy: Policy, prompt: Prompt) -> EpisodeResult:
         (reply,) = await policy.replies(1, prompt.messages, stop=[","], structure=shape)
         assert reply.text == "2"
         await policy.reply(prompt.messages)
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     table.run(held)
     assert [params.structure for _, params, _ in table.engine.asked] == [shape, None]
 
 
 def test_failures_are_told_apart_and_are_no_zeros(tokenizer: PreTrainedTokenizerFast) -> None:
-    async def fails(policy: Policy, prompt: Prompt) -> Ending:
+    async def fails(policy: Policy, prompt: Prompt) -> EpisodeResult:
         await policy.reply(prompt.messages)
         policy.add_reward(1.0)
         raise KeyError("the board")
 
-    async def silent(policy: Policy, prompt: Prompt) -> Ending:
-        return Ending(1.0)
+    async def silent(policy: Policy, prompt: Prompt) -> EpisodeResult:
+        return EpisodeResult(1.0)
 
-    for play, words in ((fails, "KeyError: 'the board'"), (silent, "Playing ended before the policy said a word")):
+    for play, words in ((fails, "KeyError: 'the board'"), (silent, "Playing ended before the first completion")):
         table = Table(tokenizer, CHATML, "2")
         trajectory = table.run(play)
         assert (trajectory.outcome, trajectory.reward) == (Outcome.ENVIRONMENT_ERROR, None)
@@ -333,12 +334,12 @@ def test_an_episode_that_others_ended_begins_anew(tokenizer: PreTrainedTokenizer
     for losses, outcome in ((2, Outcome.FINISHED), (3, Outcome.ENVIRONMENT_ERROR)):
         left = [losses]
 
-        async def unlucky(policy: Policy, prompt: Prompt, left: list[int] = left) -> Ending:
+        async def unlucky(policy: Policy, prompt: Prompt, left: list[int] = left) -> EpisodeResult:
             await policy.reply(prompt.messages)
             left[0] -= 1
             if left[0] >= 0:
-                raise EnvironmentLost("its process was ended for another episode")
-            return Ending(1.0)
+                raise ProcessLost("its process was ended for another episode")
+            return EpisodeResult(1.0)
 
         table = Table(tokenizer, CHATML, "2", "3", "4")
         trajectory = table.run(unlucky)
@@ -361,10 +362,10 @@ def test_a_reward_goes_to_the_last_token_sampled_even_after_a_request_that_was_g
 ) -> None:
     table = Table(tokenizer, CHATML, "2")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages)
         await given_up(table, policy, [*prompt.messages, reply.message, MORE])
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     (sample,) = to_samples(table.run(play))
     sample.values = torch.zeros(sample.length())
@@ -376,13 +377,13 @@ def test_a_reward_goes_to_the_last_token_sampled_even_after_a_request_that_was_g
 def test_a_request_that_is_made_again_goes_on_with_its_sequence(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "4")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         await given_up(table, policy, prompt.messages)
         reply = await policy.reply(prompt.messages)
         more = [*prompt.messages, reply.message, MORE]
         await given_up(table, policy, more)
         await policy.reply(more)
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = table.run(play)
     assert len(trajectory.sequences()) == 1 and not trajectory.branches
@@ -395,7 +396,7 @@ def test_a_reward_that_fails_after_a_request_was_given_up_fails_the_episode_alon
 ) -> None:
     table = Table(tokenizer, CHATML, "2")
 
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages)
         await given_up(table, policy, [*prompt.messages, reply.message, MORE])
         raise RewardFailure("no verdict")
@@ -413,8 +414,8 @@ def test_an_engine_that_fails_fails_the_run(tokenizer: PreTrainedTokenizerFast) 
 def test_the_budget_that_ended_an_episode_is_told_in_full(tokenizer: PreTrainedTokenizerFast) -> None:
     turns, tokens, context = "environment.max_turns", "rollout.max_new_tokens", "rollout.max_prompt_tokens"
     for budget, longest, limit, words in (
-        ({"turns": 1}, 200, turns, "the episode has had all its turns (environment.max_turns=1)"),
-        ({}, 2, tokens, "the policy has said all 2 tokens of a sequence (rollout.max_new_tokens=2)"),
+        ({"turns": 1}, 200, turns, "the episode has used all its turns (environment.max_turns=1)"),
+        ({}, 2, tokens, "the policy has sampled all 2 tokens of a sequence (rollout.max_new_tokens=2)"),
         (
             {"context": 35},
             200,
@@ -451,11 +452,11 @@ def test_the_replies_of_a_sequence_share_its_tokens(tokenizer: PreTrainedTokeniz
 
 
 def test_what_was_heard_before_another_reply_closes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
-    async def play(policy: Policy, prompt: Prompt) -> Ending:
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
         reply = await policy.reply(prompt.messages)
         policy.hear([MORE])
         await policy.reply([*prompt.messages, reply.message, MORE])
-        return Ending(1.0)
+        return EpisodeResult(1.0)
 
     trajectory = Table(tokenizer, CHATML, "2", "4").run(play)
     assert [turn["content"] for turn in trajectory.turns] == ["2", "and 2+2?", "4"]

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from trueline.config.model import TrainingConfig
-from trueline.runs.guard import STILL, WINDOW, Guard, TrainingFailure, moved, relative_change
+from trueline.monitoring.findings import WATCH, Finding
+from trueline.monitoring.limits import STALLED_CHANGE as STILL
+from trueline.monitoring.limits import STALLED_STEPS as WINDOW
+from trueline.runs.guard import TrainingFailure, UpdateMonitor, has_moved, relative_change
 
 
 class Weights:
@@ -23,9 +26,9 @@ class Weights:
         self.marks |= {name: self.marks[name] + 1 for name in names}
 
 
-def make_guard(weights: Weights, **training: Any) -> tuple[Guard, list[str]]:
-    notes: list[str] = []
-    guard = Guard(weights, TrainingConfig(**training), notes.append)  # type: ignore[arg-type]
+def make_guard(weights: Weights, **training: Any) -> tuple[UpdateMonitor, list[Finding]]:
+    notes: list[Finding] = []
+    guard = UpdateMonitor(weights, TrainingConfig(**training), notes.append)  # type: ignore[arg-type]
     guard.watch()
     return guard, notes
 
@@ -42,9 +45,9 @@ def test_skipped_steps_are_counted_in_place_of_the_flag() -> None:
     counts = [guard.check(report(skipped))["skipped_steps"] for skipped in (False, True, False, True, True)]
     assert counts == [0.0, 1.0, 1.0, 2.0, 3.0]
     assert guard.check(report()) == {"loss": 0.5, "grad_norm": 1.0, "skipped_steps": 3.0}
-    warnings = [note for note in notes if note.startswith("warning")]
-    assert len(warnings) == 3
-    assert "loss nan, gradient norm inf: not finite, so this step was skipped (2 in a row)" in warnings[-1]
+    skipped = [note for note in notes if note.code == "not_finite"]
+    assert [note.level for note in skipped] == [WATCH] * 3
+    assert skipped[-1].what == "loss nan, gradient norm inf: not finite, so this step was skipped (2 in a row)"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
@@ -79,7 +82,7 @@ def test_weights_that_all_change_are_looked_at_once() -> None:
     weights.change("a", "b")
     guard.check(report())
     guard.check(report())
-    assert notes == ["changed    2 of 2 trained tensors (training) after step 1"]
+    assert [note.what for note in notes] == ["All 2 trainable tensors changed in step 1"]
 
 
 def test_a_tensor_may_change_in_the_second_step_first() -> None:
@@ -90,7 +93,7 @@ def test_a_tensor_may_change_in_the_second_step_first() -> None:
     guard.check(report())
     weights.change("a", "b")
     guard.check(report())
-    assert [note.split()[1] for note in notes] == ["1", "2"]
+    assert [note.what.split()[0] for note in notes] == ["1", "All"]
 
 
 def test_a_tensor_that_never_changes_stops_the_run_by_name() -> None:
@@ -101,7 +104,7 @@ def test_a_tensor_that_never_changes_stops_the_run_by_name() -> None:
     weights.change("a", "c")
     with pytest.raises(TrainingFailure) as caught:
         guard.check(report())
-    for part in ("1 of 3 trained tensors did not change in 2 steps", "b.bias", "training.learning_rate=1e-30"):
+    for part in ("1 of 3 trainable tensors did not change in 2 steps", "b.bias", "training.learning_rate=1e-30"):
         assert part in str(caught.value)
 
 
@@ -115,8 +118,8 @@ def test_skipped_steps_change_nothing_and_are_not_held_against_the_weights() -> 
 
 
 def test_without_watching_nothing_is_compared() -> None:
-    notes: list[str] = []
-    guard = Guard(Weights("a"), TrainingConfig(), notes.append)  # type: ignore[arg-type]
+    notes: list[Finding] = []
+    guard = UpdateMonitor(Weights("a"), TrainingConfig(), notes.append)  # type: ignore[arg-type]
     for _ in range(4):
         guard.check(report())
     assert notes == []
@@ -134,20 +137,20 @@ STEPS = np.arange(len(NOISE))
 
 
 def test_a_number_moves_when_its_means_differ_beyond_their_error() -> None:
-    assert not moved([0.5] * WINDOW)
-    assert not moved(NOISE[:WINDOW])
-    assert moved((np.array(NOISE) + 0.02 * STEPS)[:WINDOW].tolist())
-    assert moved([0.5] * (WINDOW - 1) + [0.6]) is False  # one step of ten is no trend
+    assert not has_moved([0.5] * WINDOW)
+    assert not has_moved(NOISE[:WINDOW])
+    assert has_moved((np.array(NOISE) + 0.02 * STEPS)[:WINDOW].tolist())
+    assert has_moved([0.5] * (WINDOW - 1) + [0.6]) is False  # one step of ten is no trend
 
 
 def test_change_is_relative_to_the_norm() -> None:
     assert relative_change(np.array([3.0, 4.0]), np.array([3.0, 4.5])) == pytest.approx(0.1)
 
 
-def followed(history: list[float], drift: float, rate: float = 1e-6, suited: float = 1e-3) -> list[str]:
+def followed(history: list[float], drift: float, rate: float = 1e-6, suited: float = 1e-3) -> list[Finding]:
     weights = Weights("a")
-    notes: list[str] = []
-    guard = Guard(weights, TrainingConfig(learning_rate=rate), notes.append)  # type: ignore[arg-type]
+    notes: list[Finding] = []
+    guard = UpdateMonitor(weights, TrainingConfig(learning_rate=rate), notes.append)  # type: ignore[arg-type]
     guard.suited = suited
     guard.watch()
     guard.made = 1
@@ -159,9 +162,9 @@ def followed(history: list[float], drift: float, rate: float = 1e-6, suited: flo
 
 def test_a_run_that_gets_nowhere_is_told_after_a_window_and_after_twice_as_many() -> None:
     notes = followed(NOISE[:WINDOW] * 4, drift=STILL / 2)
-    assert [note.partition("warning: in ")[2].split()[0] for note in notes] == ["20", "40", "80"]
+    assert [(note.code, note.what.split()[1]) for note in notes] == [("stalled", count) for count in ("20", "40", "80")]
     for part in ("reward/mean", "(0.2)", "5.0e-03", "training.learning_rate=1e-06", "1e-03", "raise it"):
-        assert part in notes[0]
+        assert part in notes[0].text()
 
 
 def test_a_run_whose_rewards_or_weights_move_is_left_alone() -> None:
@@ -176,7 +179,7 @@ def test_steps_that_were_not_finite_do_not_count() -> None:
 
 def test_a_rate_that_suits_is_not_blamed() -> None:
     (note,) = followed(NOISE[:WINDOW], drift=0.0, rate=1e-3)
-    assert "look at data and rewards" in note and "raise it" not in note
+    assert "check data and rewards" in note.why and "raise it" not in note.why
 
 
 def test_steps_before_the_first_update_do_not_count() -> None:

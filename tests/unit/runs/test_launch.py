@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Planned:
 
     def __call__(self, config: RunConfig, start: Start) -> Job:
         self.starts.append((config.name, start))
-        return Job(config.replaced({"seed": 7}), "work       of a test", 3, self.work, self.trains)
+        return Job(config.with_keys({"seed": 7}), "work       of a test", 3, self.work, self.trains)
 
     def work(self, folder: RunFolder, progress: Progress) -> int:
         if isinstance(self.end, Exception):
@@ -76,7 +77,7 @@ def test_a_run_that_is_there_is_taken_up_only_when_asked(tmp_path: Path) -> None
 def test_a_failure_is_said_with_the_way_on(tmp_path: Path, capsys: Any, kind: type[Exception]) -> None:
     assert launch(asked(tmp_path), "verb", Planned(kind("engine-0 is gone"))) == 1
     *_, error, remedy = capsys.readouterr().out.splitlines()
-    assert (error, remedy) == ("error: engine-0 is gone", f"The run can go on with: {way_on(tmp_path)}")
+    assert (error, remedy) == ("error: engine-0 is gone", f"Continue with: {way_on(tmp_path)}")
 
 
 def test_training_goes_on_from_a_checkpoint_alone(tmp_path: Path, capsys: Any) -> None:
@@ -88,7 +89,7 @@ def test_training_goes_on_from_a_checkpoint_alone(tmp_path: Path, capsys: Any) -
     (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
     assert launch(asked(tmp_path), "verb", planned, resume=True) == 1
     shown = capsys.readouterr().out
-    assert shown.endswith(f"The run can go on from its last checkpoint with: {way_on(tmp_path)}\n")
+    assert shown.endswith(f"Continue from the last checkpoint with: {way_on(tmp_path)}\n")
     assert "no checkpoint yet" not in shown
 
 
@@ -115,7 +116,7 @@ class Trained:
     ],
 )
 def test_training_ends_well_where_its_last_step_is_saved(
-    tmp_path: Path, capsys: Any, step: int, saved: int | None, status: int, said: str
+    tmp_path: Path, capsys: Any, monkeypatch: Any, step: int, saved: int | None, status: int, said: str
 ) -> None:
     closed = []
 
@@ -126,9 +127,13 @@ def test_training_ends_well_where_its_last_step_is_saved(
         yield Trained(step)
         closed.append(folder.path)
 
-    assert launch(asked(tmp_path), "verb", lambda config, start: training(config, "", 5, trainer)) == status
+    def prepare(config: Any, start: Any) -> Job:
+        return training(SimpleNamespace(config=config, findings=[], reading=lambda: None), 5, trainer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("trueline.runs.launch.describe", lambda plan: "")
+    assert launch(asked(tmp_path), "verb", prepare) == status
     *_, before, last = capsys.readouterr().out.splitlines()
     if status == 130:
-        assert last == f"go on with: {way_on(tmp_path)}"
+        assert last == f"continue with: {way_on(tmp_path)}"
     assert (before if status == 130 else last).startswith(said)
     assert closed == [tmp_path / "run"]

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from trueline.config.model import ModelConfig
+from trueline.config.model import CriticConfig, ModelConfig
 from trueline.config.rl import SamplingControls
-from trueline.config.roles import CriticConfig
+from trueline.plan.roles import RoleModel
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.groups import GroupSampler
 from trueline.runs.processes import Sampling, role_group
-from trueline.runs.roles import RoleModel
 from trueline.runtime.placement import RoleRanks
 
 NOTHING: Any = None

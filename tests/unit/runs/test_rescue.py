@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.support.letters import rows_of, run_letters
 from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
+from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
+from trueline.plan.memory import GIB, Choice, EngineRoom, Forecast, MemoryPool
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.hf_engine import HFEngine
-from trueline.runs.memory import GIB, Choice, EngineRoom, Forecast, Room
-from trueline.runs.rescue import MemoryWatch, Rescue
+from trueline.runs.rescue import MemoryWatch, SaveOnFailure
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.training import worker as worker_module
@@ -80,18 +82,18 @@ def test_half_a_step_is_not_saved_as_one(
     fail_at(monkeypatch, owner, method, call)
     assert run_letters(tmp_path, "grpo", "steps=3", "minibatches=2") == 1
     assert newest(tmp_path) == saved
-    assert ("stopped inside step 2" in capsys.readouterr().out) == (saved is None)
+    assert ("ended inside step 2" in capsys.readouterr().out) == (saved is None)
 
 
 def patch_looks(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """Looks at a save under way either wait for its end or never see it."""
-    whole = Worker.saved
+    whole = Worker.save_result
 
     @wraps(whole)
-    def saved(self: Worker, wait: bool) -> Any:
+    def result(self: Worker, wait: bool) -> Any:
         return whole(self, True) if wait or waits else None
 
-    monkeypatch.setattr(Worker, "saved", saved)
+    monkeypatch.setattr(Worker, "save_result", result)
 
 
 def test_a_checkpoint_under_way_is_waited_for_where_a_step_breaks(
@@ -217,7 +219,7 @@ def test_a_signal_ends_sampling_at_once_and_its_prompts_are_trained_on_once(
     assert newest(tmp_path) == "step_000002"
     assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2]
     said = capsys.readouterr().out
-    assert re.search(r"ledger +\d+ prompts drawn = 16 trained \+ \d+ under way", said)
+    assert re.search(r"ledger +\d+ prompts sampled: 16 trained, \d+ in flight", said)
     assert "stopped: step 2 of 4" in said
     assert main(["grpo", "--resume", "--name", "run", f"folder={tmp_path}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
@@ -262,7 +264,7 @@ def test_a_checkpoint_that_cannot_be_described_costs_that_checkpoint_alone(
     monkeypatch.setattr(worker_module, "describe_model", failing)
     assert run_letters(tmp_path, "grpo", "steps=2", "checkpoint.every=1") == 0
     said = capsys.readouterr().out
-    assert "warning: step_000001 could not be saved (rank 0: its tokenizer cannot be loaded); the run goes on" in said
+    assert "warning: step_000001 could not be saved (rank 0: its tokenizer cannot be loaded); the run continues" in said
     assert newest(tmp_path) == "step_000002"
 
 
@@ -287,9 +289,9 @@ def test_a_step_that_ran_out_of_memory_is_made_again_and_counted(
     rows = rows_of(tmp_path)
     assert [row.get("memory/halved") for row in rows] == [None, None, 1.0, 1.0]
     said = capsys.readouterr().out
-    tokens = re.findall(r"passes have up to (\d+) tokens from now on: set training\.micro_batch_tokens", said)
+    tokens = re.findall(r"passes now have up to (\d+) tokens; set training\.micro_batch_tokens=", said)
     assert tokens == ["2048"]
-    assert "memory: forecast" not in said  # nothing was measured: there is no GPU
+    assert "Peak memory" not in said  # nothing was measured: there is no GPU
 
 
 @pytest.mark.parametrize("verb", ["grpo", "sft"])
@@ -304,8 +306,8 @@ def test_memory_that_runs_out_is_answered(
     assert (run_letters(tmp_path, "grpo", "steps=3") if verb == "grpo" else sft()) == 1
     said = capsys.readouterr().out
     assert re.search(
-        r"error: out of memory in step 2 \(train\): forecast [\d.]+ GiB \(training\) of [\d.]+ GiB, most in use before "
-        r"0\.0 GiB: lower training\.micro_batch_tokens or model\.head_chunk_tokens, or set",
+        r"error: out of memory in step 2 \(train\): forecast [\d.]+ GiB \(training\) of [\d.]+ GiB, peak before "
+        r"0\.0 GiB; lower training\.micro_batch_tokens or model\.head_chunk_tokens, or set",
         said,
     )
     assert "out of memory in passes of up to 2048 tokens" in said
@@ -313,7 +315,7 @@ def test_memory_that_runs_out_is_answered(
 
 def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_share(tmp_path: Path) -> None:
     plan: Any = Forecast(
-        Room(10 * GIB, "cpu", [], 1, EngineRoom(GIB, GIB, GIB)), Choice({}, False), Choice({}, False), []
+        MemoryPool(10 * GIB, "cpu", [], 1, EngineRoom(GIB, GIB, GIB)), Choice({}, False), Choice({}, False), []
     )
     timer = Timer()
     watch = MemoryWatch(plan, timer)
@@ -321,14 +323,20 @@ def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_s
         watch.see({"memory/device_gib": used})
     watch.see({"loss": 1.0})
     said: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), said.append)
-    with Rescue(RLState(), [], lambda: None, checkpoints, watch):
+    progress = Progress("run", 1, Console(quiet=True))
+    progress.note = said.append  # type: ignore[method-assign]
+    rescue = SaveOnFailure(RLState(), [], lambda: None, Checkpoints(tmp_path, CheckpointConfig()), watch, progress)
+    with rescue:
         pass
-    assert said == ["memory: forecast 1.0 GiB (training), most in use 5.0 GiB"]
-    with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, checkpoints, watch), timer.phase("sync"):
+    assert said == ["Peak memory 5.0 GiB (forecast 1.0 GiB (training))"]
+    with (
+        pytest.raises(ActorFailure),
+        rescue,
+        timer.phase("sync"),
+    ):
         raise ActorFailure("engine-0.wake: RuntimeError: CUDA Error: out of memory")
     assert re.search(r"in step 1 \(sync\).* lower rollout\.gpu_memory_utilization or", said[-1])
     for other in ("CUDA error: an illegal memory access", "reward.py: MemoryError: out of memory"):
-        with pytest.raises(ActorFailure), Rescue(RLState(), [], lambda: None, checkpoints, watch):
+        with pytest.raises(ActorFailure), rescue:
             raise ActorFailure(other)
     assert len(said) == 2  # the plan of the GPU's memory is not to blame for these

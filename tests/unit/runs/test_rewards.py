@@ -8,21 +8,21 @@ import pytest
 
 from tests.support.disk import files_up_to
 from tests.support.reward_models import local_group, make_reward_model
-from trueline import runs
+from trueline import plan
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
-from trueline.config.model import ModelConfig
+from trueline.config.model import FrozenConfig, ModelConfig
 from trueline.config.reward import RewardConfig
-from trueline.config.roles import FrozenConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.plan.rewards import RewardCheck, check_rewards
+from trueline.plan.roles import reward_models
 from trueline.rewards.base import Call
 from trueline.rewards.combined import REWARD_KINDS, RewardKind
+from trueline.rewards.function_reward import FunctionReward
 from trueline.rewards.model import ModelReward
-from trueline.rewards.pool import FunctionReward
 from trueline.rewards.remote import JudgeReward, ScorerReward
 from trueline.rollout.failures import FailureBudget, RolloutFailure
-from trueline.runs.rewards import RewardCheck, check_rewards, failure_files, model_reward, open_rewards
-from trueline.runs.roles import reward_models
+from trueline.runs.rewards import failure_files, model_reward, open_rewards
 
 
 def failed(outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
@@ -87,9 +87,9 @@ def test_every_kind_is_opened_with_the_keys_of_the_run(tmp_path: Path) -> None:
     opened = {name: reward for name, (reward, _) in open_rewards(config, roles, groups, tmp_path).parts.items()}
     right, asked, graded, learnt = (opened[name] for name in config.parts)
     assert isinstance(right, FunctionReward) and right.config is config
-    assert {child.log for child in right.children} == {tmp_path / "reward-right.log"}
-    assert isinstance(asked, ScorerReward) and (asked.batch, asked.endpoint.timeout_seconds) == (7, 5)
-    assert isinstance(graded, JudgeReward) and (graded.batch, graded.endpoint.timeout_seconds) == (1, 5)
+    assert {host.log for host in right.hosts} == {tmp_path / "reward-right.log"}
+    assert isinstance(asked, ScorerReward) and (asked.batch, asked.address.timeout_seconds) == (7, 5)
+    assert isinstance(graded, JudgeReward) and (graded.batch, graded.address.timeout_seconds) == (1, 5)
     assert isinstance(learnt, ModelReward) and learnt.batch == 7
 
 
@@ -121,7 +121,7 @@ def test_a_row_is_all_that_a_new_kind_takes(tmp_path: Path, monkeypatch: pytest.
     row = Prompt(0, [{"role": "user", "content": "1:"}], label="2", source="rows", columns={"level": 3})
     with pytest.raises(ConfigError, match=r"checked with {'rows': {'level': 3, .* 'label': '2'}}"):
         check_rewards(config, [[row]], PromptDataConfig())
-    verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).verdict({"reply": "x"}))
+    verdict = asyncio.run(open_rewards(config, [], {}, tmp_path).score({"reply": "x"}))
     assert verdict.reward == 0.5
 
 
@@ -216,8 +216,8 @@ def test_a_function_that_fails_at_every_call_is_refused_after_few_calls(probed: 
 def test_a_function_that_fails_at_some_calls_is_warned_of(probed: Path) -> None:
     for name, cause in (("digits_only", "ZeroDivisionError"), ("last_row_only", "ZeroDivisionError")):
         (warning,) = check(probed, name).warnings
-        assert f"{name} gave no reward in " in warning and " calls before the start: " in warning
-        assert f"{cause}: division by zero (probed.py, line " in warning
+        assert f"{name} gave no reward in " in warning.what and " calls before the start: " in warning.what
+        assert f"{cause}: division by zero (probed.py, line " in warning.what and warning.code == "reward_trial"
 
 
 def test_the_file_is_loaded_once_however_many_datasets_there_are(probed: Path) -> None:
@@ -226,11 +226,11 @@ def test_the_file_is_loaded_once_however_many_datasets_there_are(probed: Path) -
 
 
 def test_a_function_that_takes_long_is_not_refused(probed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs.rewards, "TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(plan.rewards, "TRIAL_SECONDS", 1.0)
     found = check(probed, "hangs")
     assert found.warnings == [] and found.trials["reward"].slow == 1.0
     (warning,) = check(probed, "hangs", timeout_seconds=0.5).warnings
-    assert "took more than 0.5 s" in warning
+    assert "took more than 0.5 s" in warning.what
     assert len(probed.with_suffix(".calls").read_text().splitlines()) == 2
 
 
@@ -240,14 +240,14 @@ def test_nobody_is_asked_where_probe_is_false_and_nobody_refused_where_episodes_
     with pytest.raises(ConfigError, match="IndexError"):
         check(probed, "turns")
     (warning,) = check(probed, "turns", played=True).warnings
-    assert "gave no reward in any of" in warning
+    assert "gave no reward in any of" in warning.what
 
 
 def test_parameters_that_keep_their_default_are_named(probed: Path) -> None:
     found = check(probed, "misspelt", [rows(label="1")])
-    assert [one.partition(": ")[2] for one in found.warnings] == [
-        "parameter 'lable' keeps its default, for no such value is given: did you mean 'label'?",
-        "parameter 'wnted' keeps its default, for no such value is given: did you mean 'wanted'?",
+    assert [one.what.partition(": ")[2] for one in found.warnings] == [
+        "parameter 'lable' keeps its default, because there is no such value: did you mean 'label'?",
+        "parameter 'wnted' keeps its default, because there is no such value: did you mean 'wanted'?",
     ]
     assert found.lines == [f"reward     {probed}:misspelt keeps the default of scale: no such column"]
     found = check(probed, "keeps", [rows(label="1")])  # what is near has a parameter of its own
@@ -263,8 +263,8 @@ def test_which_column_is_the_label_is_reported_where_several_might_be(probed: Pa
         "label      column label of rows; answer: given under its own name (data.label_column chooses)"
     ]
     (warning,) = found.warnings
-    assert "column label is '1', answer is '2'; they differ in 1 of 3 rows" in warning
-    assert "set data.label_column=label or answer" in warning
+    assert "column label is '1', answer is '2'; they differ in 1 of 3 rows" in warning.what
+    assert "set data.label_column=label or answer" in warning.why
     assert check(probed, "blind", [other]).lines == []  # which reads no label
     assert len(check(probed, "compared", [other]).warnings) == 1
     config, chosen = RewardConfig(function=f"{probed}:equal"), PromptDataConfig(label_column="answer")

@@ -10,10 +10,10 @@ import pytest
 import ray
 from ray.exceptions import NodeDiedError, ObjectLostError, OwnerDiedError
 
-from trueline.monitoring.beats import BEAT
+from trueline.monitoring.heartbeat import BEAT
 from trueline.runtime import actors
-from trueline.runtime.actors import ActorDeath, ActorFailure, RayActor, RayPending, Spot, Target, wait_all
-from trueline.runtime.host import Home
+from trueline.runtime.actors import ActorDeath, ActorFailure, Placement, RayActor, RayPending, Target, wait_all
+from trueline.runtime.host import Location
 
 GONE = [ObjectLostError("1f", None, ""), OwnerDiedError("1f", None, ""), NodeDiedError("a node")]
 
@@ -39,7 +39,7 @@ def test_an_answer_that_is_lost_is_a_death(error: Exception, monkeypatch: pytest
     with pytest.raises(ActorDeath, match=r"engine-0\.generate: its process died"):
         pending.result(1)
     with pytest.raises(ActorDeath, match=r"engine-0\.generate: its process died"):
-        asyncio.run(pending.awaited())
+        asyncio.run(pending.async_result())
 
 
 def test_waiting_for_several_ends_with_their_deadline_and_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ class Quiet(RayActor[Any]):
     """Its process is a record of what was done to it."""
 
     def begin(self) -> None:
-        self.handle = self.at_home = f"process {len(list(self.log.parent.glob('begun-*')))}"
+        self.handle = self.location_ref = f"process {len(list(self.log.parent.glob('begun-*')))}"
         (self.log.parent / f"begun-{self.handle}").touch()
 
 
@@ -69,7 +69,7 @@ def test_an_actor_begins_by_itself_and_stops_whether_or_not_it_has_beaten(
 ) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(ray, "kill", ended.append)
-    actor = Quiet("engine-0", Target(""), [], Spot(), tmp_path / "engine-0.log")
+    actor = Quiet("engine-0", Target(""), [], Placement(), tmp_path / "engine-0.log")
     assert actor.handle == "process 0"
     actor.stop()
     beat = (tmp_path / "engine-0.log").with_suffix(BEAT)
@@ -84,12 +84,12 @@ def test_ending_an_actor_ends_all_that_it_has_started_on_its_own_node(
 ) -> None:
     ended: list[Any] = []
     remote = SimpleNamespace(options=lambda **named: remote, remote=lambda pid: ended.append(("there", pid)))
-    monkeypatch.setattr(ray, "get", lambda reference, timeout=0: Home("node-1", [], 4711) if timeout else None)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=0: Location("node-1", [], 4711) if timeout else None)
     monkeypatch.setattr(ray, "kill", lambda handle: ended.append(handle))
     monkeypatch.setattr(ray, "remote", lambda function: remote)
     node = "node-1" if here else "node-2"
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: node))
     monkeypatch.setattr(actors, "NodeAffinitySchedulingStrategy", lambda node, soft: None)
     monkeypatch.setattr(actors, "kill_family", lambda pid: ended.append(("here", pid)))
-    Quiet("engine-0", Target(""), [], Spot(), tmp_path / "engine-0.log").kill()
+    Quiet("engine-0", Target(""), [], Placement(), tmp_path / "engine-0.log").kill()
     assert ended == [("here" if here else "there", 4711), "process 0"]

@@ -11,9 +11,9 @@ from trueline.runtime.fingerprints import (
     fingerprint,
     holdings,
     plain_parameters,
-    salted,
+    salt_print,
     scramble,
-    wrapped,
+    wrap_int64,
 )
 
 
@@ -70,13 +70,13 @@ def test_the_sum_does_not_ask_how_weights_are_fused_or_cut() -> None:
 
 def test_labels_are_told_apart() -> None:
     value = fingerprint(torch.randn(8))
-    assert int(salted(value, "0 a")) != int(salted(value, "1 a")) != int(salted(value, "0 b"))
+    assert int(salt_print(value, "0 a")) != int(salt_print(value, "1 a")) != int(salt_print(value, "0 b"))
 
 
 def test_a_sum_wraps_as_devices_do() -> None:
     largest = torch.tensor(2**63 - 1)
-    assert wrapped(2**63 - 1 + 5) == int(largest + 5)
-    assert wrapped(-(2**63) - 1) == int(torch.tensor(-(2**63)) - 1)
+    assert wrap_int64(2**63 - 1 + 5) == int(largest + 5)
+    assert wrap_int64(-(2**63) - 1) == int(torch.tensor(-(2**63)) - 1)
 
 
 def test_tied_weights_count_once_and_packed_ones_stay_named() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from trueline.runtime import host as host_module
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.host import AsyncHost
+from trueline.runtime.host import AsyncActorHost
 
 
 class Object:
@@ -47,27 +47,27 @@ def loops() -> Iterator[tuple[EventLoop, EventLoop]]:
 
 
 @pytest.fixture
-def host(loops: tuple[EventLoop, EventLoop], monkeypatch: pytest.MonkeyPatch) -> AsyncHost:
+def host(loops: tuple[EventLoop, EventLoop], monkeypatch: pytest.MonkeyPatch) -> AsyncActorHost:
     """A process that is asked to make its object from the other loop, as all but requests are."""
     for name in ("redirect_output", "use_interface", "start_beating"):
         monkeypatch.setattr(host_module, name, lambda *args: None)
     monkeypatch.setattr(host_module.ray.util, "get_node_ip_address", lambda: "")
 
-    async def begin() -> AsyncHost:
-        return AsyncHost(str(Path("engine.log")))
+    async def begin() -> AsyncActorHost:
+        return AsyncActorHost(str(Path("engine.log")))
 
     home, other = loops
     begun = home.run(begin(), "beginning")
     making = asyncio.run_coroutine_threadsafe(begun.make(f"{__name__}:Object", []), other.loop)
-    alive = asyncio.run_coroutine_threadsafe(begun.alive(), other.loop)
+    alive = asyncio.run_coroutine_threadsafe(begun.ping(), other.loop)
     assert not alive.done() and not making.done()  # it must be known where the process is, first
-    home.loop.call_soon_threadsafe(begun.asked.set)
+    home.loop.call_soon_threadsafe(begun.located.set)
     making.result(60)
     alive.result(60)
     return begun
 
 
-def test_calls_of_both_loops_meet_in_the_objects_own(host: AsyncHost, loops: tuple[EventLoop, EventLoop]) -> None:
+def test_calls_of_both_loops_meet_in_the_objects_own(host: AsyncActorHost, loops: tuple[EventLoop, EventLoop]) -> None:
     home, other = loops
     waiting = asyncio.run_coroutine_threadsafe(host.call("wait"), home.loop)
     assert other.run(host.call("let_go"), "letting go") == 2
@@ -75,7 +75,9 @@ def test_calls_of_both_loops_meet_in_the_objects_own(host: AsyncHost, loops: tup
     assert host.target is not None and set(host.target.threads) == {home.thread.ident}
 
 
-def test_a_call_of_the_other_loop_that_is_cancelled_ends(host: AsyncHost, loops: tuple[EventLoop, EventLoop]) -> None:
+def test_a_call_of_the_other_loop_that_is_cancelled_ends(
+    host: AsyncActorHost, loops: tuple[EventLoop, EventLoop]
+) -> None:
     home, other = loops
     waiting = asyncio.run_coroutine_threadsafe(host.call("wait"), other.loop)
     assert host.target is not None

@@ -2,7 +2,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.runtime.cluster import Machine, Node
-from trueline.runtime.placement import Layout, RoleRanks, check_devices, crowding, placed
+from trueline.runtime.placement import Layout, RoleRanks, check_devices, crowding, place_processes
 
 
 def machine(gpus: int) -> Machine:
@@ -54,12 +54,12 @@ def test_engines_that_share_the_policys_gpus_take_no_more_of_them() -> None:
 def test_more_processes_of_a_kind_than_cores_are_told_on_cpus_alone() -> None:
     crowded = layout(9, 3, 3, False, critic(10, shared=True), RoleRanks("reference", 8, True))
     found = crowding(crowded, machine(0))
-    assert [line.partition(":")[0] for line in found] == [
+    assert [one.what.partition(":")[0] for one in found] == [
         "critic.ranks=10",
         "training.ranks=9",
         "rollout.engines=3 x rollout.tensor_parallel=3",
     ]
-    assert all("8 CPU cores" in line for line in found)
+    assert all("8 CPU cores" in one.what for one in found)
     assert crowding(crowded, machine(16)) == []
     assert crowding(layout(8, 8, 1, False, critic(8, shared=True)), machine(0)) == []
 
@@ -77,26 +77,26 @@ def cluster(*gpus: int, cpus: int = 0) -> Machine:
 
 
 def test_processes_fill_node_after_node_and_engines_take_the_freest() -> None:
-    found = placed(layout(3, 2, 2, False, critic(2, shared=False)), cluster(4, 6))
+    found = place_processes(layout(3, 2, 2, False, critic(2, shared=False)), cluster(4, 6))
     assert (found.policy, found.roles, found.engines) == ([0, 0, 0], {"critic": [0, 1]}, [1, 1])
-    found = placed(layout(2, 1), cluster(0, 1, 2, cpus=1))
-    assert (found.policy, found.engines, found.used()) == ([1, 2], [2], [1, 2])
+    found = place_processes(layout(2, 1), cluster(0, 1, 2, cpus=1))
+    assert (found.policy, found.engines, found.nodes()) == ([1, 2], [2], [1, 2])
 
 
 def test_copies_of_a_model_stay_within_a_node_where_they_fit() -> None:
     pairs = Layout(4, width=2)
-    assert placed(pairs, cluster(3, 3)).policy == [0, 0, 1, 1]
-    assert placed(Layout(4, width=4), cluster(2, 2)).policy == [0, 0, 1, 1]  # it fits into none
+    assert place_processes(pairs, cluster(3, 3)).policy == [0, 0, 1, 1]
+    assert place_processes(Layout(4, width=4), cluster(2, 2)).policy == [0, 0, 1, 1]  # it fits into none
     wide = RoleRanks("critic", 4, False, width=2)
-    assert placed(Layout(1, roles=(wide,)), cluster(4, 3)).roles == {"critic": [0, 0, 1, 1]}
+    assert place_processes(Layout(1, roles=(wide,)), cluster(4, 3)).roles == {"critic": [0, 0, 1, 1]}
 
 
 def test_what_shares_lies_with_its_ranks() -> None:
     beside = RoleRanks("reference", 4, True)
-    found = placed(Layout(4, 2, 2, True, (beside,)), cluster(2, 2))
+    found = place_processes(Layout(4, 2, 2, True, (beside,)), cluster(2, 2))
     assert (found.engines, found.roles) == ([0, 1], {"reference": [0, 0, 1, 1]})
-    with pytest.raises(ConfigError, match=r"tensor_parallel=2: engine 1 would lie on 10\.0\.0\.0 and 10\.0\.0\.1"):
-        placed(Layout(6, 3, 2, True), cluster(3, 3))
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2: engine 1 would span 10\.0\.0\.0 and 10\.0\.0\.1"):
+        place_processes(Layout(6, 3, 2, True), cluster(3, 3))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 from tests.unit.runtime.test_placement import cluster, critic, layout, machine
 from trueline.config.base import ConfigError
 from trueline.runtime import placement
-from trueline.runtime.actors import Spot, Target
+from trueline.runtime.actors import Placement, Target
 from trueline.runtime.cluster import Machine
-from trueline.runtime.host import Home
-from trueline.runtime.placement import Layout, Processes, RoleRanks, placed, process_environment
+from trueline.runtime.host import Location
+from trueline.runtime.placement import Layout, Processes, RoleRanks, place_processes, process_environment
 
 TARGET: Target[Any] = Target("tests:Nothing", environment=lambda gpus: {"OWN": str(gpus)})
 Made = Callable[..., tuple[Processes, list[dict[str, float]]]]
@@ -31,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
     return make
 
 
-def spots(started: list[Any]) -> list[Spot]:
+def spots(started: list[Any]) -> list[Placement]:
     return [spot for _, _, spot, _ in started]
 
 
@@ -62,7 +62,7 @@ def test_who_shares_gpus_sees_those_of_the_ranks_that_it_sits_with(made: Made) -
     beside = RoleRanks("reference", 4, True)
     processes, asked = made(Layout(4, 2, 2, True, (beside,)), cluster(2, 2))
     assert len(asked) == 4 and processes.bundles == {"policy": 0}
-    processes.homes = [Home(f"node-{rank // 2}", [str(rank % 2)], rank) for rank in range(4)]
+    processes.locations = [Location(f"node-{rank // 2}", [str(rank % 2)], rank) for rank in range(4)]
     seen = [
         (spot.node, spot.environment["CUDA_VISIBLE_DEVICES"], spot.address)
         for spot in spots(processes.engines(TARGET, [0, 1]))
@@ -86,7 +86,8 @@ def test_cores_are_shared_by_those_of_a_node_that_work_at_once(made: Made) -> No
 
     there = cluster(6, 12, cpus=1)  # slots are cores
     wanted = Layout(8, 2, 2)
-    assert (placed(wanted, there).policy, placed(wanted, there).engines) == ([0] * 6 + [1] * 2, [1, 1])
+    places = place_processes(wanted, there)
+    assert (places.policy, places.engines) == ([0] * 6 + [1] * 2, [1, 1])
     processes, _ = made(wanted, there)
     assert threads(processes.policy(TARGET, [0] * 8)) == ["1"] * 6 + ["6"] * 2
     assert threads(processes.engines(TARGET, [0] * 2)) == ["3"] * 2  # two engines of two parts
@@ -100,20 +101,18 @@ def test_the_environment_is_the_target_s_and_has_threads_on_cpus_alone() -> None
     assert process_environment(TARGET, machine(0), 3)["OMP_NUM_THREADS"] == "2"
     assert process_environment(TARGET, machine(0), 30)["OMP_NUM_THREADS"] == "1"
     assert process_environment(TARGET, machine(0), 0, cpus=5)["OMP_NUM_THREADS"] == "5"
-    assert (
-        "OMP_NUM_THREADS" not in process_environment(TARGET, machine(2))
-        and process_environment(TARGET, machine(2))["OWN"] == "2"
-    )
+    environment = process_environment(TARGET, machine(2))
+    assert "OMP_NUM_THREADS" not in environment and environment["OWN"] == "2"
 
 
 def test_an_engine_takes_all_its_parts_from_one_node() -> None:
-    assert placed(layout(0, 3, 2), cluster(4, 3)).engines == [0, 1, 0]
+    assert place_processes(layout(0, 3, 2), cluster(4, 3)).engines == [0, 1, 0]
     with pytest.raises(ConfigError, match=r"tensor_parallel=2 needs 2 GPUs on one node: 10\.0\.0\.0 has 1 of 3 left"):
-        placed(layout(0, 2, 2), cluster(3, 1))
+        place_processes(layout(0, 2, 2), cluster(3, 1))
 
 
 def test_shared_ranks_wrap_around_and_without_a_policy_lie_on_the_first_node() -> None:
     shared = RoleRanks("judge", 3, True)
-    assert placed(Layout(2, roles=(shared,)), cluster(1, 1)).roles == {"judge": [0, 1, 0]}
-    found = placed(Layout(0, 3, 1, roles=(shared,)), cluster(2, 3))
-    assert (found.roles, found.engines, found.used()) == ({"judge": [0, 0, 0]}, [1, 0, 1], [0, 1])
+    assert place_processes(Layout(2, roles=(shared,)), cluster(1, 1)).roles == {"judge": [0, 1, 0]}
+    found = place_processes(Layout(0, 3, 1, roles=(shared,)), cluster(2, 3))
+    assert (found.roles, found.engines, found.nodes()) == ({"judge": [0, 0, 0]}, [1, 0, 1], [0, 1])

@@ -8,6 +8,7 @@ import torch
 
 from trueline.runtime import transport
 from trueline.runtime.transport import (
+    WIRE_DTYPES,
     BroadcastGroup,
     NoGroup,
     TensorSpec,
@@ -16,9 +17,9 @@ from trueline.runtime.transport import (
     bucket_bytes,
     bucket_print,
     bucket_views,
-    joining,
     plan_buckets,
-    within,
+    run_within,
+    try_join,
 )
 
 SPECS = [
@@ -45,7 +46,7 @@ def test_neighbours_share_a_bucket_where_they_fit() -> None:
 
 @pytest.mark.parametrize("limit", [1, 80, 10_000])
 def test_what_is_written_on_one_side_is_read_on_the_other(limit: int) -> None:
-    tensors = {spec.name: torch.randn(spec.shape).to(spec.torch_dtype()) for spec in SPECS}
+    tensors = {spec.name: torch.randn(spec.shape).to(WIRE_DTYPES[spec.dtype]) for spec in SPECS}
     for bucket in plan_buckets(SPECS, limit):
         sent = bucket_buffer(bucket)
         for name, view in bucket_views(bucket, sent):
@@ -74,7 +75,7 @@ def test_the_print_of_a_bucket_knows_bytes_names_and_places() -> None:
     ("gpus", "said"),
     [
         (["GPU-a", "GPU-b", "GPU-c"], ""),
-        (["GPU-a", "GPU-b", "GPU-a"], "3 processes have 2 GPUs, and NCCL needs one for each"),
+        (["GPU-a", "GPU-b", "GPU-a"], "3 processes share 2 GPUs, and NCCL needs one for each"),
         (["GPU-a", "", "GPU-b"], "process 1 of 3 has no GPU that NCCL can use"),
     ],
 )
@@ -86,7 +87,7 @@ def test_all_ranks_take_nccl_or_none(gpus: list[str], said: str, monkeypatch: py
 
     def tell(rank: int) -> str:
         device = torch.device("cuda", rank) if gpus[rank] else torch.device("cpu")
-        return joining(lambda: agree_on_gpus(store, rank, 3, device))
+        return try_join(lambda: agree_on_gpus(store, rank, 3, device))
 
     with ThreadPoolExecutor(3) as ranks:
         assert list(ranks.map(tell, range(3))) == [said] * 3
@@ -109,7 +110,7 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [("unhandled system error\nand more", "NCCL failed: unhandled system error"), ("", "it did not answer")],
+    [("unhandled system error\nand more", "NCCL failed: unhandled system error"), ("", "it did not respond")],
 )
 def test_a_group_that_fails_or_never_answers_when_tried_is_none(error: str, said: str) -> None:
     group, broken = BroadcastGroup(transport.dist.HashStore(), 0, [0], 0.05), Broken(error)
@@ -122,4 +123,4 @@ def test_a_group_that_fails_or_never_answers_when_tried_is_none(error: str, said
 def test_a_group_that_answers_is_tried_and_kept() -> None:
     group = BroadcastGroup(transport.dist.HashStore(), 0, [0], 60.0)
     group.try_out()
-    within(60.0, lambda: None)
+    run_within(60.0, lambda: None)

@@ -1,6 +1,7 @@
 import pytest
 
-from trueline.sync.proof import ADAPTERS, EngineProof, LiveSums, Sums, SyncFailure
+from trueline.runtime.fingerprints import ADAPTERS, LiveSums
+from trueline.sync.proof import EngineProof, Sums, SyncFailure
 
 
 def held(weights: int, adapters: int) -> Sums:
@@ -8,7 +9,7 @@ def held(weights: int, adapters: int) -> Sums:
 
 
 def proof() -> EngineProof:
-    made = EngineProof([[{"a": (1, 4), "b": (2, 4)}]], apart=True)
+    made = EngineProof([[{"a": (1, 4), "b": (2, 4)}]], adapter_only=True)
     made.start(LiveSums(11, 5), held(10, 5))
     return made
 
@@ -20,11 +21,11 @@ def test_adapters_that_stand_apart_have_a_sum_of_their_own() -> None:
         made.check_sum(LiveSums(11, 7), held(10, 5))
     with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
         made.check_sum(LiveSums(11, 7), held(12, 7))
-    assert "stay as loaded, and adapters are sent" in made.describe("")
+    assert made.limits("") == ["only adapters are sent"]
 
 
 def test_wrong_adapters_or_weights_are_noticed_at_the_start() -> None:
-    made = EngineProof([[{"a": (1, 4), "b": (2, 4)}]], apart=True)
+    made = EngineProof([[{"a": (1, 4), "b": (2, 4)}]], adapter_only=True)
     with pytest.raises(SyncFailure, match="other adapters"):
         made.start(LiveSums(11, 5), held(10, 6))
     with pytest.raises(SyncFailure, match="other weights than the trainer at the start"):
@@ -32,7 +33,7 @@ def test_wrong_adapters_or_weights_are_noticed_at_the_start() -> None:
 
 
 def test_adapters_divided_among_processes_are_left_out_of_every_sum() -> None:
-    made = EngineProof([[{"a": (1, 4)}, {"a": (3, 4)}]], apart=True)
+    made = EngineProof([[{"a": (1, 4)}, {"a": (3, 4)}]], adapter_only=True)
     divided: Sums = [[{"a": 4, ADAPTERS: 1}, {"a": 6, ADAPTERS: 2}]]
     made.start(LiveSums(10, 5), divided)
     assert made.summed

@@ -1,4 +1,7 @@
-"""Weight sync between a real worker and real engines over gloo, in threads of one process; some engines lie."""
+"""Weight sync between a real worker and real engines over gloo, in threads of one process; some engines lie.
+
+Covers `trueline.training.weight_sender`.
+"""
 
 import asyncio
 import json
@@ -27,7 +30,7 @@ from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.fingerprints import Holding, bit_sum, fingerprint, plain_parameters
 from trueline.runtime.transport import Bucket, Link
 from trueline.sync.proof import SyncFailure
-from trueline.sync.weights import STRANGE, Canary, Way, WeightSync
+from trueline.sync.weights import STRANGE, Canary, SyncPlan, WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
@@ -46,7 +49,7 @@ class Running(Generic[Result]):
     def result(self, timeout_seconds: float) -> Result:
         return self.work.result(timeout_seconds)
 
-    async def awaited(self) -> Result:
+    async def async_result(self) -> Result:
         return await asyncio.wrap_future(self.work)
 
 
@@ -147,8 +150,8 @@ def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
 def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
     canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None), STRANGE)
     transport, or_gloo = settings.pop("transport", "gloo"), settings.pop("or_gloo", False)
-    way = Way("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo)
-    return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, way)
+    plan = SyncPlan("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo)
+    return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, plan)
 
 
 def update(policy: ModelGroup) -> None:
@@ -160,7 +163,7 @@ def update(policy: ModelGroup) -> None:
 def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop: EventLoop) -> None:
     policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
     sync = make_sync(policy, pool, loop)
-    assert "on the same weights" in sync.attest()
+    assert sync.verify_initial_sync().startswith("verified; largest log-prob gap ")
     update(policy)
     with pytest.raises(SyncFailure, match="does not compute with the weights"):
         sync.verify()
@@ -175,7 +178,7 @@ def test_weights_of_zeros_that_processes_divide_are_counted_in_each(tmp_path: Pa
     model = make_tiny_model(tmp_path, tied=True, biases=True)
     policy, pool = make_policy(model), make_pool(model, Cut)
     sync = make_sync(policy, pool, loop)
-    sync.attest()
+    sync.verify_initial_sync()
     assert sync.proof is not None and sync.proof.summed
     for version in (1, 2):
         update(policy)
@@ -190,9 +193,9 @@ def test_where_nccl_forms_no_group_weights_go_by_gloo_and_the_run_says_so(model_
     """No process here has a GPU: all of them are told so by one another, and meet again over gloo."""
     policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, HFEngine)
     sync = make_sync(policy, pool, loop, transport="nccl", or_gloo=True)
-    said = "weights go through the machine's memory (gloo), as process 0 of 3 has no GPU that NCCL can use"
-    assert sync.attest().endswith(said) and sync.transport == "gloo"
-    assert said in make_sync(policy, pool, loop, transport="nccl", or_gloo=True, check=False).attest()
+    said = "weights are sent over gloo, because process 0 of 3 has no GPU that NCCL can use"
+    assert sync.verify_initial_sync().endswith(said) and sync.transport == "gloo"
+    assert said in make_sync(policy, pool, loop, transport="nccl", or_gloo=True, check=False).verify_initial_sync()
     update(policy)
     sync.publish(1)
     assert sync.verify()["sync/canary_gap"] < 1e-5
@@ -213,7 +216,7 @@ def test_one_stale_engine_of_two_stops_the_run(
 ) -> None:
     policy = make_policy(model_folder)
     sync = make_sync(policy, make_pool(model_folder, *kinds), loop)
-    sync.attest()
+    sync.verify_initial_sync()
     update(policy)
     sync.publish(1)
     with pytest.raises(SyncFailure, match="does not compute with the weights"):
@@ -227,8 +230,8 @@ def test_an_engine_that_scores_nan_stops_the_run(
     sync = make_sync(make_policy(model_folder), make_pool(model_folder, *kinds), loop)
     with pytest.raises(SyncFailure, match="differ from the trainer's by nan"):
         sync.verify()
-    with pytest.raises(SyncFailure, match="started from the same checkpoint"):
-        sync.attest()
+    with pytest.raises(SyncFailure, match="loaded the same checkpoint"):
+        sync.verify_initial_sync()
 
 
 def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop: EventLoop) -> None:
@@ -240,25 +243,25 @@ def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop:
 
     policy = make_policy(model_folder)
     sync = make_sync(policy, make_pool(model_folder, Rounded), loop)
-    sync.attest()
+    sync.verify_initial_sync()
     assert sync.floor == pytest.approx(0.009, abs=1e-4)
     assert sync.limit() == pytest.approx(0.036, abs=1e-3)
     update(policy)
     sync.publish(1)
     assert sync.verify()["sync/canary_gap"] == pytest.approx(0.009, abs=1e-3)
     update(policy)
-    with pytest.raises(SyncFailure, match=r"more than 0\.036 \(0\.009 while both held the same checkpoint"):
+    with pytest.raises(SyncFailure, match=r"more than 0\.036 \(0\.009 at the start"):
         sync.verify()
 
 
 def test_a_gap_at_the_start_that_is_no_rounding_is_refused(model_folder: Path, loop: EventLoop) -> None:
     policy, pool = make_policy(model_folder), make_pool(model_folder, Confused)
     with pytest.raises(SyncFailure, match=r"differ by 0\.05 on average, more than 0\.01"):
-        make_sync(policy, pool, loop).attest()
+        make_sync(policy, pool, loop).verify_initial_sync()
     asked = make_sync(policy, pool, loop, tolerance=0.06)  # the user's own limit holds at the start and later
-    asked.attest()
+    asked.verify_initial_sync()
     assert asked.limit() == 0.06
-    assert "sync.check=false" in make_sync(policy, pool, loop, check=False).attest()
+    assert "sync.check=false" in make_sync(policy, pool, loop, check=False).verify_initial_sync()
 
 
 def skipped(weights: Weights) -> Weights:
@@ -308,11 +311,11 @@ def test_what_an_engine_loads_wrongly_is_noticed_at_once(fault: str, model_folde
     broken = pool.actors[1].target  # type: ignore[attr-defined]
     broken.fault = fault
     with pytest.raises(SyncFailure, match="engine 1 loaded the checkpoint itself, and holds other weights"):
-        make_sync(policy, pool, loop).attest()
+        make_sync(policy, pool, loop).verify_initial_sync()
     broken.fault = ""
     make_sync(policy, pool, loop).publish(0)
     sync = make_sync(policy, pool, loop)
-    sync.attest()
+    sync.verify_initial_sync()
     for version in (1, 2):
         update(policy)
         sync.publish(version)
@@ -328,7 +331,7 @@ def test_what_an_engine_loads_wrongly_is_noticed_at_once(fault: str, model_folde
 def test_an_old_version_is_noticed(model_folder: Path, loop: EventLoop) -> None:
     policy = make_policy(model_folder, FaultyWorker)
     sync = make_sync(policy, make_pool(model_folder, HFEngine), loop)
-    sync.attest()
+    sync.verify_initial_sync()
     policy.call(FaultyWorker.break_with, "late")
     sync.publish(0)
     update(policy)
@@ -339,7 +342,7 @@ def test_an_old_version_is_noticed(model_folder: Path, loop: EventLoop) -> None:
 def test_adapters_that_are_not_merged_are_noticed(model_folder: Path, loop: EventLoop) -> None:
     policy = make_policy(model_folder, FaultyWorker, rank=4)
     sync = make_sync(policy, make_pool(model_folder, HFEngine), loop)
-    sync.attest()
+    sync.verify_initial_sync()
     for version in (1, 2):
         update(policy)
         sync.publish(version)
@@ -372,16 +375,16 @@ def test_a_byte_that_changes_on_its_way_is_noticed(model_folder: Path, loop: Eve
 
 
 class Remembering(HFEngine):
-    async def cached(self, tokens: list[int]) -> int:
+    async def cached_tokens(self, tokens: list[int]) -> int:
         return 16
 
 
 def test_a_prefix_cache_that_was_not_emptied_is_noticed(model_folder: Path, loop: EventLoop) -> None:
     sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, Remembering), loop)
-    with pytest.raises(SyncFailure, match="engine 1 answers 16 tokens of a prompt from its prefix cache"):
-        sync.attest()
+    with pytest.raises(SyncFailure, match="engine 1 takes 16 tokens of a prompt from its prefix cache"):
+        sync.verify_initial_sync()
     sync.publish(1)
-    with pytest.raises(SyncFailure, match="engine 1 answers 16 tokens of a prompt from its prefix cache"):
+    with pytest.raises(SyncFailure, match="engine 1 takes 16 tokens of a prompt from its prefix cache"):
         sync.verify()
 
 
@@ -402,7 +405,7 @@ class Busy(HFEngine):
         self.filled = False
         return await super().receive(buckets, version)
 
-    async def cached(self, tokens: list[int]) -> int:
+    async def cached_tokens(self, tokens: list[int]) -> int:
         self.heard.append("cached")
         found, self.filled = self.filled, True
         return 16 if found else 0
@@ -416,7 +419,7 @@ class Busy(HFEngine):
 def test_answers_under_way_that_fill_the_prefix_cache_again_are_no_alarm(model_folder: Path, loop: EventLoop) -> None:
     pool = make_pool(model_folder, Busy, Busy)
     sync = make_sync(make_policy(model_folder), pool, loop)
-    sync.attest()
+    sync.verify_initial_sync()
     for version in (1, 2):
         sync.publish(version)
         assert sync.verify()["sync/canary_gap"] < 1e-5
@@ -470,11 +473,11 @@ def test_only_bytes_that_go_from_node_to_node_are_counted(model_folder: Path, lo
     sync = make_sync(policy, pool, loop)
     for nodes, crossings in (((0, 0, 0), 0), ((0, 1, 1), 1), ((0, 1, 2), 2), ((1, 0, 1), 1), ((), 0)):
         for transport in ("local", "ipc", "gloo", "nccl"):
-            sync.way = Way("float32", transport, nodes=nodes)
-            assert sync.way.crossings() == (crossings if transport in ("gloo", "nccl") else 0)
-    sync.way = Way("float32", "gloo", nodes=(0, 1, 1))
+            sync.plan = SyncPlan("float32", transport, nodes=nodes)
+            assert sync.plan.crossings() == (crossings if transport in ("gloo", "nccl") else 0)
+    sync.plan = SyncPlan("float32", "gloo", nodes=(0, 1, 1))
     assert sync.publish(1)["sync/wire_gb"] == pytest.approx(sync.bytes / 1e9)
-    sync.way = Way("float32", "local", nodes=(0, 1, 1))
+    sync.plan = SyncPlan("float32", "local", nodes=(0, 1, 1))
     assert sync.publish(2)["sync/wire_gb"] == 0
 
 
@@ -494,11 +497,11 @@ def test_a_gap_is_that_of_the_counted_tokens(model_folder: Path, loop: EventLoop
 def test_the_run_says_what_is_proven(model_folder: Path, loop: EventLoop) -> None:
     policy, words = make_policy(model_folder), {}
     for kind in (HFEngine, Packing):
-        words[kind] = make_sync(policy, make_pool(model_folder, kind), loop).attest()
-    assert "21 weights in each of 1 engine(s), overwritten, sent, the same bits; log-probs differ by" in words[HFEngine]
-    assert "21 more are packed away by the engine: proven by what it received" in words[Packing]
+        words[kind] = make_sync(policy, make_pool(model_folder, kind), loop).verify_initial_sync()
+    assert words[HFEngine].startswith("verified; largest log-prob gap ") and words[HFEngine].endswith(" (limit 0.001)")
+    assert "21 weights are packed by the engine: only their transfer is checked" in words[Packing]
     other = make_sync(policy, make_pool(model_folder, HFEngine), loop, differs="the trainer holds them in 4 bits")
-    assert "not compared with the checkpoint (the trainer holds them in 4 bits)" in other.attest()
+    assert "not compared with the checkpoint, because the trainer holds them in 4 bits" in other.verify_initial_sync()
 
 
 class Mute(Worker):
@@ -526,7 +529,7 @@ def test_an_error_of_the_sender_is_raised_while_receivers_wait(
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("Deaf", "loaded the checkpoint itself, and holds other weights once the trainer has sent the same"),
+        ("Deaf", "loaded the checkpoint itself, and holds other weights after the trainer sent the same"),
         ("DeafPacking", "does not compute with the weights that were sent"),
         ("NoNumbers", "log-probs differ by nan"),
     ],

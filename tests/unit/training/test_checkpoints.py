@@ -11,14 +11,14 @@ import pytest
 from tests.support.disk import files_up_to
 from trueline.config.base import ConfigError
 from trueline.config.run import CheckpointConfig
-from trueline.training.checkpoints import Checkpoints, Saved, Writing, flush
+from trueline.training.checkpoints import Checkpoints, PollSave, SaveResult, flush
 
 
-def done(wait: bool) -> Saved | None:
-    return Saved({}, 0.0)
+def done(wait: bool) -> SaveResult | None:
+    return SaveResult({}, 0.0)
 
 
-def write_nothing(folder: Path) -> Writing:
+def write_nothing(folder: Path) -> PollSave:
     (folder / "model").mkdir()
     (folder / "model" / "weights").write_text("w")
     return done
@@ -28,7 +28,7 @@ def save(
     checkpoints: Checkpoints,
     step: int,
     state: dict[str, Any],
-    write: Callable[[Path], Writing],
+    write: Callable[[Path], PollSave],
     metrics: dict[str, float] | None = None,
 ) -> Path | None:
     """Save, wait for it, and return the checkpoint of this step where there is one."""
@@ -44,7 +44,7 @@ def warn(notes: list[str]) -> Callable[[str], None]:
 
 
 def names(checkpoints: Checkpoints) -> list[str]:
-    return [path.name for path in checkpoints.finished()]
+    return [path.name for path in checkpoints.list_finished()]
 
 
 def test_a_checkpoint_is_named_by_its_step_and_keeps_its_state(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_it_has_another_name_until_all_of_it_is_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     seen: list[list[str]] = []
 
-    def look(folder: Path) -> Writing:
+    def look(folder: Path) -> PollSave:
         assert folder.is_dir()
         assert folder.parent == checkpoints.folder
         seen.append(names(checkpoints))
@@ -112,7 +112,7 @@ def test_files_are_on_disk_before_the_name_and_the_name_before_an_older_one_goes
     assert calls[named + 1 :] == [("flush", str(checkpoints.folder), 0), older]
 
 
-def fail(folder: Path) -> Writing:
+def fail(folder: Path) -> PollSave:
     (folder / "stale").write_text("half")
     raise OSError(28, "No space left on device")
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_removed(
     saved = save(checkpoints, 2, {"step": 2}, write_nothing)
     assert saved is not None and saved == checkpoints.newest()
     assert checkpoints.failures == 0
-    assert "older checkpoints could not be removed ([Errno 28]" in notes[0]
+    assert "cannot remove older checkpoints ([Errno 28]" in notes[0]
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> None:
@@ -140,14 +140,14 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> Non
     assert first is not None
     assert checkpoints.read_state(first) == {"step": 1}
     (note,) = notes
-    for part in ("step_000002 could not be saved", "No space left on device", "the run goes on", str(first)):
+    for part in ("step_000002 could not be saved", "No space left on device", "the run continues", str(first)):
         assert part in note
 
 
 def test_without_an_older_checkpoint_the_note_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
     assert save(Checkpoints(tmp_path, CheckpointConfig(), warn(notes)), 1, {}, fail) is None
-    assert "There is no checkpoint yet: make room on the disk" in notes[0]
+    assert "There is no checkpoint yet. Make room on the disk" in notes[0]
 
 
 def test_a_step_whose_save_failed_can_be_saved_later(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_a_kill_left_behind_is_ignored_and_written_anew(tmp_path: Path) -> 
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 1, {}, write_nothing)
 
-    def killed(folder: Path) -> Writing:
+    def killed(folder: Path) -> PollSave:
         (folder / "stale").write_text("half")
         raise KeyboardInterrupt
 
@@ -176,7 +176,7 @@ def test_what_a_kill_left_behind_is_ignored_and_written_anew(tmp_path: Path) -> 
 
 
 def test_a_mistake_in_the_program_is_no_broken_disk(tmp_path: Path) -> None:
-    def mistaken(folder: Path) -> Writing:
+    def mistaken(folder: Path) -> PollSave:
         raise ValueError("a mistake")
 
     with pytest.raises(ValueError, match="a mistake"):
@@ -267,7 +267,7 @@ def test_newest_is_by_number_and_not_by_spelling(tmp_path: Path) -> None:
     assert names(checkpoints) == ["step_1000000"]
 
 
-def never(folder: Path) -> Writing:
+def never(folder: Path) -> PollSave:
     raise AssertionError("written twice")
 
 
@@ -322,7 +322,7 @@ def test_counters_that_the_disk_refuses_stay_what_they_were(tmp_path: Path) -> N
     with files_up_to(5):
         assert save(checkpoints, 4, NEW, never) == saved
     assert checkpoints.read_state(saved) == OLD
-    assert len(notes) == 1 and "the counters of step_000004 could not be written" in notes[0]
+    assert len(notes) == 1 and "cannot write the counters of step_000004" in notes[0]
 
 
 def test_what_is_told_to_a_full_disk_costs_only_that(tmp_path: Path) -> None:
@@ -331,10 +331,10 @@ def test_what_is_told_to_a_full_disk_costs_only_that(tmp_path: Path) -> None:
     saved = save(checkpoints, 4, OLD, write_nothing, {"loss": 1.0})
     assert saved is not None
     with files_up_to(5):
-        checkpoints.tell(4, {"evaluation/reward": 0.5})
+        checkpoints.add_metrics(4, {"evaluation/reward": 0.5})
     assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0}
     assert checkpoints.read_state(saved) == OLD
-    assert len(notes) == 1 and "what became known of step_000004 could not be written" in notes[0]
+    assert len(notes) == 1 and "cannot write the metrics of step_000004" in notes[0]
 
 
 def test_due_every_so_many_steps_or_never(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
     saved = save(Checkpoints(tmp_path, CheckpointConfig()), 1, {"step": 1}, write_nothing)
     assert saved is not None
     (saved / "state.json").write_text(json.dumps({"step": 2}))
-    with pytest.raises(ConfigError, match=r"state\.json is missing or not what was saved"):
+    with pytest.raises(ConfigError, match=r"state\.json is missing or has changed"):
         Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
 
 
@@ -378,7 +378,7 @@ def test_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
 
-    def write(folder: Path) -> Writing:
+    def write(folder: Path) -> PollSave:
         (folder / "model").mkdir()
         (folder / "model" / "weights").write_bytes(b"0123456789")
         return done
@@ -390,7 +390,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str
         weights.unlink()
     else:
         weights.write_bytes(b"0123456788" if damage == "altered" else b"01234")
-    with pytest.raises(ConfigError, match=r"step_000001: model/weights is missing or not what was saved"):
+    with pytest.raises(ConfigError, match=r"step_000001: model/weights is missing or has changed"):
         checkpoints.read_state(saved)
 
 
@@ -400,10 +400,10 @@ def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
     for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
         saved = save(checkpoints, step, {"step": step}, lambda folder: done, {"loss": 1.0})
         assert saved is not None
-        checkpoints.tell(step, {"evaluation/reward": reward})
+        checkpoints.add_metrics(step, {"evaluation/reward": reward})
         assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0, "evaluation/reward": reward}
         assert checkpoints.read_state(saved) == {"step": step}
-    assert [path.name for path in checkpoints.finished()] == ["step_000001", "step_000003"]
+    assert [path.name for path in checkpoints.list_finished()] == ["step_000001", "step_000003"]
 
 
 def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> None:
@@ -413,9 +413,9 @@ def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> No
     save(checkpoints, 1, {}, write_nothing, {"loss": 1.0})
     assert not notes  # an evaluation may still come
     for _ in range(2):
-        checkpoints.tell(1, {"evaluation/reward": 0.5})
+        checkpoints.add_metrics(1, {"evaluation/reward": 0.5})
     (note,) = notes
-    assert "checkpoint.metric=-evaluation/rewrad" in note
+    assert "no metric -evaluation/rewrad (checkpoint.metric)" in note
     assert "evaluation/reward" in note
 
 
@@ -445,13 +445,13 @@ class Slow:
     def __init__(self, problem: str | None = None) -> None:
         self.ready, self.waited, self.problem = False, False, problem
 
-    def __call__(self, folder: Path) -> Writing:
+    def __call__(self, folder: Path) -> PollSave:
         (folder / "weights").write_text("w")
         return self.look
 
-    def look(self, wait: bool) -> Saved | None:
+    def look(self, wait: bool) -> SaveResult | None:
         self.waited = self.waited or (wait and not self.ready)
-        return Saved({"weights": "as the rank says"}, 2.0, self.problem) if self.ready or wait else None
+        return SaveResult({"weights": "as the rank says"}, 2.0, self.problem) if self.ready or wait else None
 
 
 def test_a_checkpoint_under_way_has_no_name_and_the_next_waits_for_it(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_checkpoint_under_way_has_no_name_and_the_next_waits_for_it(tmp_path: 
         json.loads((checkpoints.folder / "step_000001" / "manifest.json").read_text())["weights"]
         == slow.look(False).digests["weights"]
     )  # type: ignore[union-attr]
-    assert re.fullmatch(r"saved +step_000001: the run waited .* s, writing beside it took 2 s", notes[0])
+    assert re.fullmatch(r"saved +step_000001 in 2 s \(training paused .* s\)", notes[0])
     second, third = Slow(), Slow()
     checkpoints.save(2, {"step": 2}, second)
     assert names(checkpoints) == ["step_000001"] and not second.waited  # the older goes when the newer is there
@@ -483,7 +483,7 @@ def test_what_is_told_of_a_checkpoint_under_way_counts_when_it_is_done(tmp_path:
     checkpoints = Checkpoints(tmp_path, config)
     for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
         checkpoints.save(step, {}, Slow(), {"loss": 1.0})
-        checkpoints.tell(step, {"evaluation/reward": reward})
+        checkpoints.add_metrics(step, {"evaluation/reward": reward})
     checkpoints.settle(wait=True)
     assert names(checkpoints) == ["step_000001", "step_000003"]
     assert checkpoints.newest_metrics() == {"loss": 1.0, "evaluation/reward": 0.2}
@@ -506,6 +506,6 @@ def test_nothing_is_written_where_nothing_is_to_be_saved(tmp_path: Path) -> None
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(save=False, every=1))
     assert not checkpoints.due(1)
     checkpoints.save(1, {}, never)
-    checkpoints.tell(1, {"loss": 1.0})
+    checkpoints.add_metrics(1, {"loss": 1.0})
     checkpoints.settle(wait=True)
     assert list(tmp_path.iterdir()) == []

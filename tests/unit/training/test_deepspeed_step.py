@@ -78,5 +78,5 @@ def test_a_rank_of_stage_three_reads_its_own_part_of_a_tensor(
     engine.trained = {"w": SimpleNamespace(ds_numel=10, ds_tensor=SimpleNamespace(ds_numel=3))}
     engine.cuts, engine.stage, engine.plain = SimpleNamespace(dims={}, size=1, rank=0), 3, False
     monkeypatch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
-    assert engine.wanted("w", "exp_avg") == slice(*expected)
-    assert engine.wanted("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))
+    assert engine.needed_slice("w", "exp_avg") == slice(*expected)
+    assert engine.needed_slice("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))

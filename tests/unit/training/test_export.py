@@ -181,12 +181,12 @@ def test_what_cannot_be_exported_is_refused(model_folder: Path, tmp_path: Path) 
     (tmp_path / "there").mkdir()
     assert f"{tmp_path / 'there'} exists: name a new folder" in refused(checkpoint, tmp_path / "there", Export())
     assert "has no adapter (model.lora.rank=0)" in refused(checkpoint, tmp_path / "out", Export(merge=True))
-    assert "(training.ema_decay=0): leave --average out" in refused(checkpoint, tmp_path / "out", Export(average=True))
+    assert "(training.ema_decay=0): leave out --average" in refused(checkpoint, tmp_path / "out", Export(average=True))
     empty = tmp_path / "there"
-    assert f"{empty}: neither a checkpoint nor a run folder" in refused(empty, tmp_path / "out", Export())
+    assert f"{empty}: neither a checkpoint nor the folder of a run" in refused(empty, tmp_path / "out", Export())
     assert "is a folder: name a run or a checkpoint" in refused(tmp_path / "nothing", tmp_path / "out", Export())
     (tmp_path / "file").touch()
-    assert "file is no folder, and none can be made there" in refused(checkpoint, tmp_path / "file" / "out", Export())
+    assert "file is not a folder and cannot be created" in refused(checkpoint, tmp_path / "file" / "out", Export())
 
 
 def test_a_run_is_named_in_many_ways(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, tmp_path: Path
     checkpoint = make_run(model_folder, tmp_path / "run")
     file = checkpoint / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
-    assert "model/model.safetensors is missing or not what was saved" in refused(checkpoint, tmp_path / "out", Export())
+    assert "model/model.safetensors is missing or has changed" in refused(checkpoint, tmp_path / "out", Export())
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])

@@ -10,6 +10,7 @@ from trueline.training import optimizer as optimizing
 from trueline.training.optimizer import (
     MOMENTS,
     HostMomentsAdamW,
+    MovingAverage,
     learning_rate_at,
     make_optimizer,
     moments_of,
@@ -124,15 +125,15 @@ def test_muon_steps_the_matrices_of_layers_and_adamw_all_else() -> None:
     named = dict(plain.named_parameters())
     rest = [parameter for name, parameter in named.items() if name not in MATRICES]
     decays = [{"params": [one], "weight_decay": 0.5 if one.ndim > 1 else 0.0} for one in rest]
-    apart = [
+    adapter_only = [
         torch.optim.Muon([named[name] for name in MATRICES], weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(decays, betas=(0.8, 0.9), eps=1e-8, fused=True),
     ]
     for step, rate in enumerate((0.1, 0.05, 0.2)):
-        for optimizer in (joined, *apart):
+        for optimizer in (joined, *adapter_only):
             for group in optimizer.param_groups:
                 group["lr"] = rate
-        for model, optimizers in ((module, [joined]), (plain, apart)):
+        for model, optimizers in ((module, [joined]), (plain, adapter_only)):
             set_gradients(model, step)
             for optimizer in optimizers:
                 optimizer.step()
@@ -209,3 +210,34 @@ def test_moments_are_loaded_into_the_memory_that_was_reserved() -> None:
         assert (state["exp_avg"] is place) == (offload == "moments")
         values["exp_avg"].zero_()
         assert torch.equal(state["exp_avg"], torch.ones(3))  # a copy
+
+
+def test_each_update_moves_a_share_of_the_way() -> None:
+    piece = torch.tensor([1.0, 2.0])
+    average = MovingAverage([piece], decay=0.75)
+    piece.copy_(torch.tensor([5.0, 2.0]))
+    average.update()
+    assert average.average[0].tolist() == [2.0, 2.0]  # 0.75 * 1 + 0.25 * 5
+    average.update()
+    assert average.average[0].tolist() == [2.75, 2.0]
+    assert piece.tolist() == [5.0, 2.0]
+
+
+def test_inside_the_pieces_hold_the_average_and_afterwards_their_own() -> None:
+    piece = torch.nn.Parameter(torch.tensor([1.0]))
+    average = MovingAverage([piece], decay=0.5)
+    piece.data.fill_(3.0)
+    with average.in_place():
+        assert piece.item() == 1.0
+        piece.data.fill_(7.0)  # whoever writes there writes the average
+    assert piece.item() == 3.0
+    assert average.average[0].item() == 7.0
+
+
+def test_an_error_inside_leaves_the_pieces_as_they_were() -> None:
+    piece = torch.tensor([1.0])
+    average = MovingAverage([piece], decay=0.5)
+    piece.fill_(3.0)
+    with pytest.raises(RuntimeError, match="inside"), average.in_place():
+        raise RuntimeError("inside")
+    assert piece.item() == 3.0

@@ -14,10 +14,10 @@ from tests.support.tiny import make_tiny_mixture
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, PolicyTrainingConfig
 from trueline.config.rl import RLConfig
-from trueline.data.types import UNTOLD, Sample
+from trueline.data.types import UNKNOWN_EXPERT, Sample
 from trueline.models.routing import ROUTERS, Replay, routers_of
-from trueline.rl.estimates import describe_plan
-from trueline.rl.plan import check_replay, plan_rl
+from trueline.plan.describe import describe
+from trueline.plan.rl import check_replay, plan_rl
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
@@ -121,7 +121,8 @@ def test_agreement_is_the_share_of_equal_choices(mixture: Path) -> None:
     agreed = told = 0
     for sample in samples:
         for mine, theirs in zip(chosen_by(mixture, sample.tokens).tolist(), sample.experts.tolist(), strict=True):
-            pairs = [(set(one), set(other)) for one, other in zip(mine, theirs, strict=True) if UNTOLD not in other]
+            both = zip(mine, theirs, strict=True)
+            pairs = [(set(one), set(other)) for one, other in both if UNKNOWN_EXPERT not in other]
             agreed += sum(len(one & other) for one, other in pairs)
             told += TOP_K * len(pairs)
     assert metrics[AGREEMENT] == pytest.approx(agreed / told) and 0.5 < agreed / told < 0.9
@@ -155,7 +156,7 @@ def test_samples_without_experts_are_scored_and_not_trained_on(mixture: Path) ->
     group.score(told)  # whose experts a later pass must not see
     for mine, expected in zip(group.score(samples), computed(mixture, told, replay_routing=False)[0], strict=True):
         torch.testing.assert_close(mine, expected)
-    with pytest.raises(ValueError, match=f"{KEY}: these samples do not tell which experts the engine chose"):
+    with pytest.raises(ValueError, match=f"{KEY}: these samples have no experts of the engine"):
         group.accumulate(samples, "sft", LossSettings())
 
 
@@ -163,7 +164,7 @@ def test_experts_of_another_model_are_refused(mixture: Path) -> None:
     samples = told_samples(mixture)
     for sample in samples:
         sample.experts = sample.experts[:, :1]
-    with pytest.raises(ValueError, match=r"2 experts of \d+ tokens in 1 layers, the router of layer 1 chooses 2 of"):
+    with pytest.raises(ValueError, match=r"2 experts of \d+ tokens in 1 layers, .* router of layer 1 chooses 2 of"):
         computed(mixture, samples)
 
 
@@ -188,7 +189,7 @@ def test_every_known_router_gives_experts_the_weights_of_transformers(kind: str)
         hidden = torch.randn(20, 32)
         replay.begin(None)
         logits, weights, own = router.module(hidden)
-        told = torch.full((20, 2, 3), UNTOLD)
+        told = torch.full((20, 2, 3), UNKNOWN_EXPERT)
         told[:10, router.layer] = own[:10].flip(-1)
         replay.begin(told)
         again, replayed, experts = router.module(hidden)
@@ -200,7 +201,7 @@ def test_a_router_that_weighs_otherwise_is_refused(mixture: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixture)
     replay, router = Replay(model, follows=True), routers_of(model)[0]
     logits, weights, own = router.module(torch.randn(5, 32))
-    with pytest.raises(ConfigError, match=rf"{KEY}: .* weighs the experts of Qwen3MoeTopKRouter otherwise"):
+    with pytest.raises(ConfigError, match=rf"{KEY}: .* computes other expert weights in Qwen3MoeTopKRouter"):
         replay._prove(router, (logits, weights / 2, own))
 
 
@@ -212,22 +213,22 @@ def planned(tmp_path: Path, folder: Path, *words: str) -> Any:
 
 def test_the_plan_says_who_chooses(mixture: Path, tmp_path: Path, model_folder: Path) -> None:
     said = {
-        "false": "engine and trainer choose experts by themselves",
+        "false": "engine and trainer choose experts independently",
         "true": "the trainer sends tokens to the experts that the engine chose",
-        "measure": "by themselves and are compared",
+        "measure": "independently, and their choices are compared",
     }
     for value, words in said.items():
-        text = describe_plan(planned(tmp_path, mixture, f"{KEY}={value}"))
+        text = describe(planned(tmp_path, mixture, f"{KEY}={value}"))
         assert words in text and f"({KEY}={value})" in text
-    assert "routing " not in describe_plan(planned(tmp_path, model_folder))
+    assert "routing " not in describe(planned(tmp_path, model_folder))
 
 
 def test_what_cannot_be_replayed_is_refused_by_name(mixture: Path, tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"{KEY}=true: {model_folder} is a dense model, which has no experts"):
         planned(tmp_path, model_folder, f"{KEY}=true")
     plan = planned(tmp_path, mixture, f"{KEY}=measure")
-    config = plan.config.replaced({"rollout": {"engine": "vllm"}, "runtime": "ray"})
-    with pytest.raises(ConfigError, match=f"{KEY}=measure: vllm on a CPU does not tell .* or rollout.engine=hf"):
+    config = plan.config.with_keys({"rollout": {"engine": "vllm"}, "runtime": "ray"})
+    with pytest.raises(ConfigError, match=f"{KEY}=measure: vllm on a CPU does not report .* or rollout.engine=hf"):
         check_replay(config, plan.facts, plan.machine)
     settings = json.loads((mixture / "config.json").read_text())
     strange = tmp_path / "strange"
@@ -236,7 +237,7 @@ def test_what_cannot_be_replayed_is_refused_by_name(mixture: Path, tmp_path: Pat
     named = {"model_type": "phimoe", "architectures": ["PhimoeForCausalLM"], "num_local_experts": 4}
     described = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps(described | sizes | named))
-    with pytest.raises(ConfigError, match=f"{KEY}: how phimoe weighs the experts .* train one of mixtral, qwen2_moe"):
+    with pytest.raises(ConfigError, match=f"{KEY} does not support phimoe: .* train one of mixtral, qwen2_moe"):
         planned(tmp_path, strange, f"{KEY}=true")
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trueline.data.types import Batch, LossOutput
-from trueline.training.report import Tally
+from trueline.training.report import LossAccumulator
 
 
 def batch(share: float) -> Batch:
@@ -17,7 +17,7 @@ def loss(value: float, largest: float) -> LossOutput:
 
 
 def test_passes_add_up_and_maxima_are_those_of_tokens_that_count() -> None:
-    tally = Tally()
+    tally = LossAccumulator()
     for value, largest, share in ((1.0, 5.0, 0.25), (2.0, 3.0, 0.75)):
         tally.add(loss(value, largest), batch(share))
     report = tally.report()

@@ -20,8 +20,8 @@ from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 from trueline.data.types import Sample
 from trueline.models.loading import check_model
-from trueline.offline.plan import plan_supervised
-from trueline.rl.plan import plan_rl
+from trueline.plan.offline import plan_supervised
+from trueline.plan.rl import plan_rl
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings

@@ -20,13 +20,12 @@ from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.runtime.actors import LocalActor
 from trueline.training import saving
-from trueline.training.checkpoints import Checkpoints, Saved, digest, save_tensors
+from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
 from trueline.training.export import Export, export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
-from trueline.training.mesh import Mesh
 from trueline.training.report import LossSettings
 from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.training.worker import Mesh, Worker, WorkerSpec
 
 TENSORS = {
     MODEL: {"big": torch.arange(60.0).view(6, 10).bfloat16(), "odd": torch.arange(7.0), "one": torch.tensor(3.0)},
@@ -48,10 +47,10 @@ def nothing() -> None:
     pass
 
 
-def written(saver: Saver, folder: Path, describe: Callable[[], None] = nothing) -> Saved:
+def written(saver: Saver, folder: Path, describe: Callable[[], None] = nothing) -> SaveResult:
     folder.mkdir(exist_ok=True)
     saver.save(folder, 5, describe)
-    saved = saver.saved(wait=True)
+    saved = saver.result(wait=True)
     assert saved is not None
     return saved
 
@@ -115,25 +114,25 @@ def test_few_small_buffers_write_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(saving, "HOST_SHARE", 0.0)
     for rank in range(2):
         saver = Saver(rank, 2, contents)
-        saver.ring.allocate(10_000, room)
+        saver.buffers.allocate(10_000, room)
         saver.allocated = saver.thread.submit(nothing)
-        buffers = saver.ring.free.qsize()
+        buffers = saver.buffers.free.qsize()
         assert buffers == {0: 2, 30: 4, 10_000: 771}[room]
         for _ in range(2):
             found = written(saver, tmp_path / "again").digests
             assert found == {name: expected[name] for name in found}
-            assert saver.ring.free.qsize() == buffers
+            assert saver.buffers.free.qsize() == buffers
 
 
 def test_a_full_disk_is_told_and_the_next_save_has_all_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "BUFFER_BYTES", 13)
     saver = Saver(0, 1, contents)
-    saver.allocated = saver.thread.submit(saver.ring.allocate, 26, 26)
+    saver.allocated = saver.thread.submit(saver.buffers.allocate, 26, 26)
     with files_up_to(300):
         saved = written(saver, tmp_path / "full")
     assert saved.problem is not None and saved.problem.startswith("rank 0: [Errno 27] File too large")
     assert written(saver, tmp_path / "empty").problem is None
-    assert saver.ring.free.qsize() == 3
+    assert saver.buffers.free.qsize() == 3
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ValueError])
@@ -162,15 +161,15 @@ def test_copying_that_breaks_off_leaves_no_writer_waiting(tmp_path: Path) -> Non
     broken[0] = True
     with pytest.raises(ValueError, match="broken"):
         written(saver, tmp_path)
-    saved = saver.saved(wait=True)
-    assert saved is not None and saved.problem == "rank 0: training.safetensors: copying was broken off"
+    saved = saver.result(wait=True)
+    assert saved is not None and saved.problem == "rank 0: training.safetensors: copying was interrupted"
     broken[0] = False
     assert written(saver, tmp_path).problem is None
 
 
 def test_a_state_without_shapes_is_refused(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(ConfigError, match=f"{tmp_path}: its training state is missing, or of a Trueline that"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}: its training state is missing"):
             SavedState(tmp_path)
         save_tensors(tmp_path / "training.safetensors", {"a/weight": torch.ones(2)}, {"steps": "1"})
 
@@ -224,8 +223,8 @@ def test_training_goes_on_while_it_is_written(
     for _ in range(2):
         learn(group)
         checkpoints.settle()
-        assert checkpoints.newest() is None and checkpoints.underway is not None
-    checkpoints.tell(1, {"evaluation/loss": 0.5})
+        assert checkpoints.newest() is None and checkpoints.pending is not None
+    checkpoints.add_metrics(1, {"evaluation/loss": 0.5})
     gate.set()
     checkpoints.settle(wait=True)
     saved = checkpoints.newest()

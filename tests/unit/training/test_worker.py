@@ -26,11 +26,11 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
-from trueline.config.preference import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
+from trueline.config.supervised import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample, is_filled
-from trueline.models.divergence import load_teacher
+from trueline.models.head import load_teacher
 from trueline.runtime.actors import ActorFailure, LocalActor
-from trueline.runtime.fingerprints import bit_sum, wrapped
+from trueline.runtime.fingerprints import bit_sum, wrap_int64
 from trueline.training.checkpoints import digest
 from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.group import ModelGroup, write_models
@@ -64,8 +64,12 @@ def make_worker(
 ) -> Worker:
     model = ModelConfig(path=str(folder), dtype="float32", lora=lora)
     ranks = TrainingConfig(engine="torch", **(SCHEDULE | training))
-    goal = None if teacher is None else partial(load_teacher, DistillConfig(), ModelConfig(path=str(teacher)))
-    spec = WorkerSpec(model, ranks, rank=0, world=1, total_steps=4, seed=0, head=head, goal=goal)
+    distillation_target = (
+        None if teacher is None else partial(load_teacher, DistillConfig(), ModelConfig(path=str(teacher)))
+    )
+    spec = WorkerSpec(
+        model, ranks, rank=0, world=1, total_steps=4, seed=0, head=head, distillation_target=distillation_target
+    )
     worker = Worker(spec)
     worker.start(("", 0))  # plain PyTorch meets nobody
     return worker
@@ -134,8 +138,8 @@ def test_reported_means_are_weighted_like_the_loss(model_folder: Path) -> None:
 def test_scores_come_back_in_the_order_of_the_samples(model_folder: Path) -> None:
     samples = make_samples(6, seed=5)
     group = make_group(make_worker(model_folder), tokens=30)
-    together = group.score(samples, 0.8)
-    for sample, scores in zip(samples, together, strict=True):
+    samples_per_row = group.score(samples, 0.8)
+    for sample, scores in zip(samples, samples_per_row, strict=True):
         torch.testing.assert_close(scores, group.score([sample], 0.8)[0], rtol=1e-5, atol=1e-5)
         assert scores.shape == sample.tokens.shape
         assert (scores[~sample.mask] == 0).all()
@@ -166,7 +170,7 @@ def train(worker: Worker, steps: range) -> list[dict[str, float]]:
 def save(worker: Worker, folder: Path) -> str:
     folder.mkdir(exist_ok=True)
     worker.save(str(folder))
-    saved = worker.saved(True)
+    saved = worker.save_result(True)
     assert saved is not None and saved.problem is None
     return str(folder)
 
@@ -261,9 +265,9 @@ def test_a_checkpoint_with_an_average_is_taken_up_without_one(model_folder: Path
 
 
 def test_a_checkpoint_before_the_first_step_can_be_loaded(model_folder: Path, tmp_path: Path) -> None:
-    fresh = make_worker(model_folder)
-    again = resumed(save(fresh, tmp_path / "checkpoint"), model_folder)
-    assert without_memory(train(again, range(1))) == without_memory(train(fresh, range(1)))
+    logprobs_from_update = make_worker(model_folder)
+    again = resumed(save(logprobs_from_update, tmp_path / "checkpoint"), model_folder)
+    assert without_memory(train(again, range(1))) == without_memory(train(logprobs_from_update, range(1)))
 
 
 def test_a_checkpoint_of_another_kind_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
@@ -297,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_not_raised(model_folder: Pa
     worker = make_worker(model_folder)
     for _ in range(2):  # what was not written is in nobody's way later
         worker.save(str(tmp_path / "missing"))
-        saved = worker.saved(True)
+        saved = worker.save_result(True)
         assert saved is not None and (saved.problem or "").startswith("rank 0: ")
     look = write_models({"critic": make_group(worker)}, tmp_path)
     found = look(True)
@@ -448,16 +452,16 @@ def test_an_engine_is_sent_plain_weights(model_folder: Path) -> None:
 def test_an_engine_is_sent_adapters_alone(model_folder: Path) -> None:
     """Frozen weights and the product of what is sent, which needs no scaling, make the model that was trained."""
     plain, worker = make_worker(model_folder), make_worker(model_folder, LORA)
-    apart = make_worker(model_folder, LORA.replaced({"sync": "adapter"}))
-    for one in (worker, apart):
+    adapter_only = make_worker(model_folder, LORA.with_keys({"sync": "adapter"}))
+    for one in (worker, adapter_only):
         train(one, range(2))
-    sent = dict(apart.sent_weights())
-    assert [spec.name for spec in apart.weight_specs("float32")] == list(sent)
+    sent = dict(adapter_only.sent_weights())
+    assert [spec.name for spec in adapter_only.weight_specs("float32")] == list(sent)
     assert all(name.startswith("base_model.model.model.layers.") for name in sent)
-    whole = {name: tensor.clone() for name, tensor in apart.plain_weights()}
+    whole = {name: tensor.clone() for name, tensor in adapter_only.plain_weights()}
     assert all(torch.equal(whole[name], tensor) for name, tensor in plain.plain_weights())
-    assert apart.weight_bits("float32")[0] == plain.weight_bits("float32")[0]
-    assert apart.weight_bits("float32")[1] == wrapped(sum(int(bit_sum(tensor)) for tensor in sent.values()))
+    assert adapter_only.weight_bits("float32")[0] == plain.weight_bits("float32")[0]
+    assert adapter_only.weight_bits("float32")[1] == wrap_int64(sum(int(bit_sum(tensor)) for tensor in sent.values()))
     for name in [name for name in sent if "lora_A" in name]:
         target = name.removeprefix("base_model.model.").replace("lora_A.", "")
         whole[target] += sent[name.replace("lora_A", "lora_B")] @ sent[name]
@@ -523,7 +527,7 @@ def test_preferences_are_learnt(model_folder: Path) -> None:
     set_weights(samples, "sequence_sum", 0)
     settings = LossSettings(1.0, PreferenceConfig(loss="simpo", beta=2.0))
     group = make_group(worker, rows=2)
-    reports = [group.update(samples, "preference", settings, together=2) for _ in range(5)]
+    reports = [group.update(samples, "preference", settings, samples_per_row=2) for _ in range(5)]
     margins = [report["preference/margin"] for report in reports]
     assert margins == sorted(margins)
     assert margins[-1] > margins[0]
@@ -533,7 +537,7 @@ def test_rewards_are_learnt_and_opened_by_transformers(model_folder: Path, tmp_p
     worker, samples = make_worker(model_folder, head="reward", learning_rate=1e-3), make_samples(6, seed=26)
     set_weights(samples, "sequence_sum", 0)
     group, settings = make_group(worker), LossSettings(1.0, RewardModelConfig())
-    losses = [group.update(samples, "reward_model", settings, together=2)["loss"] for _ in "1234"]
+    losses = [group.update(samples, "reward_model", settings, samples_per_row=2)["loss"] for _ in "1234"]
     assert losses == sorted(losses, reverse=True)
     group.keep_facts(samples, "reward_model", settings)
     save(worker, tmp_path / "checkpoint")
@@ -554,12 +558,12 @@ def test_what_a_loss_wants_to_know_of_the_minibatch_joins_the_settings(model_fol
     for sample, other in zip(samples, others, strict=True):
         sample.companion, other.ref_logprobs = other, torch.full((other.length(),), -20.0)
     given = LossSettings(0.8, KTOConfig(), {"known": 1.0})
-    settings = group.prepared(samples, "kto", given)
+    settings = group.prepare_settings(samples, "kto", given)
     scored = zip(others, group.score(others, 0.8), strict=True)
     kl = fmean(float(((logprobs + 20.0) * other.mask).sum()) for other, logprobs in scored)
     assert (settings.temperature, settings.section) == (0.8, given.section)
     assert settings.statistics == {"known": 1.0, "kto/kl": kl}
-    assert group.prepared(samples, "sft", given) == given
+    assert group.prepare_settings(samples, "sft", given) == given
 
 
 @pytest.mark.parametrize("head", ["reward", "steps"])
@@ -572,7 +576,7 @@ def test_a_scoring_head_beside_adapters_changes_as_a_whole(model_folder: Path, h
     before = worker.fingerprints()
     loss, config = ("reward_model", RewardModelConfig()) if head == "reward" else ("process_reward", None)
     for _ in range(2):
-        make_group(worker).update(samples, loss, LossSettings(1.0, config), together=2)
+        make_group(worker).update(samples, loss, LossSettings(1.0, config), samples_per_row=2)
     assert [name for name, value in worker.fingerprints().items() if value == before[name]] == []
 
 
@@ -596,7 +600,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(model_folder: Path, tmp_path
     config.vocab_size += 8
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "teacher")
-    with pytest.raises(ConfigError, match=r"distill\.teacher=.*choose models with one vocabulary"):
+    with pytest.raises(ConfigError, match=r"distill\.teacher=.*choose models with the same vocabulary"):
         make_worker(model_folder, teacher=tmp_path / "teacher")
 
 

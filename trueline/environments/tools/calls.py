@@ -4,10 +4,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
-    from trueline.data.messages import Message
+from trueline.data.messages import Message
 
 END_OF_THOUGHT = "</think>"
 PYTHON_TAG, TOOL_CALLS, OPEN, CLOSE = "<|python_tag|>", "[TOOL_CALLS]", "<tool_call>", "</tool_call>"
@@ -18,10 +17,6 @@ BEGUN = re.compile(
 FENCE = re.compile(r"^[ \t]*```(?:json)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 NAMED = re.compile(r"\s*([\w.:-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 LONGEST_QUOTE = 200  # characters
-
-
-class ToolMistake(Exception):
-    """A call that cannot be carried out by the policy's own fault; the policy is told the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +31,15 @@ class Parsed:
     calls: list[ToolCall]
     error: str = ""  # why a call that was begun could not be read
     reasoning: str = ""  # of models that think in a part of the reply that is marked by special tokens
-    text: str = field(default="", compare=False)  # the whole reply besides that, calls as they are written
+    text: str = field(default="", compare=False)  # the whole reply without it, calls as written
 
 
 ReadCalls = Callable[[str], list[ToolCall]]
 UNREADABLE = "unreadable_call"  # the function that a call which cannot be read calls in the conversation
 
 
-def as_message(parsed: Parsed, ids: Callable[[], str]) -> "Message":
-    """Return the assistant's message in OpenAI's shape. One call stands for all where one cannot be read."""
+def as_message(parsed: Parsed, ids: Callable[[], str]) -> Message:
+    """Return the assistant's message in OpenAI's form. If a call cannot be read, one call represents all."""
     calls = [ToolCall(UNREADABLE, {})] if parsed.error else parsed.calls
     message: Message = {"role": "assistant", "content": (parsed.text if parsed.error else parsed.content) or None}
     if parsed.reasoning:
@@ -64,22 +59,24 @@ def as_json(value: Any) -> str:
 # Formats
 
 
-def hermes(text: str) -> Parsed:
-    """`<tool_call>{...}</tool_call>`, any number of them between text."""
-    return gathered(*between(text, OPEN, CLOSE))
+def find_marked_calls(
+    begin: str, end: str, read: ReadCalls | None = None, remedy: str = REMEDY
+) -> Callable[[str], Parsed]:
+    """Return a reader of calls between two marks, any number of them between text."""
+    return lambda text: collect_calls(*split_between(text, begin, end), read=read, remedy=remedy)
 
 
 def mistral(text: str) -> Parsed:
     """`[TOOL_CALLS] [{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for every call."""
     content, *bodies = text.split(TOOL_CALLS)
-    return gathered(content, bodies, read=decoded_named)
+    return collect_calls(content, bodies, read=decode_named)
 
 
 def llama(text: str) -> Parsed:
     """`{"name": ..., "parameters": {...}}`, several of them between semicolons, often behind a tag."""
     content, tag, body = text.rpartition(PYTHON_TAG)
     if tag or is_call(body):
-        return gathered(content, [body])
+        return collect_calls(content, [body])
     return Parsed(text.strip(), [])
 
 
@@ -89,12 +86,12 @@ def plain_json(text: str) -> Parsed:
     body = fences[0][1] if len(fences) == 1 else text
     content = text.replace(fences[0][0], "") if len(fences) == 1 else ""
     if is_call(body):
-        return gathered(content, [body])
+        return collect_calls(content, [body])
     return Parsed(text.strip(), [])
 
 
 FORMATS: dict[str, Callable[[str], Parsed]] = {
-    "hermes": hermes,
+    "hermes": find_marked_calls(OPEN, CLOSE),
     "mistral": mistral,
     "llama": llama,
     "json": plain_json,
@@ -118,7 +115,7 @@ SPELLINGS = {
 
 
 def is_call(text: str) -> bool:
-    """Tell a call, even one that breaks off, from other JSON."""
+    """Return whether a text is a call, even one that breaks off, and no other JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,7 +127,7 @@ def is_call(text: str) -> bool:
 # Calls
 
 
-def between(text: str, begin: str, end: str) -> tuple[str, list[str], str]:
+def split_between(text: str, begin: str, end: str) -> tuple[str, list[str], str]:
     """Return the text outside of two markers, the texts between them, and what is wrong where one is not closed."""
     content, *pieces = text.split(begin)
     parts = [piece.partition(end) for piece in pieces]
@@ -139,20 +136,20 @@ def between(text: str, begin: str, end: str) -> tuple[str, list[str], str]:
     return content, [body for body, closed, _ in parts if closed], unclosed
 
 
-def gathered(
+def collect_calls(
     content: str, bodies: list[str], error: str = "", *, read: ReadCalls | None = None, remedy: str = REMEDY
 ) -> Parsed:
     """Return the calls that can be read, and why the last other one cannot."""
     calls: list[ToolCall] = []
     for body in bodies:
         try:
-            calls += (read or decoded)(body)
+            calls += (read or decode_calls)(body)
         except (ValueError, RecursionError) as fault:
             error = f"the tool call could not be read: {fault}; {remedy}"
     return Parsed(content.strip(), calls, error)
 
 
-def decoded(text: str) -> list[ToolCall]:
+def decode_calls(text: str) -> list[ToolCall]:
     """Return the calls of JSON objects with semicolons or nothing between them, or of a list of objects."""
     calls: list[ToolCall] = []
     rest = text.strip()
@@ -166,9 +163,9 @@ def decoded(text: str) -> list[ToolCall]:
     return calls
 
 
-def decoded_named(text: str) -> list[ToolCall]:
+def decode_named(text: str) -> list[ToolCall]:
     named = NAMED.fullmatch(text.rstrip())
-    return decoded(f'{{"name": {as_json(named[1])}, "arguments": {named[2]}}}') if named else decoded(text)
+    return decode_calls(f'{{"name": {as_json(named[1])}, "arguments": {named[2]}}}') if named else decode_calls(text)
 
 
 def call_of(value: Any) -> ToolCall:

@@ -10,20 +10,20 @@ from trueline.config.base import ConfigError
 from trueline.data.messages import Tool
 from trueline.environments.tools import calls, markup
 from trueline.environments.tools.calls import END_OF_THOUGHT, Parsed, ToolCall
-from trueline.environments.tools.schemas import coerced_arguments
+from trueline.environments.tools.schemas import coerce_arguments
 
 Parse = Callable[[str, Sequence[Tool]], Parsed]  # of a reply with its special tokens, and the tools it may call
 Read = Callable[[str], Parsed]
-THINK = ("<think>", END_OF_THOUGHT)  # which stay in the content: templates that know of them look there
-CHANNELS = ("", "")  # where the reader itself tells what is thought
+THINK = ("<think>", END_OF_THOUGHT)  # they stay in the content, where templates that know them look
+CHANNELS = ("", "")  # the reader itself separates the thought
 AUTO = "auto"
 # Some of vLLM's parsers take time that grows with the square of a broken call's length: over 8 s for 20,000 characters
-# of opened parameters (qwen3_coder, 0.32), in which no other episode goes on. The readers here go over a reply once.
+# of opened parameters (qwen3_coder, 0.32), while all other episodes wait. The readers here pass over a reply once.
 LONGEST_FOR_VLLM = 4000  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class CallFormat:
     """One way to write tool calls."""
 
     name: str
@@ -32,23 +32,25 @@ class Format:
     end: str = ""
     vllm: str = ""  # vLLM's parser; none where vLLM has none that can be used
     own: Read | None = None
-    thought: tuple[str, str] = THINK  # around what a model thinks before it answers
+    thought: tuple[str, str] = THINK  # marks around a model's thought
 
 
-def tried_in_turn(text: str) -> Parsed:
+def try_formats(text: str) -> Parsed:
     found = (read(text) for read in calls.FORMATS.values())
     return next((parsed for parsed in found if parsed.calls or parsed.error), Parsed(text.strip(), []))
 
 
-UNKNOWN = Format("json", own=tried_in_turn)  # where a template is of no format below
+UNKNOWN = CallFormat("json", own=try_formats)  # for templates of no format below
 
-# The first that fits is taken: the texts of one format may stand in the template of another.
+# The first that fits is taken: templates of one format may contain the texts of another.
 FORMATS = (
-    Format("qwen3_coder", (("<function=",),), calls.OPEN, calls.CLOSE, "qwen3_coder", markup.tagged),
-    Format("glm45", (("<arg_key>",),), calls.OPEN, calls.CLOSE, "glm45", markup.with_keys),
-    Format("deepseek_v3", ((markup.CALLS, "```json"),), markup.CALL, markup.CALL_END, "deepseek_v3", markup.deepseek),
-    Format("deepseek_v31", ((markup.CALLS,),), markup.CALL, markup.CALL_END, "deepseek_v31", markup.deepseek),
-    Format(
+    CallFormat("qwen3_coder", (("<function=",),), calls.OPEN, calls.CLOSE, "qwen3_coder", markup.qwen3_coder),
+    CallFormat("glm45", (("<arg_key>",),), calls.OPEN, calls.CLOSE, "glm45", markup.glm45),
+    CallFormat(
+        "deepseek_v3", ((markup.CALLS, "```json"),), markup.CALL, markup.CALL_END, "deepseek_v3", markup.deepseek
+    ),
+    CallFormat("deepseek_v31", ((markup.CALLS,),), markup.CALL, markup.CALL_END, "deepseek_v31", markup.deepseek),
+    CallFormat(
         "gemma4",
         ((f"{markup.GEMMA_CALL}call:",),),
         markup.GEMMA_CALL,
@@ -58,8 +60,8 @@ FORMATS = (
         ("<|channel>thought", "<channel|>"),
     ),
     # vLLM's parser of it downloads a vocabulary.
-    Format("openai", (("<|channel|>", "to=", "functions."),), own=markup.harmony, thought=CHANNELS),
-    Format(
+    CallFormat("openai", (("<|channel|>", "to=", "functions."),), own=markup.harmony, thought=CHANNELS),
+    CallFormat(
         "lfm2",
         ((markup.LFM_CALLS,), ("<|tool_list_start|>",)),
         markup.LFM_CALLS,
@@ -67,8 +69,8 @@ FORMATS = (
         "lfm2",
         markup.lfm2,
     ),
-    Format("olmo3", ((markup.OLMO_CALLS,),), markup.OLMO_CALLS, markup.OLMO_END, "olmo3", markup.olmo3),
-    Format(
+    CallFormat("olmo3", ((markup.OLMO_CALLS,),), markup.OLMO_CALLS, markup.OLMO_END, "olmo3", markup.olmo3),
+    CallFormat(
         "cohere_command3",
         ((markup.ACTION,),),
         markup.ACTION,
@@ -77,12 +79,14 @@ FORMATS = (
         markup.cohere,
         ("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
-    Format("phi4_mini_json", (("<|tool|>",), (markup.FUNCTOOLS,)), "functools[", "", "phi4_mini_json", markup.phi4),
-    Format("mistral", ((calls.TOOL_CALLS,),), calls.TOOL_CALLS, "", "mistral", calls.mistral, ("[THINK]", "[/THINK]")),
+    CallFormat("phi4_mini_json", (("<|tool|>",), (markup.FUNCTOOLS,)), "functools[", "", "phi4_mini_json", markup.phi4),
+    CallFormat(
+        "mistral", ((calls.TOOL_CALLS,),), calls.TOOL_CALLS, "", "mistral", calls.mistral, ("[THINK]", "[/THINK]")
+    ),
     # vLLM's parser of it (0.32) takes digits for a number where the tool wants text.
-    Format("muse_glimmer", (("<atem:invoke",),), own=markup.muse, thought=CHANNELS),
-    Format("hermes", ((calls.OPEN,),), calls.OPEN, calls.CLOSE, "hermes", calls.hermes),
-    Format(
+    CallFormat("muse_glimmer", (("<atem:invoke",),), own=markup.muse, thought=CHANNELS),
+    CallFormat("hermes", ((calls.OPEN,),), calls.OPEN, calls.CLOSE, "hermes", calls.FORMATS["hermes"]),
+    CallFormat(
         "llama",
         (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
         calls.PYTHON_TAG,
@@ -90,15 +94,15 @@ FORMATS = (
         "llama3_json",
         calls.llama,
     ),
-    Format("json", own=calls.plain_json),
+    CallFormat("json", own=calls.plain_json),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenFormat:
     """The format of a run, by what it was chosen, and whether vLLM reads it."""
 
-    form: Format
+    form: CallFormat
     by: str
     by_vllm: bool
 
@@ -109,18 +113,18 @@ class Chosen:
         return f"{self.form.name} ({reader}), {self.by}"
 
 
-def chosen_format(name: str, template: Any, *, vllm: bool) -> Chosen:
-    """Choose by name, or by the chat template; `vllm` tells whether vLLM samples, and its parsers are at hand."""
+def choose_format(name: str, template: Any, *, vllm: bool) -> ChosenFormat:
+    """Choose by name, or by the chat template; `vllm`: vLLM samples, and its parsers can be imported."""
     if name == AUTO:
-        form = recognised(template)
+        form = recognise_format(template)
         by = "the chat template is of no known format" if form is UNKNOWN else "by the chat template"
     else:
-        form = next((one for one in FORMATS if name in (one.name, one.vllm)), Format(name, vllm=name))
+        form = next((one for one in FORMATS if name in (one.name, one.vllm)), CallFormat(name, vllm=name))
         by = "by environment.tool_format"
-    return Chosen(form, by, bool(form.vllm) and (vllm or form.own is None))
+    return ChosenFormat(form, by, bool(form.vllm) and (vllm or form.own is None))
 
 
-def recognised(template: Any) -> Format:
+def recognise_format(template: Any) -> CallFormat:
     """Return the format of a chat template, which may be several by their names."""
     source = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template or "")
     return next((one for one in FORMATS if any(all(text in source for text in row) for row in one.signs)), UNKNOWN)
@@ -130,40 +134,42 @@ def recognised(template: Any) -> Format:
 class Parser:
     """Finds the calls of replies in one format, and gives them arguments of the types that tools want."""
 
-    form: Format
+    form: CallFormat
     find: Parse | None = None  # vLLM's parser
     special: re.Pattern[str] = field(default_factory=lambda: re.compile(r"(?!)"))  # tokens that are no text
     remark: str = ""  # why vLLM's parser, which was chosen, is not used
 
     def __call__(self, text: str, tools: Sequence[Tool]) -> Parsed:
-        thought, answer = self._parted(text)
-        parsed = self._found(answer, tools)
+        thought, answer = self._split_thought(text)
+        parsed = self._find_calls(answer, tools)
         spoken = thought if self.form.thought == THINK else ""
         in_channels = self.form.thought == CHANNELS and not parsed.error
-        text = self._bare(parsed.content if in_channels else f"{spoken}{answer}")
+        text = self._remove_special(parsed.content if in_channels else f"{spoken}{answer}")
         return Parsed(
-            content=(self._bare(f"{spoken}{parsed.content}") if parsed.calls or parsed.error else text).strip(),
-            calls=[coerced_call(call, tools) for call in parsed.calls],
+            content=(
+                self._remove_special(f"{spoken}{parsed.content}") if parsed.calls or parsed.error else text
+            ).strip(),
+            calls=[coerce_call(call, tools) for call in parsed.calls],
             error=parsed.error,
-            reasoning=parsed.reasoning or ("" if spoken else self._thought(thought)),
+            reasoning=parsed.reasoning or ("" if spoken else self._strip_thought(thought)),
             text=text,
         )
 
-    def _parted(self, text: str) -> tuple[str, str]:
-        """Return what a model thinks aloud before it answers, which calls nothing, and its answer."""
+    def _split_thought(self, text: str) -> tuple[str, str]:
+        """Return a model's thought, which calls nothing, and the rest of its reply."""
         end = self.form.thought[1]
         thought, found, answer = text.rpartition(end) if end else ("", "", text)
         return thought + found, answer
 
-    def _thought(self, text: str) -> str:
+    def _strip_thought(self, text: str) -> str:
         begin, end = self.form.thought
-        return self._bare(text.removesuffix(end).strip().removeprefix(begin)).strip()
+        return self._remove_special(text.removesuffix(end).strip().removeprefix(begin)).strip()
 
-    def _bare(self, text: str) -> str:
+    def _remove_special(self, text: str) -> str:
         return self.special.sub("", text)
 
-    def _found(self, answer: str, tools: Sequence[Tool]) -> Parsed:
-        """Ask vLLM's parser, and the reader here where that sees fewer calls than are begun: it tells why not."""
+    def _find_calls(self, answer: str, tools: Sequence[Tool]) -> Parsed:
+        """Use vLLM's parser; if it finds fewer calls than begin, use the reader here, which says why."""
         own, begin, end = self.form.own, self.form.begin, self.form.end
         if self.find is None or (own is not None and len(answer) > LONGEST_FOR_VLLM):
             assert own is not None
@@ -179,13 +185,13 @@ class Parser:
         return replace(parsed, calls=[], error=parsed.error or error)
 
 
-def coerced_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
+def coerce_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
     tool = next((one for one in tools if one["function"]["name"] == call.name), None)
-    return ToolCall(call.name, coerced_arguments(call.arguments, tool))
+    return ToolCall(call.name, coerce_arguments(call.arguments, tool))
 
 
-def open_parser(chosen: Chosen, tokenizer: Any) -> Parser:
-    """Make the parser of a run; where vLLM's does not go with the tokenizer, the reader here takes its place."""
+def open_parser(chosen: ChosenFormat, tokenizer: Any) -> Parser:
+    """Make the parser of a run; if vLLM's does not fit the tokenizer, the reader here replaces it."""
     parser = Parser(chosen.form, special=special_tokens(tokenizer))
     if not chosen.by_vllm:
         return parser
@@ -198,7 +204,7 @@ def open_parser(chosen: Chosen, tokenizer: Any) -> Parser:
 
 
 def check_format(name: str) -> None:
-    """Refuse a name that neither this table nor vLLM knows; only for others is vLLM imported."""
+    """Refuse a name that neither this table nor vLLM has; vLLM is imported only for other names."""
     if name in names() or any(name == form.vllm for form in FORMATS):
         return
     known = vllm_calls().parsers()
@@ -223,7 +229,7 @@ def names() -> list[str]:
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Return what matches the tokens that are no text; the marks of a thought stay, as readers of it know them."""
+    """Return a pattern of the tokens that are no text; marks of a thought stay, because readers know them."""
     added = tokenizer.added_tokens_decoder.values()
     texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     longest_first = sorted(texts - set(THINK), key=len, reverse=True)

@@ -1,4 +1,4 @@
-"""A Python that runs one cell after the other in the sandbox, and keeps what they define."""
+"""The built-in tool `python`: it runs one cell after the other in the sandbox, and keeps what they define."""
 
 import asyncio
 import json
@@ -6,17 +6,26 @@ import signal
 import socket
 import tempfile
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from trueline.rewards.code import START_SECONDS
-from trueline.rewards.sandbox import Limits, confined, hand_over, text_of, wait_or_kill
+from trueline.usercode.sandbox import (
+    CODE_SECONDS,
+    START_SECONDS,
+    ProgramLimits,
+    give_to_nobody,
+    start_confined,
+    text_of,
+    wait_or_kill,
+)
 
+EPISODE: ContextVar[str] = ContextVar("episode")  # of the call that runs
 PROCESSOR_SECONDS = 3600.0  # of all cells of one interpreter; each cell has its own limit by the clock
-LAST_SECONDS = 1.0  # for a process to end that has let go of its line
+END_SECONDS = 1.0  # for a process to end that has closed its line
 LONGEST_OUTPUT = 10_000  # characters
 NO_OUTPUT = "(no output)"
-# The line that cells come by is the program's own; code in them has an empty standard input instead.
+# Cells arrive on a private line; their own standard input is empty.
 CELLS = """
 import ast, json, linecache, os, sys, traceback
 line = os.fdopen(os.dup(0), "r+b", buffering=0)
@@ -64,23 +73,45 @@ serve()
 """
 
 
+class PythonTool:
+    """An interpreter for every episode that calls it; the parameters are options."""
+
+    def __init__(
+        self, seconds: float = CODE_SECONDS, memory_gib: float = 1.0, network: bool = False, files: bool = False
+    ) -> None:
+        self.limits = ProgramLimits(seconds, memory_gib, network, files, place="environment")
+        self.interpreters: dict[str, Interpreter] = {}
+
+    async def python(self, code: str) -> str:
+        """Run Python code. Variables, functions and imports are kept for the next calls.
+
+        Args:
+            code: The code; what it prints and the value of its last expression come back.
+        """
+        return await self.interpreters.setdefault(EPISODE.get(), Interpreter(self.limits)).run(code)
+
+    async def close(self, episode: str) -> None:
+        if episode in self.interpreters:
+            await self.interpreters.pop(episode).close()
+
+
 class Interpreter:
     """It is started by its first cell, and by the next one after a cell that has ended it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ProgramLimits) -> None:
         self.limits = limits
         self.turn = asyncio.Lock()
-        self.live: Process | None = None
+        self.live: InterpreterProcess | None = None
 
     async def run(self, code: str) -> str:
         """Return what a cell prints, and the value of its last expression or why it failed."""
         async with self.turn:
-            process, self.live = self.live or await started(self.limits), None
+            process, self.live = self.live or await start_interpreter(self.limits), None
             try:
                 ended = await process.run(code, self.limits.seconds)
                 if not ended:
                     self.live = process
-                return "\n".join(text for text in (process.printed().strip("\n"), ended) if text) or NO_OUTPUT
+                return "\n".join(text for text in (process.take_output().strip("\n"), ended) if text) or NO_OUTPUT
             finally:  # also where nobody waits for the cell any more
                 if self.live is None:
                     process.end()
@@ -92,41 +123,41 @@ class Interpreter:
             self.live = None
 
 
-class Process:
-    def __init__(self, limits: Limits) -> None:
+class InterpreterProcess:
+    def __init__(self, limits: ProgramLimits) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="trueline-code-", ignore_cleanup_errors=True)
         self.output = tempfile.TemporaryFile(dir=self.folder.name, buffering=0)  # noqa: SIM115  (end closes it)
         program = Path(self.folder.name, "program.py")
         program.write_text(CELLS)
-        hand_over(self.folder.name, program, self.output.fileno())
+        give_to_nobody(self.folder.name, program, self.output.fileno())
         self.line, theirs = socket.socketpair()
         self.line.setblocking(False)
         with theirs:
             streams = theirs.fileno(), self.output, self.output
-            self.popen = confined(program, streams, replace(limits, seconds=PROCESSOR_SECONDS))
+            self.popen = start_confined(program, streams, replace(limits, seconds=PROCESSOR_SECONDS))
 
     async def run(self, code: str, seconds: float) -> str:
         """Run a cell and return nothing, or how it has ended the interpreter."""
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.get_running_loop().sock_sendall(self.line, json.dumps(code).encode() + b"\n")
-                if await self.answered():
+                if await self.is_ready():
                     return ""
         except TimeoutError:
             return f"The code took longer than {seconds:g} seconds and was ended; what it had defined is lost."
         except ConnectionError:
             pass
-        return await self.last_words()
+        return await self.describe_end()
 
-    async def answered(self) -> bool:
+    async def is_ready(self) -> bool:
         return await asyncio.get_running_loop().sock_recv(self.line, 1) != b""
 
-    async def last_words(self) -> str:
-        status = await asyncio.to_thread(wait_or_kill, self.popen, LAST_SECONDS)
+    async def describe_end(self) -> str:
+        status = await asyncio.to_thread(wait_or_kill, self.popen, END_SECONDS)
         cause = f" by {signal.Signals(-status).name}" if status is not None and status < 0 else ""
         return f"Python was ended{cause}; what the code had defined is lost."
 
-    def printed(self) -> str:
+    def take_output(self) -> str:
         """Take what was printed since the last time; the middle of a long text is left out."""
         text = text_of(self.output)
         self.output.seek(0)  # for the process too, which has the same place in it
@@ -142,15 +173,17 @@ class Process:
         self.folder.cleanup()
 
 
-async def started(limits: Limits) -> Process:
-    """Start Python, in this thread, for the kernel ends it with the thread that it was started by."""
-    process, ready = Process(limits), False
+async def start_interpreter(limits: ProgramLimits) -> InterpreterProcess:
+    """Start Python, in this thread: the kernel kills it when the thread that started it ends."""
+    process, ready = InterpreterProcess(limits), False
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
-                ready = await process.answered()
+                ready = await process.is_ready()
         if not ready:
-            raise RuntimeError(f"Python does not start in the sandbox: {process.printed().strip() or 'no sign of it'}")
+            raise RuntimeError(
+                f"Python does not start in the sandbox: {process.take_output().strip() or 'no sign of it'}"
+            )
     finally:
         if not ready:
             process.end()

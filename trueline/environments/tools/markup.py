@@ -1,4 +1,4 @@
-"""Readers of tool calls that are written in tags, in Python, or between special tokens, as families of models do."""
+"""Readers of tool calls in tags, in Python, or between special tokens."""
 
 import ast
 import json
@@ -11,10 +11,11 @@ from trueline.environments.tools.calls import (
     OPEN,
     Parsed,
     ToolCall,
-    between,
     call_of,
-    decoded,
-    gathered,
+    collect_calls,
+    decode_calls,
+    find_marked_calls,
+    split_between,
 )
 
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
@@ -40,21 +41,15 @@ ATEM_CALLS = re.compile(r"</?atem:function_calls>")
 JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def tagged(text: str) -> Parsed:
-    """`<tool_call><function=name><parameter=one>value</parameter></function></tool_call>`."""
-    remedy = f"write {OPEN}<function=NAME><parameter=ONE>VALUE</parameter></function>{CLOSE}"
-    return gathered(*between(text, OPEN, CLOSE), read=read_tagged, remedy=remedy)
-
-
 def read_tagged(body: str) -> list[ToolCall]:
     """Return the call with its values as texts: which of them are numbers is for the tool's schema to say."""
     function = FUNCTION.fullmatch(body)
     if function is None:
-        raise ValueError(f"it is not between <function=NAME> and </function>: {quoted(body)}")
-    return [keyed(function[1].strip(), function[2], PARAMETER)]
+        raise ValueError(f"it is not between <function=NAME> and </function>: {quote(body)}")
+    return [call_with_marks(function[1].strip(), function[2], PARAMETER)]
 
 
-def keyed(name: str, body: str, marks: tuple[str, str, str]) -> ToolCall:
+def call_with_marks(name: str, body: str, marks: tuple[str, str, str]) -> ToolCall:
     """Return a call whose arguments stand between marks, as texts; in one pass, however long and broken they are."""
     begin, middle, end = marks
     arguments: dict[str, str] = {}
@@ -64,32 +59,26 @@ def keyed(name: str, body: str, marks: tuple[str, str, str]) -> ToolCall:
         key, parted, tail = tail.partition(middle)
         value, closed, after = tail.partition(end)
         if before.strip() or not (begun and parted and closed):
-            raise ValueError(f"an argument of {name!r} is not between {begin} and {end}: {quoted(rest)}")
+            raise ValueError(f"an argument of {name!r} is not between {begin} and {end}: {quote(rest)}")
         arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n") if marks is PARAMETER else value
         rest = after.strip()
     return call_of({"name": name, "arguments": arguments})
 
 
-def with_keys(text: str) -> Parsed:
-    """`<tool_call>name<arg_key>one</arg_key><arg_value>value</arg_value></tool_call>`."""
-    remedy = f"write {OPEN}NAME<arg_key>ONE</arg_key><arg_value>VALUE</arg_value>{CLOSE}"
-    return gathered(*between(text, OPEN, CLOSE), read=read_with_keys, remedy=remedy)
-
-
 def read_with_keys(body: str) -> list[ToolCall]:
     name, tag, rest = body.partition("<arg_key>")
     if not re.fullmatch(r"[\w.:-]+", name.strip()):
-        raise ValueError(f"it does not begin with the name of a function: {quoted(body)}")
-    return [keyed(name.strip(), re.sub(r"</arg_key>\s+<arg_value>", ARGUMENT[1], tag + rest), ARGUMENT)]
+        raise ValueError(f"it does not begin with the name of a function: {quote(body)}")
+    return [call_with_marks(name.strip(), re.sub(r"</arg_key>\s+<arg_value>", ARGUMENT[1], tag + rest), ARGUMENT)]
 
 
 def deepseek(text: str) -> Parsed:
     """Between fullwidth bars: a kind, a name and fenced JSON; or, in later models, a name and JSON."""
     content, tag, rest = text.partition(CALLS)
-    _, bodies, error = between(rest, CALL, CALL_END)
+    _, bodies, error = split_between(rest, CALL, CALL_END)
     if tag and not bodies:
         error = error or f"no {CALL} follows {CALLS}"
-    return gathered(content, bodies, error, read=read_deepseek, remedy=f"write NAME{SEPARATOR}ARGUMENTS, as JSON")
+    return collect_calls(content, bodies, error, read=read_deepseek, remedy=f"write NAME{SEPARATOR}ARGUMENTS, as JSON")
 
 
 def read_deepseek(body: str) -> list[ToolCall]:
@@ -99,23 +88,13 @@ def read_deepseek(body: str) -> list[ToolCall]:
     return [call_of({"name": name.strip(), "arguments": read_json(arguments)})]
 
 
-def lfm2(text: str) -> Parsed:
-    """A list of calls in Python, between special tokens."""
-    return gathered(*between(text, LFM_CALLS, LFM_END), read=pythonic, remedy="write [NAME(ONE=VALUE)]")
-
-
-def olmo3(text: str) -> Parsed:
-    """Calls in Python, one in each line."""
-    return gathered(*between(text, OLMO_CALLS, OLMO_END), read=pythonic, remedy="write NAME(ONE=VALUE), one in a line")
-
-
 def pythonic(body: str) -> list[ToolCall]:
     try:
         lines = ast.parse(body.strip()).body
     except SyntaxError as error:
-        raise ValueError(f"{error.msg} in {quoted(body)}") from None
+        raise ValueError(f"{error.msg} in {quote(body)}") from None
     except MemoryError:  # as Python calls it
-        raise ValueError(f"it is nested too deep: {quoted(body)}") from None
+        raise ValueError(f"it is nested too deep: {quote(body)}") from None
     found = [line.value if isinstance(line, ast.Expr) else line for line in lines]
     calls = [call for one in found for call in (one.elts if isinstance(one, ast.List) else [one])]
     if not calls:
@@ -125,7 +104,7 @@ def pythonic(body: str) -> list[ToolCall]:
 
 def python_call(node: ast.AST) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or not all(keyword.arg for keyword in node.keywords):
-        raise ValueError(f"it is no call whose arguments have names: {quoted(ast.unparse(node))}")
+        raise ValueError(f"it is no call whose arguments have names: {quote(ast.unparse(node))}")
     arguments = {str(keyword.arg): ast.literal_eval(WithJsonNames().visit(keyword.value)) for keyword in node.keywords}
     return call_of({"name": ast.unparse(node.func), "arguments": arguments})
 
@@ -137,23 +116,11 @@ class WithJsonNames(ast.NodeTransformer):
         return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
 
 
-def gemma4(text: str) -> Parsed:
-    """`call:name{one:value}` between special tokens, one of which stands for quotation marks."""
-    remedy = f"write {GEMMA_CALL}call:NAME{{ONE:VALUE}}{GEMMA_END}"
-    return gathered(*between(text, GEMMA_CALL, GEMMA_END), read=read_gemma, remedy=remedy)
-
-
 def read_gemma(body: str) -> list[ToolCall]:
     head, brace, rest = body.strip().partition("{")
     pieces = (brace + rest).split(GEMMA_QUOTE)  # every other one is a text
     written = [json.dumps(piece) if at % 2 else GEMMA_KEY.sub(r'"\1":', piece) for at, piece in enumerate(pieces)]
     return [call_of({"name": head.removeprefix("call:").strip(), "arguments": read_json("".join(written))})]
-
-
-def cohere(text: str) -> Parsed:
-    """A list of JSON objects between special tokens, each with `tool_name` and `parameters`."""
-    remedy = 'give a list of JSON objects, [{"tool_name": "...", "parameters": {...}}]'
-    return gathered(*between(text, ACTION, ACTION_END), read=read_cohere, remedy=remedy)
 
 
 def read_cohere(body: str) -> list[ToolCall]:
@@ -165,7 +132,7 @@ def read_cohere(body: str) -> list[ToolCall]:
 def phi4(text: str) -> Parsed:
     """`functools[{...}]`."""
     content, begun, body = text.partition(f"{FUNCTOOLS}[")
-    return gathered(content, [f"[{body}"] if begun else [], read=decoded)
+    return collect_calls(content, [f"[{body}"] if begun else [], read=decode_calls)
 
 
 def harmony(text: str) -> Parsed:
@@ -182,7 +149,9 @@ def harmony(text: str) -> Parsed:
             bodies.append(f'{{"name": {json.dumps(recipient[1])}, "arguments": {body or "{}"}}}')
         else:
             (thought if f"{CHANNEL}analysis" in header else said).append(body or "")
-    parsed = gathered("\n".join(filter(None, said)), bodies, error, remedy=f"write {BODY} and the arguments, as JSON")
+    parsed = collect_calls(
+        "\n".join(filter(None, said)), bodies, error, remedy=f"write {BODY} and the arguments, as JSON"
+    )
     return replace(parsed, reasoning="\n".join(thought))
 
 
@@ -205,24 +174,40 @@ def muse(text: str) -> Parsed:
     found = [(header, body or "") for header, body in messages_of(text)]
     thought = [body for header, body in found if "to=self" in header]
     said = "".join(body for header, body in found if "to=self" not in header)
-    content, bodies, error = between(ATEM_CALLS.sub("", said), "<atem:invoke", "</atem:invoke>")
-    parsed = gathered(content, bodies, error, read=read_invoked, remedy="write one <atem:invoke> for each call")
+    content, bodies, error = split_between(ATEM_CALLS.sub("", said), "<atem:invoke", "</atem:invoke>")
+    parsed = collect_calls(content, bodies, error, read=read_invoked, remedy="write one <atem:invoke> for each call")
     return replace(parsed, reasoning="\n".join(thought))
 
 
 def read_invoked(body: str) -> list[ToolCall]:
     invoked = INVOKED.fullmatch(body)
     if invoked is None:
-        raise ValueError(f"it has no name: {quoted(body)}")
-    return [keyed(invoked[1], invoked[2], ATEM_PARAMETER)]
+        raise ValueError(f"it has no name: {quote(body)}")
+    return [call_with_marks(invoked[1], invoked[2], ATEM_PARAMETER)]
 
 
 def read_json(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos} of {quoted(text)}") from None
+        raise ValueError(f"{error.msg} at character {error.pos} of {quote(text)}") from None
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     return f"{text!r:.{LONGEST_QUOTE}}"
+
+
+# <tool_call><function=name><parameter=one>value</parameter></function></tool_call>
+qwen3_coder = find_marked_calls(
+    OPEN, CLOSE, read_tagged, f"write {OPEN}<function=NAME><parameter=ONE>VALUE</parameter></function>{CLOSE}"
+)
+# <tool_call>name<arg_key>one</arg_key><arg_value>value</arg_value></tool_call>
+glm45 = find_marked_calls(
+    OPEN, CLOSE, read_with_keys, f"write {OPEN}NAME<arg_key>ONE</arg_key><arg_value>VALUE</arg_value>{CLOSE}"
+)
+lfm2 = find_marked_calls(LFM_CALLS, LFM_END, pythonic, "write [NAME(ONE=VALUE)]")
+olmo3 = find_marked_calls(OLMO_CALLS, OLMO_END, pythonic, "write NAME(ONE=VALUE), one in a line")
+gemma4 = find_marked_calls(GEMMA_CALL, GEMMA_END, read_gemma, f"write {GEMMA_CALL}call:NAME{{ONE:VALUE}}{GEMMA_END}")
+cohere = find_marked_calls(
+    ACTION, ACTION_END, read_cohere, 'give a list of JSON objects, [{"tool_name": "...", "parameters": {...}}]'
+)

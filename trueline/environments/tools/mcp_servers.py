@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
@@ -16,41 +16,39 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
 from mcp.types import Tool as ServerTool
 
-from trueline.environments.tools.built_in import EPISODE
-from trueline.environments.tools.calls import ToolMistake
+from trueline.data.messages import Tool
+from trueline.environments.tools.interpreter import EPISODE
 from trueline.environments.tools.schemas import UnfitTool
-
-if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
-    from trueline.data.messages import Tool
+from trueline.usercode.failures import PolicyError
 
 START_SECONDS, STOP_SECONDS = 60.0, 10.0
 ATTEMPTS, PAUSE_SECONDS = 3, 0.5  # to reach a server again; the pause doubles
 TRIES = 2  # of one call, where the server ends meanwhile
 EVERYBODY = ""  # the connection of all episodes
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-SESSION_OVER = "Session terminated"  # what the client says where a server has forgotten it
+SESSION_OVER = "Session terminated"  # the client's error for a session that the server has dropped
 Result = TypeVar("Result")
 
 
 class ServerGone(RuntimeError):
-    """A server cannot be reached, and does not come back."""
+    """A server cannot be reached."""
 
 
 class Broken(Exception):
-    """A connection ended before the answer to a call came."""
+    """A connection ended before the result of a call arrived."""
 
 
 class Address:
-    """Where a server is, with variables of the environment filled in; what they hold is in no message."""
+    """Address of a server, with environment variables filled in; messages never show their values."""
 
     def __init__(self, text: str, headers: Mapping[str, str]) -> None:
         self.text = text  # as it is configured
         self.secrets: set[str] = set()
         self.is_url = text.startswith(("http://", "https://"))
-        self.words = [self._filled(word) for word in ([text] if self.is_url else shlex.split(text))]
-        self.headers = {name: self._filled(value) for name, value in headers.items()} if self.is_url else {}
+        self.words = [self._fill(word) for word in ([text] if self.is_url else shlex.split(text))]
+        self.headers = {name: self._fill(value) for name, value in headers.items()} if self.is_url else {}
 
-    def _filled(self, text: str) -> str:
+    def _fill(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:
             found = os.environ.get(match[1], "")
             if not found:
@@ -60,14 +58,14 @@ class Address:
 
         return VARIABLE.sub(value, text)
 
-    def shown(self, text: str) -> str:
-        """Return a text without secrets, for a server or a library may well repeat what it was given."""
+    def redact(self, text: str) -> str:
+        """Return a text without secrets, which a server or a library may repeat."""
         for secret in sorted(self.secrets, key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[Client]:
+    async def connect(self) -> AsyncIterator[Client]:
         if self.is_url:
             async with (
                 create_mcp_http_client(headers=self.headers) as http,
@@ -81,7 +79,7 @@ class Address:
 
 
 class Connection:
-    """One connection, in a task of its own, for one task must open it, hold it and close it."""
+    """One connection, in a task of its own, because one task must open, hold and close it."""
 
     def __init__(self, connected: AbstractAsyncContextManager[Client]) -> None:
         self.client: Client
@@ -93,7 +91,7 @@ class Connection:
             self.there.set()
             await self.leave.wait()
 
-    async def opened(self) -> str:
+    async def wait_open(self) -> str:
         """Wait until it can be used, and return nothing, or why it cannot."""
         there = asyncio.create_task(self.there.wait())
         await asyncio.wait({there, self.held}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +117,7 @@ class Connection:
             work.cancel()
 
     def problem(self) -> str:
-        """Return why the connection has ended, in words of the innermost error."""
+        """Return why the connection has ended: the innermost error."""
         error = self.held.exception() if self.held.done() and not self.held.cancelled() else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -136,7 +134,7 @@ def is_closed(error: BaseException) -> bool:
     return isinstance(error, MCPError) and (error.error.code == CONNECTION_CLOSED or SESSION_OVER in str(error))
 
 
-class Server:
+class McpServer:
     """A server's tools, over one connection of all episodes or one of each, in a loop and a thread of their own."""
 
     def __init__(self, address: str, headers: Mapping[str, str], connection: str = "auto") -> None:
@@ -145,7 +143,7 @@ class Server:
         self.connections: dict[str, asyncio.Task[Connection]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self._spin, daemon=True).start()
-        listed = self._run(self._listed())
+        listed = self._run(self._list_tools())
         if listed.exception() is not None:
             self.stop()
         self.schemas = listed.result()
@@ -157,7 +155,7 @@ class Server:
     def _run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    async def _listed(self) -> "list[Tool]":
+    async def _list_tools(self) -> list[Tool]:
         client = (await self._connection(EVERYBODY, attempts=1)).client
         async with asyncio.timeout(START_SECONDS):
             page = await client.list_tools()
@@ -167,15 +165,15 @@ class Server:
                 tools = [*tools, *page.tools]
         if self.by_episode:
             await self._close(EVERYBODY)
-        return [described(tool) for tool in tools]
+        return [describe_tool(tool) for tool in tools]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return a tool's result as text; an error that the server reports is for the policy to see, as MCP has it."""
+        """Return a tool's result as text; an error that the server reports goes to the policy, as MCP defines."""
         key = EPISODE.get() if self.by_episode else EVERYBODY
         result = await asyncio.wrap_future(self._run(self._call(key, name, arguments)))
-        text = self.address.shown(text_of(result))
+        text = self.address.redact(text_of(result))
         if result.is_error:
-            raise ToolMistake(text)
+            raise PolicyError(text)
         return text
 
     async def _call(self, key: str, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -203,14 +201,14 @@ class Server:
         problem = ""
         for attempt in range(attempts):
             await asyncio.sleep(PAUSE_SECONDS * 2 ** (attempt - 1) if attempt else 0)
-            connection = Connection(self.address.connected())
-            problem = await connection.opened()
+            connection = Connection(self.address.connect())
+            problem = await connection.wait_open()
             if not problem:
                 return connection
         raise ServerGone(self._says(f"does not answer: check its URL or command ({attempts} attempts; {problem})"))
 
     def _says(self, what: str) -> str:
-        return self.address.shown(f"the MCP server {self.address.text!r} {what}")
+        return self.address.redact(f"the MCP server {self.address.text!r} {what}")
 
     async def close(self, episode: str) -> None:
         """End the connection of an episode."""
@@ -233,7 +231,7 @@ class Server:
         await asyncio.gather(*(self._close(key) for key in list(self.connections)))
 
 
-def described(tool: ServerTool) -> "Tool":
+def describe_tool(tool: ServerTool) -> Tool:
     return {
         "type": "function",
         "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},

@@ -1,4 +1,4 @@
-"""What a model is told of a function that it may call, and whether it gives what the function takes."""
+"""The schemas of functions that a model may call, and the arguments of its calls."""
 
 import ast
 import inspect
@@ -9,13 +9,11 @@ import textwrap
 import typing
 from collections.abc import Callable
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import Any, Literal, Union
 
-from trueline.algorithms.user_functions import NoSuchFunction
+from trueline.data.messages import Tool
 from trueline.environments.tools.calls import as_json
-
-if TYPE_CHECKING:  # that module needs torch, which the processes that host tools start without
-    from trueline.data.messages import Tool
+from trueline.usercode.failures import NoSuchFunction
 
 Function = Callable[..., Any]
 Schema = dict[str, Any]
@@ -25,19 +23,19 @@ TYPES: dict[str, tuple[type, ...]] = {name: (kind,) for kind, name in KINDS.item
 HINTS = "str, int, float, bool, list[...], dict, Literal[...] and unions of them"
 ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
 LONGEST_QUOTE = 200  # characters
-MOST_REFERENCES = 20  # within one another, for a schema may refer to itself
+MOST_REFERENCES = 20  # nested, because a schema may refer to itself
 IMPLIED = {"properties": "object", "items": "array"}  # by a key of a schema that names no type
 NOTHING = ("null", "None")  # as templates write it
 
 
 class UnfitTool(NoSuchFunction):
-    """A tool that no model can be offered as it is; the message says why."""
+    """A tool that cannot be offered to a model."""
 
 
-def schema_of(function: Function) -> "Tool":
+def schema_of(function: Function) -> Tool:
     """Return a function's schema, from its type hints and its docstring in Google's style."""
     name = function.__name__
-    description, texts = documented(inspect.getdoc(function) or "")
+    description, texts = parse_docstring(inspect.getdoc(function) or "")
     if not description:
         raise UnfitTool(f"the tool {name} has no docstring, by which a model knows what it does: write one")
     hints = typing.get_type_hints(function)
@@ -82,8 +80,8 @@ def schema_of_hint(hint: Any) -> Schema:
     raise TypeError(hint)
 
 
-def documented(text: str) -> tuple[str, dict[str, str]]:
-    """Return a docstring's first paragraph, and what it says of each argument."""
+def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's first paragraph, and its text for each argument."""
     before, *after = re.split(r"^Args:[ \t]*\n", text, maxsplit=1, flags=re.MULTILINE)
     indented = re.match(r"(?:[ \t]+.*\n?|\n)*", after[0])[0] if after else ""  # type: ignore[index]  # it matches all
     texts: dict[str, str] = {}
@@ -95,31 +93,31 @@ def documented(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(before.strip().partition("\n\n")[0].split()), texts
 
 
-def wrong_arguments(schema: "Tool", arguments: dict[str, Any]) -> str:
-    """Return what is wrong with arguments, for the model, or nothing."""
+def wrong_arguments(schema: Tool, arguments: dict[str, Any]) -> str:
+    """Return what is wrong with arguments, for the model; empty if nothing is."""
     name, parameters = schema["function"]["name"], schema["function"]["parameters"]
     properties = parameters["properties"]
     wrong = [f"the argument {one!r} is missing" for one in parameters["required"] if one not in arguments]
     wrong += [f"there is no argument {one!r}" for one in arguments if one not in properties]
     wrong += [
-        f"the argument {one!r} must be {expected(properties[one])}, not {as_json(value):.{LONGEST_QUOTE}}"
+        f"the argument {one!r} must be {describe_schema(properties[one])}, not {as_json(value):.{LONGEST_QUOTE}}"
         for one, value in arguments.items()
         if one in properties and not fits(value, properties[one])
     ]
-    takes = ", ".join(f"{one} ({expected(kind)})" for one, kind in properties.items()) or "no arguments"
+    takes = ", ".join(f"{one} ({describe_schema(kind)})" for one, kind in properties.items()) or "no arguments"
     return f"Wrong call of {name}: {'; '.join(wrong)}. It takes {takes}." if wrong else ""
 
 
-def expected(schema: Schema) -> str:
+def describe_schema(schema: Schema) -> str:
     if "anyOf" in schema:
-        return " or ".join(map(expected, schema["anyOf"]))
+        return " or ".join(map(describe_schema, schema["anyOf"]))
     kind = f"one of {as_json(schema['enum'])}" if "enum" in schema else schema.get("type", "any value")
-    of = f" of {expected(schema['items'])}" if "items" in schema else ""
+    of = f" of {describe_schema(schema['items'])}" if "items" in schema else ""
     return f"{kind}{of}" + (" or null" if schema.get("nullable") else "")
 
 
 def fits(value: Any, schema: Schema) -> bool:
-    """Tell whether a value is of a type; true and false are no numbers, as they are to Python."""
+    """Return whether a value fits a schema; unlike in Python, true and false are no numbers."""
     if value is None:
         return bool(schema.get("nullable", not schema))
     if "anyOf" in schema:
@@ -135,17 +133,17 @@ def fits(value: Any, schema: Schema) -> bool:
 # Arguments as a schema wants them
 
 
-def coerced_arguments(arguments: dict[str, Any], tool: "Tool | None") -> dict[str, Any]:
+def coerce_arguments(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
     """Return arguments with texts read as what the tool's schema wants; what cannot be read stays a text.
 
     The schema may be any, of an MCP server or an agent: what is unknown in it wants nothing.
     """
     root = (tool or {}).get("function", {}).get("parameters")
-    value = coerced(arguments, root, root) if isinstance(root, dict) else arguments
+    value = coerce(arguments, root, root) if isinstance(root, dict) else arguments
     return value if isinstance(value, dict) else arguments
 
 
-def coerced(value: Any, schema: Any, root: Schema) -> Any:
+def coerce(value: Any, schema: Any, root: Schema) -> Any:
     options = alternatives(schema, root)
     kinds = {kind for option in options for kind in kinds_of(option)}
     if isinstance(value, str) and kinds:
@@ -154,10 +152,10 @@ def coerced(value: Any, schema: Any, root: Schema) -> Any:
     if isinstance(value, dict):
         named, others = inner.get("properties"), inner.get("additionalProperties")
         return {
-            name: coerced(one, (named if isinstance(named, dict) else {}).get(name, others), root)
+            name: coerce(one, (named if isinstance(named, dict) else {}).get(name, others), root)
             for name, one in value.items()
         }
-    return [coerced(one, inner.get("items"), root) for one in value] if isinstance(value, list) else value
+    return [coerce(one, inner.get("items"), root) for one in value] if isinstance(value, list) else value
 
 
 def alternatives(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
@@ -166,13 +164,13 @@ def alternatives(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
         return []
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return alternatives(referred(root, reference), root, depth + 1)
+        return alternatives(resolve_reference(root, reference), root, depth + 1)
     unions = [schema[union] for union in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(union), list)]
     inner = [found for union in unions for one in union for found in alternatives(one, root, depth + 1)]
     return [schema, *inner]
 
 
-def referred(root: Schema, reference: str) -> Any:
+def resolve_reference(root: Schema, reference: str) -> Any:
     found: Any = root
     for name in reference.removeprefix("#/").split("/"):
         found = found.get(name) if isinstance(found, dict) else None

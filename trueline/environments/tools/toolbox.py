@@ -1,118 +1,113 @@
-"""The tools of a run, for the process that hosts them; it imports in no time, and without torch."""
+"""The tools of a run, in the process that has loaded them; the module imports fast and without torch."""
 
 import asyncio
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trueline.algorithms.user_functions import Function, NoSuchFunction, load_function
-from trueline.environments.tools.built_in import BUILT_IN, EPISODE, BuiltIn
-from trueline.environments.tools.calls import ToolMistake, as_json
+from trueline.data.messages import Tool
+from trueline.environments.tools.calls import as_json
+from trueline.environments.tools.interpreter import EPISODE, PythonTool
 from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.monitoring.user_files import PICKLED
+from trueline.usercode.failures import NoSuchFunction, PolicyError, ToolRaised
+from trueline.usercode.loading import Function, Parameters, load_function
 
-if TYPE_CHECKING:  # the first needs torch, which a process that hosts tools starts without; the second a second
-    from trueline.data.messages import Tool
-    from trueline.environments.tools.mcp_servers import Server
+if TYPE_CHECKING:  # an extra, which takes a second to import
+    from trueline.environments.tools.mcp_servers import McpServer
 
 Arguments = dict[str, Any]
 Run = Callable[[Arguments], Awaitable[Any]]
 
-MCP = "mcp:"
+PYTHON, MCP = "python", "mcp:"
+EXAMPLES = ("calculator", "search")
 CONNECTIONS = ("auto", "episode", "shared")  # of MCP servers; auto: of each episode to a URL, shared to a command
 MCP_OPTIONS = ("mcp_headers", "mcp_connection")
 
 
 class Toolbox:
-    """Tools by their names: of built-in kinds, of users' modules and of MCP servers."""
+    """Tools by their names: Python, users' functions and those of MCP servers."""
 
     def __init__(self, specifications: list[str], options: dict[str, Any]) -> None:
         self.tools: dict[str, tuple[Tool, Run]] = {}
         self.users: set[str] = set()  # names of tools that are users' functions
-        self.built_in: list[BuiltIn] = []
-        self.servers: list[Server] = []
-        self.open: set[str] = set()  # episodes
+        self.holders: list[PythonTool | McpServer] = []  # of state for episodes
         check_options(specifications, options)
         for specification in specifications:
-            for schema, run in self._loaded(specification, options):
-                self._add(specification, schema, run)
+            for schema, run in self._load(specification, options):
+                name = schema["function"]["name"]
+                if name in self.tools:
+                    raise UnfitTool(f"the tool {specification}: there is a tool {name!r} already; rename one of them")
+                self.tools[name] = schema, run
 
-    def schemas(self) -> "list[Tool]":
-        return [schema for schema, _ in self.tools.values()]
+    def describe(self) -> dict[str, Any]:
+        return {"plays": "tools", "schemas": [schema for schema, _ in self.tools.values()], "required": []}
 
     async def call(self, episode: str, name: str, arguments: Arguments) -> str:
-        """Return a tool's result as text, or raise ToolMistake, or what the tool itself raises."""
+        """Return a tool's result as text, or raise PolicyError, or ToolRaised where a user's tool fails."""
         if name not in self.tools:
-            raise ToolMistake(f"There is no tool {name!r}; there are {', '.join(self.tools)}.")
+            raise PolicyError(f"There is no tool {name!r}; there are {', '.join(self.tools)}.")
         EPISODE.set(episode)
-        self.open.add(episode)
-        result = await self.tools[name][1](arguments)
-        return result if isinstance(result, str) else as_json(result)
+        try:
+            result = await self.tools[name][1](arguments)
+            return result if isinstance(result, str) else as_json(result)
+        except Exception as error:
+            if name not in self.users or isinstance(error, PolicyError):
+                raise
+            traceback.print_exception(error)  # into the log; the model gets its last line
+            raise ToolRaised("".join(traceback.format_exception_only(error)).strip()) from error
 
     async def close(self, episode: str) -> None:
         """End what the tools hold for an episode."""
-        self.open.discard(episode)
-        for tool in self.built_in:
-            await tool.close(episode)
-        for server in self.servers:
-            await server.close(episode)
+        for holder in self.holders:
+            await holder.close(episode)
 
-    async def stop(self) -> None:
-        """End what the tools hold, for single episodes and for all together."""
-        for episode in list(self.open):
-            await self.close(episode)
-        for server in self.servers:
-            await asyncio.to_thread(server.stop)
-
-    def _add(self, specification: str, schema: "Tool", run: Run) -> None:
-        name = schema["function"]["name"]
-        if name in self.tools:
-            raise UnfitTool(f"the tool {specification}: there is a tool {name!r} already; rename one of them")
-        self.tools[name] = schema, run
-
-    def _loaded(self, specification: str, options: dict[str, Any]) -> "list[tuple[Tool, Run]]":
+    def _load(self, specification: str, options: dict[str, Any]) -> list[tuple[Tool, Run]]:
         if specification.startswith(MCP):
-            server = connected(specification.removeprefix(MCP).strip(), options)
-            self.servers.append(server)
+            server = connect_server(specification.removeprefix(MCP).strip(), options)
+            self.holders.append(server)
             if not server.schemas:
-                raise UnfitTool(f"the MCP server {server.address.text!r} offers no tools: see to it, or leave it out")
+                raise UnfitTool(f"the MCP server {server.address.text!r} offers no tools: check it, or leave it out")
             return [(schema, partial(server.call, schema["function"]["name"])) for schema in server.schemas]
-        if specification in BUILT_IN:
-            self.built_in.append(made(specification, options))
-            function = self.built_in[-1].function
+        if specification == PYTHON:
+            own = {name: value for name, value in options.items() if name not in MCP_OPTIONS}
+            python = PythonTool(**own)
+            self.holders.append(python)
+            function: Function = python.python
         else:
             function = load_tool(specification)
-            self.users.add(schema_of(function)["function"]["name"])
+            self.users.add(function.__name__)
         schema = schema_of(function)
-        return [(schema, partial(self._run, function, schema))]
-
-    async def _run(self, function: Function, schema: "Tool", arguments: Arguments) -> Any:
-        if wrong := wrong_arguments(schema, arguments):
-            raise ToolMistake(wrong)
-        if inspect.iscoroutinefunction(function):
-            return await guarded(function(**arguments))
-        result = await asyncio.to_thread(contained, function, arguments)
-        return await guarded(result) if inspect.isawaitable(result) else result
+        return [(schema, partial(call_tool, function, schema))]
 
 
-async def guarded(awaited: Awaitable[Any]) -> Any:
+async def call_tool(function: Function, schema: Tool, arguments: Arguments) -> Any:
+    if wrong := wrong_arguments(schema, arguments):
+        raise PolicyError(wrong)
+    if inspect.iscoroutinefunction(function):
+        return await await_contained(function(**arguments))
+    result = await asyncio.to_thread(call_contained, function, arguments)
+    return await await_contained(result) if inspect.isawaitable(result) else result
+
+
+async def await_contained(awaited: Awaitable[Any]) -> Any:
     try:
         return await awaited
-    except SystemExit as error:  # which would end the loop, and all other episodes
+    except SystemExit as error:  # it would end the loop, and all other episodes
         raise RuntimeError(f"the tool raised {error!r}") from error
 
 
-def contained(function: Function, arguments: Arguments) -> Any:
+def call_contained(function: Function, arguments: Arguments) -> Any:
     try:
         return function(**arguments)
-    except (SystemExit, StopIteration) as error:  # no future can hold a StopIteration: whoever awaits it waits for ever
+    except (SystemExit, StopIteration) as error:  # no future can hold a StopIteration: its caller would wait forever
         raise RuntimeError(f"the tool raised {error!r}") from error
 
 
 def check_options(specifications: list[str], options: dict[str, Any]) -> None:
-    named = [name for name in specifications if name in BUILT_IN]
-    known = [option for name in named for option in inspect.signature(BUILT_IN[name]).parameters]
+    known = list(Parameters.of(PythonTool).names) if PYTHON in specifications else []
     if any(one.startswith(MCP) for one in specifications):
         known += MCP_OPTIONS
     if (kind := options.get("mcp_connection", "auto")) not in CONNECTIONS:
@@ -123,20 +118,17 @@ def check_options(specifications: list[str], options: dict[str, Any]) -> None:
             raise UnfitTool(f"environment.options.{option}: none of the tools has such an option; {takes}")
 
 
-def made(name: str, options: dict[str, Any]) -> BuiltIn:
-    """Make a built-in tool with those options that are its own."""
-    takes = inspect.signature(BUILT_IN[name]).parameters
-    for option, parameter in takes.items():
-        if parameter.default is parameter.empty and option not in options:
-            raise UnfitTool(f"the tool {name} needs environment.options.{option}")
-    return BUILT_IN[name](**{option: value for option, value in options.items() if option in takes})
-
-
 def load_tool(specification: str) -> Function:
+    if specification in EXAMPLES:
+        file = f"examples/tools/{specification}.py"
+        raise NoSuchFunction(
+            f"the tool {specification} is an example, no built-in: copy {file} from the repository, and name it as "
+            f"--tools {specification}.py:{specification}"
+        )
     if ":" not in specification and not specification.endswith(PICKLED):
         raise NoSuchFunction(
-            f"the tool {specification!r} is not a built-in ({', '.join(BUILT_IN)}), nor file.py:function, "
-            "package.module:function, mcp:URL or mcp:COMMAND: name one function of a file, or several with commas"
+            f"the tool {specification!r} is neither {PYTHON}, file.py:function, package.module:function, mcp:URL nor "
+            "mcp:COMMAND: name one function of a file, or several with commas"
         )
     function = load_function(specification, {})
     if not inspect.isroutine(function):
@@ -144,17 +136,14 @@ def load_tool(specification: str) -> Function:
     return function
 
 
-def connected(address: str, options: dict[str, Any]) -> "Server":
+def connect_server(address: str, options: dict[str, Any]) -> "McpServer":
     try:
-        from trueline.environments.tools.mcp_servers import (  # noqa: PLC0415  (an extra; a second to import)
-            Server,
-            ServerGone,
-        )
+        from trueline.environments.tools.mcp_servers import McpServer, ServerGone  # noqa: PLC0415
     except ModuleNotFoundError:
         raise UnfitTool("tools of MCP servers need a package: pip install 'trueline[mcp]'") from None
     if not address:
         raise UnfitTool("an MCP server is named by mcp:URL or mcp:COMMAND, here neither follows mcp:")
     try:
-        return Server(address, options.get("mcp_headers", {}), options.get("mcp_connection", "auto"))
+        return McpServer(address, options.get("mcp_headers", {}), options.get("mcp_connection", "auto"))
     except ServerGone as error:
         raise UnfitTool(str(error)) from None

@@ -15,7 +15,7 @@ from trueline.environments.tools.calls import Parsed, call_of
 
 FAULTS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SyntaxError)  # of vLLM's code
 
-# They log a traceback for each call that cannot be read, of which the model is told, and an untrained one writes many.
+# They log a traceback for each call that cannot be read; the model gets the error, and an untrained one writes many.
 for logger in ("vllm.tool_parsers", "vllm.parser"):
     logging.getLogger(logger).setLevel(logging.CRITICAL)
 
@@ -25,7 +25,7 @@ def parsers() -> list[str]:
 
 
 def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Parsed]:
-    """Return vLLM's parser of that name as a function; some formats need the tools to tell numbers from text."""
+    """Return vLLM's parser of that name as a function; some formats need the tools to distinguish numbers from text."""
     if name not in parsers():
         raise ConfigError(f"this vLLM has no parser {name!r} of tool calls: it has {', '.join(parsers())}")
     cached: Any = get_cached_tokenizer(tokenizer)
@@ -38,17 +38,17 @@ def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Pa
     def parse(text: str, tools: Sequence[Tool] = ()) -> Parsed:
         try:
             request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
-            # A new one for each reply, for it keeps state; without a cache each would read the whole vocabulary.
+            # A new one for each reply, because it has state; without a cache each would read the whole vocabulary.
             parser = kind(cached, cast(Any, request.tools))
             found = parser.extract_tool_calls(text, request)
         except FAULTS as error:
             return Parsed(text.strip(), [], f"the tool call could not be read: {error}")
-        return read([call.function for call in found.tool_calls], (found.content or "").strip())
+        return read_calls([call.function for call in found.tool_calls], (found.content or "").strip())
 
     return parse
 
 
-def read(functions: list[Any], content: str) -> Parsed:
+def read_calls(functions: list[Any], content: str) -> Parsed:
     """Return calls that vLLM has found; it hands on arguments that are no JSON too."""
     try:
         return Parsed(content, [call_of({"name": one.name, "arguments": one.arguments}) for one in functions])

@@ -11,8 +11,8 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from trueline.environments.base import Structure
 
-BACKEND: Final = "xgrammar"  # of those that vLLM has, an engine takes the first that it is asked for and no other
-KEPT = 1000  # structures that were found to be fine
+BACKEND: Final = "xgrammar"  # an engine of vLLM keeps the first backend that a request names
+KEPT = 1000  # checked structures
 
 
 def vllm_structure(structure: Structure | None) -> StructuredOutputsParams | None:
@@ -27,7 +27,7 @@ def vllm_structure(structure: Structure | None) -> StructuredOutputsParams | Non
 
 @lru_cache(KEPT)
 def check_structure(structure: Structure) -> str:
-    """Return why vLLM would refuse a structure, or nothing."""
+    """Return why vLLM would refuse a structure; empty if it would not."""
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=vllm_structure(structure)))
     except (VLLMValidationError, ValueError, RecursionError) as error:  # of vLLM 0.26, ValueError alone

@@ -1,0 +1,196 @@
+"""Findings of a plan: keys without effect, crowded cores, and what the chat template does to messages."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.entries import Entry
+from trueline.algorithms.needs import needs
+from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.config.base import Key
+from trueline.config.rl import RLConfig, SamplingControls
+from trueline.config.run import MonitoringConfig, RunConfig
+from trueline.config.sampling import EvalConfig, SamplingConfig
+from trueline.config.supervised import SupervisedConfig
+from trueline.data.chat import ChatFormat
+from trueline.environments.opening import turn_findings
+from trueline.monitoring.findings import Finding
+from trueline.rewards.combined import kind_of
+from trueline.runtime.cluster import Machine
+from trueline.runtime.placement import Layout, crowding
+from trueline.training.engines import TRAIN_ENGINES
+
+IMPORTANCE = "algorithm.importance_sampling.mode"
+NO_REWARD_MODEL = "no reward is a model on this machine"
+CAPPED = ("token_truncate", "sequence_truncate", "sequence_mask")
+Rule = tuple[str, Callable[[Any], bool], str]  # keys or sections, whether a run reads them, and why it does not
+
+
+def find(
+    config: RunConfig, layout: Layout, machine: Machine, chat: ChatFormat, found: Iterable[Finding] = ()
+) -> list[Finding]:
+    """Return all findings of a plan: what every plan looks at, and what was `found` by its own kind."""
+    turns = turn_findings(config.environment, chat) if isinstance(config, RLConfig | SamplingConfig) else []
+    return [*chat.findings(), *turns, *crowding(layout, machine), *found, *idle_keys(config)]
+
+
+def idle_keys(config: RunConfig) -> list[Finding]:
+    """Find keys with another value than their default that nothing will read."""
+    usual = {key.path: key.default for key in type(config).parse(defaults(config)).leaves()}
+    changed = [key for key in config.leaves() if key.default != usual[key.path]]
+    reasons: dict[Key, str] = {}
+    for names, read, why in (rule for kind, rules in RULES.items() if isinstance(config, kind) for rule in rules):
+        idle = [key for key in changed if key.path.startswith(tuple(names.split())) and not read(config)]
+        reasons |= dict.fromkeys(idle, why.format(run=config))
+    return [
+        Finding("watch", "idle_key", f"{key.path}={key.default} has no effect", why, key.path)
+        for key, why in reasons.items()
+    ]
+
+
+def defaults(config: RunConfig) -> dict[str, Any]:
+    """Return the choices that set other keys' defaults by themselves: the runtime and the preset."""
+    tree: dict[str, Any] = {"runtime": config.runtime}
+    return tree | ({"algorithm": {"preset": config.algorithm.preset}} if isinstance(config, RLConfig) else {})
+
+
+def read_by_some(choice: str, table: Mapping[str, Entry]) -> Iterator[Rule]:
+    """Yield a rule for each key of `algorithm` that some entries of a table read and others do not."""
+    for key in dict.fromkeys(key for entry in table.values() for key in entry.reads):
+        yield read_by(f"algorithm.{key}", choice, *(name for name, entry in table.items() if key in entry.reads))
+
+
+def read_by(keys: str, choice: str, *names: str) -> Rule:
+    """Make a rule for keys that only these names read; a function of the user's may read whatever it likes."""
+    chosen = attrgetter(choice)
+    return keys, lambda run: chosen(run) in names or ":" in chosen(run), f"{choice}={{run.{choice}}} does not read it"
+
+
+def needs_key(keys: str, path: str, why: str) -> Rule:
+    """Make a rule for keys that nothing reads while the key at `path` is off or 0."""
+    value = attrgetter(path)
+    return keys, lambda run: bool(value(run)), why
+
+
+def read_by_loss(key: str, loss: str) -> Rule:
+    """Make a rule for a key of one loss over pairs; other tasks do not have it."""
+    why = f"it is for preference.loss={loss}"
+    return f"preference.{key}", lambda run: run.task != "preference" or run.preference.loss == loss, why
+
+
+def read_by_model(keys: str, role: str) -> Rule:
+    why = f"algorithm.advantage={{run.algorithm.advantage}} has no {role}"
+    return keys, lambda run: role in needs(run.algorithm), why
+
+
+def has_reward_model(run: RLConfig | SamplingConfig) -> bool:
+    return any(kind_of(part) == "model" for part in run.reward.named_parts().values())
+
+
+def sharding_rule(section: str) -> Rule:
+    engine = attrgetter(f"{section}.engine")
+    why = f"{section}.engine={{run.{section}.engine}} shards nothing"
+    return f"{section}.zero_stage", lambda run: TRAIN_ENGINES[engine(run)].several_ranks, why
+
+
+def plays(run: RLConfig | SamplingConfig) -> bool:
+    return bool(run.environment.kind())
+
+
+def never(run: RunConfig) -> bool:
+    return False
+
+
+PACKED = "sequences that are packed have an attention of their own ({}.packing=true)"
+TRAINING: list[Rule] = [
+    needs_key("model.lora.", "model.lora.rank", "model.lora.rank=0 trains all weights"),
+    sharding_rule("training"),
+    (
+        "checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.metric",
+        lambda run: run.checkpoint.save,
+        "checkpoint.save=false writes no checkpoint",
+    ),
+    ("training.decay_share", lambda run: run.training.schedule == "wsd", "it is for training.schedule=wsd"),
+    (
+        "health.rate_factor",
+        lambda run: run.health.action == "roll_back",
+        "health.action=log, pause and stop change no rate",
+    ),
+]
+ONE_TURN: Rule = ("environment.", plays, "episodes have one turn")
+GREEDY: Rule = (
+    "evaluation.top_p evaluation.top_k evaluation.min_p",
+    lambda run: run.evaluation.temperature > 0,
+    "evaluation.temperature=0 takes the likeliest token",
+)
+TRACKED = " ".join(f"monitoring.{key}" for key in MonitoringConfig.model_fields if key != "doctor")
+ASYNCHRONOUS = "rollout.max_staleness rollout.on_update rollout.too_old"
+DYNAMIC, TRANSCRIPTS = "algorithm.dynamic_sampling.", "monitoring.transcripts_per_step"
+SYNCHRONOUS = "rollout.max_staleness=0 samples nothing while it trains"
+KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
+NO_KL = "algorithm.kl.coefficient=0"
+RULES: dict[type[RunConfig], list[Rule]] = {
+    RLConfig: [
+        *TRAINING,
+        (
+            "model.attention",
+            lambda run: not all(ranks.packing for ranks in (run.training, *run.roles().values())),
+            PACKED.format("training"),
+        ),
+        *map(sharding_rule, ("critic", "reference", "teacher", "reward_model")),
+        read_by_model("critic. algorithm.value_clip algorithm.critic_warmup_", "critic"),
+        (
+            "algorithm.critic_warmup_limit",
+            lambda run: run.algorithm.critic_warmup_variance is not None,
+            "critic_warmup_variance=null",
+        ),
+        *read_by_some("algorithm.advantage", ADVANTAGES),
+        *read_by_some("algorithm.loss", POLICY_LOSSES),
+        ("algorithm.gae_lambda", lambda run: not run.algorithm.length_adaptive, "length_adaptive takes over"),
+        ("reference.", lambda run: not run.model.lora.rank, "a policy with adapters is its own reference"),
+        ("reference.", lambda run: run.algorithm.kl.coefficient > 0, f"{NO_KL}, so no reference is loaded"),
+        read_by_model("teacher.", "teacher"),
+        ("reward_model.", has_reward_model, NO_REWARD_MODEL),
+        (f"{KL}place {KL}estimator {KL}unbiased", lambda run: run.algorithm.kl.coefficient > 0, NO_KL),
+        (f"{KL}estimator", lambda run: run.algorithm.kl.place == "loss", "algorithm.kl.place=reward"),
+        needs_key(f"{KL}horizon", f"{KL}target", f"{KL}target=null"),
+        read_by(f"{IMPORTANT}cap", IMPORTANCE, *CAPPED),
+        read_by(f"{IMPORTANT}low {IMPORTANT}high", IMPORTANCE, "token_mask"),
+        read_by(f"{IMPORTANT}sequence_", IMPORTANCE, "sequence_mask"),
+        needs_key(DYNAMIC, f"{DYNAMIC}enabled", f"{DYNAMIC}enabled=false"),
+        needs_key(f"{SHAPING}overlong_share", f"{SHAPING}overlong_factor", f"{SHAPING}overlong_factor=0"),
+        (
+            f"{SHAPING}truncated_value",
+            lambda run: run.algorithm.shaping.truncated != "keep",
+            f"{SHAPING}truncated=keep",
+        ),
+        GREEDY,
+        ("evaluation.", lambda run: bool(run.evaluation.named_sets()), "evaluation.data names no prompts"),
+        needs_key("sync.tolerance", "sync.check", "sync.check=false"),
+        needs_key("monitoring.tokens", TRANSCRIPTS, f"{TRANSCRIPTS}=0"),
+        ("algorithm.credit", plays, "episodes have one turn"),
+        ONE_TURN,
+        needs_key("rollout.on_update rollout.too_old", "rollout.max_staleness", SYNCHRONOUS),
+    ],
+    SupervisedConfig: [
+        *TRAINING,
+        ("model.attention", lambda run: not run.training.packing, PACKED.format("training")),
+        ("evaluation.", lambda run: bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
+        (f"{TRANSCRIPTS} monitoring.tokens model.lora.sync", never, "nothing is sampled"),
+        read_by_loss("gamma", "simpo"),
+        read_by_loss("odds_coefficient", "orpo"),
+        read_by_loss("length_normalized", "ipo"),
+    ],
+    SamplingConfig: [
+        ("model.attention", lambda run: not run.reward_model.packing, PACKED.format("reward_model")),
+        ("model.attention", has_reward_model, "engines have an attention of their own"),
+        ("reward_model.", has_reward_model, NO_REWARD_MODEL),
+        ONE_TURN,
+        (f"checkpoint. health. {TRACKED} {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
+    ],
+    EvalConfig: [
+        GREEDY,
+        (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never, "eval reads that of `evaluation`"),
+    ],
+}

@@ -1,0 +1,314 @@
+"""Fill in keys left to the machine and the model, and refuse what its engines cannot do."""
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trueline.config.base import Config, ConfigError, Tree
+from trueline.config.environment import EnvironmentConfig
+from trueline.config.model import ModelConfig, RanksConfig, RoleConfig, TrainingConfig
+from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig, RolloutConfig
+from trueline.config.run import EnginesConfig
+from trueline.models.loading import ModelFacts
+from trueline.monitoring.findings import Finding
+from trueline.plan.memory import longest_cached
+from trueline.rollout.engines import ROLLOUT_ENGINES, RolloutRow
+from trueline.runtime.cluster import Machine
+from trueline.training.engines import TRAIN_ENGINES, TrainRow
+
+Kind = TypeVar("Kind", bound=Config)
+PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
+
+# Rules of thumb, near what published recipes use.
+BASE_RATE, BASE_PARAMETERS = 2e-6, 1e9  # reinforcement and preferences, all weights of a 1B model
+SMALLER, LARGER = 0.7, 0.3  # exponents of the size below and above that
+FACTORS = {"policy": 1, "preference": 1, "kto": 1}  # others imitate data or score, and take ten times as much
+ADAPTERS = 10  # times the rate of all weights
+LARGEST = 2e-3
+FAR, DIVERGES = 30, 100  # times the default: worth a finding; a bad one, where it is larger
+ROUND = (1, 2, 5, 10)
+NAMES = {"policy": "reinforcement learning", "preference": "preferences", "critic": "a critic"}
+
+
+def rows_of(section: str) -> Mapping[str, TrainRow | RolloutRow]:
+    return ROLLOUT_ENGINES if section == "rollout" else TRAIN_ENGINES
+
+
+def others(section: str, able: Callable[[Any], bool]) -> str:
+    """Name the engines that could be set instead."""
+    return " or ".join(f"{section}.engine={name}" for name, row in rows_of(section).items() if able(row))
+
+
+def check_engines(config: EnginesConfig, *used: str) -> None:
+    """Look up the engine of every section; those of the sections in use must be there and able."""
+    parts = dict(config)
+    for section, name in config.engines().items():
+        if name not in rows_of(section):
+            raise ConfigError(f"{section}.engine={name}: not known; choose from {', '.join(rows_of(section))}")
+        row, part, model = rows_of(section)[name], parts[section], parts["model"]
+        if parts["runtime"] == "local" and not row.local:
+            able = others(section, lambda row: row.local)
+            raise ConfigError(f"runtime=local keeps everything in one process: set {able} (got {name}) or runtime=ray")
+        if section in used and row.package and importlib.util.find_spec(row.package) is None:
+            raise ConfigError(
+                f"{section}.engine={name}: {row.package} is not installed here; install it (it comes with "
+                f"{row.brought_by}) or set {others(section, lambda row: not row.package)}"
+            )
+        if section in used and isinstance(part, TrainingConfig):
+            own = part.model_like(model, model.path) if isinstance(part, RoleConfig) else model
+            check_trained(section, part, own)
+
+
+def check_trained(section: str, ranks: TrainingConfig, model: ModelConfig) -> None:
+    row, asked = TRAIN_ENGINES[ranks.engine], f"{section}.engine={ranks.engine}"
+    check_ranks(section, ranks, model)
+    if model.dtype == "bfloat16" and not row.masters:
+        raise ConfigError(
+            f"{asked} keeps no float32 master weights: set model.dtype=float32 (got bfloat16) or "
+            + others(section, lambda row: row.masters)
+        )
+    if ranks.offload not in (None, "none", *row.offloads):
+        able = " or ".join(("none", *row.offloads))
+        raise ConfigError(f"{asked} cannot offload that: set {section}.offload={able} (got {ranks.offload})")
+    if ranks.optimizer == "muon" and (row.stage(ranks, model.dtype) or model.tensor_parallel > 1):
+        raise ConfigError(
+            f"{section}.optimizer=muon steps whole matrices in float32, which ZeRO, bfloat16 and tensor parallelism "
+            f"take apart: set {section}.zero_stage=0 (got {ranks.zero_stage}), model.dtype=float32 (got {model.dtype}) "
+            f"and model.tensor_parallel=1 (got {model.tensor_parallel}), or {section}.optimizer=adamw"
+        )
+
+
+def check_ranks(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
+    width = model.width()
+    if max(ranks.ranks or 1, width) > 1 and not TRAIN_ENGINES[ranks.engine].several_ranks:
+        raise ConfigError(
+            f"{section}.engine={ranks.engine} runs in one process: set {section}.ranks=1 (got {ranks.ranks}), "
+            f"model.tensor_parallel=1 and model.context_parallel=1 (got {width} ranks wide), or runtime=ray and "
+            + others(section, lambda row: row.several_ranks)
+        )
+
+
+def resolve_dtype(dtype: str, training: RanksConfig, machine: Machine) -> str:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if machine.gpus and TRAIN_ENGINES[training.engine].masters else "float32"
+
+
+def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
+    """Return the configured number of ranks; else all GPUs, in multiples of what one copy of the model needs."""
+    width = model.width()
+    several = TRAIN_ENGINES[ranks.engine].several_ranks
+    return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
+
+
+def resolve_path(path: str) -> str:
+    """Resolve a folder, for other processes may work in another one and know no `~`; a hub name stays as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if path and folder.is_dir() else path
+
+
+def contexts(
+    environment: EnvironmentConfig, rollout: RolloutConfig, facts: ModelFacts, machine: Machine, dtype: str
+) -> list[int]:
+    """Return what sequences of several turns may have, longest first: all that the model reads and a cache holds, and
+    halves of that. 0 means what the data needs; episodes of one turn and a configured limit need no more.
+    """
+    if not environment.kind() or rollout.max_prompt_tokens is not None:
+        return [0]
+    held = rollout.with_keys({"dtype": dtype}) if rollout.dtype == "auto" else rollout
+    longest = longest_cached(held, facts, machine)
+    return [longest >> halvings for halvings in range(longest.bit_length())] + [0]
+
+
+def resolve_rollout(
+    rollout: RolloutConfig,
+    facts: ModelFacts,
+    lengths: Iterable[int],
+    engines: int,
+    dtype: str,
+    gpus: int,
+    context: int = 0,
+) -> ResolvedRollout:
+    """Fill in the keys that were left to machine, model and data, whose prompts have these `lengths`.
+
+    Sequences may have `context` tokens, or as few as the data needs.
+    """
+    tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
+    room = max(facts.context - tokens, 1)
+    longest = max((length for length in lengths if length <= room), default=room)
+    needed = max(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, context - tokens)
+    slow_seeds = gpus > 0 and ROLLOUT_ENGINES[rollout.engine].slow_seeds
+    values = {
+        "engines": engines,
+        "seeded": not slow_seeds if rollout.seeded is None else rollout.seeded,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization or OWN_GPU,
+        "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
+        "max_new_tokens": tokens,
+        "max_prompt_tokens": rollout.max_prompt_tokens or min(needed, room),
+    }
+    return ResolvedRollout.parse(rollout.model_dump() | values)
+
+
+def check_model_keys(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, section: str = "training") -> None:
+    """Refuse a width, packing or a router loss that the model of a section does not allow."""
+    width, place = model.tensor_parallel, "model" if section in ("training", "ranks") else section
+    coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
+    if facts.heads % width or facts.key_heads % width:
+        raise ConfigError(
+            f"{place}.tensor_parallel={width} does not divide the model's {facts.heads} heads and {facts.key_heads} "
+            "key-value heads",
+            key=f"{place}.tensor_parallel",
+        )
+    if ranks.packing and facts.unpackable:
+        raise ConfigError(
+            f"{section}.packing=true joins sequences, which would see each other in a model that has "
+            f"{facts.unpackable}, such as {facts.kind} ({model.path}): set {section}.packing=false",
+            key=f"{section}.packing",
+        )
+    if coefficient and not facts.balanced:
+        kind = f"a mixture of {facts.experts} experts that are balanced otherwise" if facts.experts else "a dense model"
+        raise ConfigError(
+            f"{section}.router_aux_loss_coef={coefficient:g}: {model.path} is {kind}; set it to 0, or train a model "
+            "whose configuration has that key, such as Mixtral, Qwen3-MoE or OLMoE",
+            key=f"{section}.router_aux_loss_coef",
+        )
+
+
+def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
+    """Return the longest sequence that sampling can make, or refuse what the model or the engine cannot do."""
+    longest = rollout.longest()
+    if longest > facts.context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
+            f"exceed the model's context of {facts.context} tokens: lower one of them"
+        )
+    row, sizes = ROLLOUT_ENGINES[rollout.engine], ROLLOUT_ENGINES[rollout.engine].cpu_head_sizes
+    if sizes and not machine.gpus and facts.head_size not in sizes:
+        raise ConfigError(
+            f"model.path={model.path}: its attention heads have size {facts.head_size}; {rollout.engine} on a CPU runs "
+            f"{', '.join(map(str, sizes))}: set {others('rollout', lambda row: not row.cpu_head_sizes)} or choose "
+            "another model"
+        )
+    if facts.kind in row.cpu_differs and not machine.gpus:
+        raise ConfigError(
+            f"model.path={model.path}: {rollout.engine} on a CPU gives {facts.kind} other log-probs than Transformers: "
+            f"set {others('rollout', lambda row: not row.cpu_differs)} or choose another model"
+        )
+    package = row.kinds.get(facts.kind, "")
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"model.path={model.path}: {rollout.engine} needs {package} to load {facts.kind}, and it is not installed "
+            f"here; install it or set {others('rollout', lambda row: not row.kinds)}"
+        )
+    if rollout.tensor_parallel > 1 and not row.tensor_parallel:
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} divides no model: set rollout.tensor_parallel=1 (got "
+            f"{rollout.tensor_parallel}) or {others('rollout', lambda row: row.tensor_parallel)}"
+        )
+    if facts.heads % rollout.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the model's {facts.heads} heads"
+        )
+    return longest
+
+
+def adapter_sync(config: RLConfig, facts: ModelFacts, gpus: int) -> str:
+    """Fill in model.lora.sync, or refuse separate adapters where engines cannot hold them."""
+    lora = config.model.lora
+    if not lora.rank:
+        return lora.sync
+    reason = adapter_obstacle(config, gpus)
+    if lora.sync == "adapter" and reason:
+        raise ConfigError(f"model.lora.sync=adapter: {reason}; set model.lora.sync=merged")
+    if lora.sync == "auto":
+        return "merged" if reason or adapter_doubt(config, facts) else "adapter"
+    return lora.sync
+
+
+def adapter_obstacle(config: RLConfig, gpus: int) -> str:
+    """Say why engines cannot hold adapters with the trainer's base weights; empty: they can."""
+    lora, engine = config.model.lora, config.rollout.engine
+    largest, dtypes = max(ROLLOUT_ENGINES[engine].adapter_ranks, default=0), (config.model.dtype, config.rollout.dtype)
+    if lora.rank > largest:
+        return f"rollout.engine={engine} has no room for rank {lora.rank} (up to {largest})"
+    if lora.quantize:
+        return "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold"
+    if dtypes == ("bfloat16", "float32"):
+        return "model.dtype=bfloat16 rounds the base weights, and rollout.dtype=float32 does not"
+    if gpus and config.rollout.dtype == "float32":
+        return f"rollout.engine={engine} multiplies adapters on GPUs in bfloat16, and rollout.dtype=float32"
+    return ""
+
+
+def adapter_doubt(config: RLConfig, facts: ModelFacts) -> str:
+    """Say which layers an engine may hold no adapters on; who knows that it does sets model.lora.sync=adapter."""
+    targets, engine = config.model.lora.targets, config.rollout.engine
+    row = ROLLOUT_ENGINES[engine]
+    if facts.kind not in row.adapter_models:
+        return f"rollout.engine={engine} is not known to hold adapters on all layers of a model_type={facts.kind}"
+    others = [name for name in targets.split(",") if targets != "all-linear" and name not in row.adapter_layers]
+    return f"rollout.engine={engine} is not known to hold adapters on {', '.join(others)}" if others else ""
+
+
+def first_fitting_keys(config: Kind, candidates: Iterable[Tree], fits: Callable[[Kind], bool]) -> str:
+    """Return the first of these changes with which a run fits, as a configuration writes it; or nothing."""
+    before = {key.path: key.default for key in config.leaves()}
+    for keys in candidates:
+        with suppress(ConfigError):
+            changed = config.with_keys(keys)
+            if fits(changed):
+                different = (key for key in changed.leaves() if key.default != before[key.path])
+                return " and ".join(f"{key.path}={key.default}" for key in different)
+    return ""
+
+
+# Learning rates by task, size and adapters
+
+
+def suited_rate(parameters: int, kind: str, *, adapters: bool) -> float:
+    """Return the default of a policy, a critic, or the model of an offline task: a round number by its size."""
+    size = BASE_PARAMETERS / max(parameters, 1)
+    by_size = BASE_RATE * size ** (SMALLER if size > 1 else LARGER)
+    factor = FACTORS.get(kind, 10) * (ADAPTERS if adapters else 1)
+    unit = 10.0 ** math.floor(math.log10(by_size))
+    round_rate = unit * min(ROUND, key=lambda digit: abs(math.log(by_size / unit / digit)))
+    return min(float(f"{round_rate * factor:.0e}"), LARGEST)
+
+
+def rate_keys(parameters: int, kind: str, model: ModelConfig, training: TrainingConfig) -> Tree:
+    """Return the learning rate of a section: the one that was set, or the default for this model."""
+    suited = suited_rate(parameters, kind, adapters=model.lora.rank > 0)
+    return {"learning_rate": suited if training.learning_rate is None else training.learning_rate}
+
+
+def rate_line(
+    parameters: int, kind: str, model: ModelConfig, training: TrainingConfig, section: str = "training"
+) -> str:
+    """Describe the rate of a plan, and the default for such a model."""
+    suited, rate = suited_rate(parameters, kind, adapters=model.lora.rank > 0), training.peak_rate()
+    reason = f"default for {NAMES.get(kind, kind)}{' with adapters' * (model.lora.rank > 0)} on {size_of(parameters)}"
+    origin = f": {reason}" if rate == suited else f", as set; {suited:g} is the {reason}"
+    return f"rate       {section}.learning_rate={rate:g}{origin}"
+
+
+def size_of(parameters: int) -> str:
+    return f"{parameters / 1e9:.2g}B parameters" if parameters >= 1e8 else f"{parameters / 1e6:.2g}M parameters"
+
+
+def rate_findings(
+    parameters: int, kind: str, model: ModelConfig, training: TrainingConfig, section: str = "training"
+) -> list[Finding]:
+    """Find a rate far from what suits the model."""
+    suited, rate = suited_rate(parameters, kind, adapters=model.lora.rank > 0), training.learning_rate
+    if rate is None or suited / FAR <= rate <= suited * FAR:
+        return []
+    trained = "adapters of a model" if model.lora.rank else "a model"
+    danger = "learn next to nothing" if rate < suited else "diverge"
+    size = size_of(parameters)
+    what = f"{section}.learning_rate={rate:g} is far from {suited:g}, the default for {trained} of {size}"
+    level = "bad" if rate > DIVERGES * suited else "watch"
+    why = f"training may {danger}: leave the key out to take the default"
+    return [Finding(level, "learning_rate", what, why, f"{section}.learning_rate")]

@@ -1,0 +1,410 @@
+"""The run's side of user code: start its processes, call them with a deadline that kills, and restart them."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from trueline.usercode.child import OWN_METHODS, SENT_AS
+from trueline.usercode.failures import CallTimeout, PolicyError, ProcessLost, ProgramEnded, ToolRaised, UserCodeFailure
+
+START_SECONDS = 120.0
+END_SECONDS = 5
+PING_SECONDS = 2.0  # in which a process replies whose interpreter is not held up as a whole
+LONGEST_LINE = 64 * 2**20
+# Each arena takes 64 MiB of the addresses that a child may have, and without this there are up to 8 for every core.
+FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+MARK = "TRUELINE_USER_CODE"  # environment variable by which a host finds what user code has started
+# The kernel kills a child when the thread that started it ends. This one ends with the run.
+STARTER = ThreadPoolExecutor(1, thread_name_prefix="user-code")
+
+Method = Callable[..., Any]  # of the class that serves calls in the child
+Since = Callable[[], float | None]  # when the wait for a reply began; None while the wait is not the child's fault
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """What processes load, and their limits."""
+
+    load: Callable[[list[str], dict[str, Any]], Any]  # makes, in the child, the object that serves calls
+    specification: list[str]
+    options: dict[str, Any]
+    section: str  # of the configuration, which has timeout_seconds and memory_gib
+    key: str
+    timeout_seconds: float
+    memory_gib: float
+    threads: int = 0  # calls at a time; 0: one, in the main thread
+
+    def command(self) -> list[str]:
+        loader = f"{self.load.__module__}:{self.load.__qualname__}"
+        return [sys.executable, "-m", "trueline.usercode.child", loader, str(self.memory_gib), str(self.threads)]
+
+    def name(self) -> str:
+        return f"{self.section}.{self.key}={' '.join(self.specification)}"
+
+
+class ChildProcess:
+    """A process of user code. It belongs to no event loop, so that a run can take over what a check has started."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self.command, self.log = command, log
+        self.mark = uuid.uuid4().hex
+        self.process: subprocess.Popen[bytes] | None = None
+        self.line: socket.socket
+        self.end: Callable[[], Any]
+        self.about: Any = None  # what it says of the code that it has loaded
+
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def open(self) -> None:
+        self.process = STARTER.submit(self._popen).result()
+        # At the latest when this object is dropped.
+        self.end = weakref.finalize(self, kill_all, self.process, self.line, self.mark)
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        self.line, theirs = socket.socketpair()
+        with theirs, self.log.open("a") as log:
+            return subprocess.Popen(
+                self.command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=log,
+                start_new_session=True,
+                env={**FEW_ARENAS, **os.environ, MARK: self.mark},
+            )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.end()
+        self.process = self.about = None
+
+    async def wait_for_end(self) -> str:
+        """Return how a process ended that has closed its line."""
+        assert self.process is not None
+        try:
+            status = await asyncio.to_thread(self.process.wait, END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        return f"died of {signal.Signals(-status).name}" if status < 0 else f"died with exit status {status}"
+
+
+def kill_all(process: subprocess.Popen[bytes], line: socket.socket, mark: str) -> None:
+    """Kill a process with all that it started: its session, and whatever left that but still carries its mark."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for other in psutil.process_iter(["environ"]):
+        if (other.info["environ"] or {}).get(MARK) == mark:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                other.kill()
+    threading.Thread(target=process.wait, daemon=True).start()  # so that no zombie is left
+    line.close()
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    episode: str
+    what: str
+    reply: asyncio.Future[Any]
+    has_begun: bool = False  # so that it may be what holds up or ends the process
+
+    def settle(self, outcome: Exception) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(outcome)
+            self.reply.exception()  # the caller may be gone
+
+
+class Host:
+    """One process, in which many episodes may run; where one of them ends it, the others may start again."""
+
+    def __init__(self, code: UserCode, log: Path, child: ChildProcess | None = None) -> None:
+        self.code, self.log = code, log
+        self.child = child if child and child.is_running() else ChildProcess(code.command(), log)
+        self.episodes = 0
+        self.life = 0  # how often it was started
+        self.end = ""  # why it was last ended
+        self.is_stopped = False  # for good
+        self.pending: dict[int, PendingCall] = {}
+        self.numbers = itertools.count(1)
+        self.opening = asyncio.Lock()
+        self.reader: asyncio.Task[None] | None = None
+        self.writer: asyncio.StreamWriter
+        self.free_threads = asyncio.Semaphore(max(code.threads, 1))
+
+    @property
+    def about(self) -> Any:
+        return self.child.about
+
+    async def start(self) -> None:
+        async with self.opening:
+            if self.is_stopped:
+                raise UserCodeFailure(self.end)
+            if not self.child.is_running():
+                await self._open()
+            elif self.reader is None:  # another event loop has started it
+                await self._connect()
+                await self._take_over_log()
+
+    async def _open(self) -> None:
+        self.child.kill()  # it may have died between two calls
+        try:
+            self.child.open()
+        except OSError as error:
+            raise self.failure(f"its process cannot be started: {error}") from None
+        self.life += 1
+        await self._connect()
+        given = {"specification": self.code.specification, "options": self.code.options}
+        try:
+            self.child.about = await self._call("", "open", given, START_SECONDS)
+        finally:
+            if self.about is None:
+                self.child.kill()
+
+    async def _connect(self) -> None:
+        line = self.child.line.dup()
+        reader, self.writer = await asyncio.open_connection(sock=line, limit=LONGEST_LINE)
+        self.reader = asyncio.create_task(self._read(reader))
+
+    async def _take_over_log(self) -> None:
+        before, self.life = self.child.log, self.life + 1
+        await self._call("", "log_to", {"file": str(self.log)}, START_SECONDS)
+        with self.log.open("ab") as log:
+            log.write(before.read_bytes())
+        before.unlink()
+        self.child.log = self.log
+
+    async def release(self) -> ChildProcess:
+        """Hand the process over to another event loop; one that is busy is killed."""
+        if self.pending:
+            self.child.kill()
+        child, self.child = self.child, ChildProcess(self.code.command(), self.log)
+        if self.reader is not None:
+            self.reader.cancel()
+        await self.stop()
+        return child
+
+    async def call(
+        self, method: Method, given: dict[str, Any], place: "EpisodePlace | None" = None, since: Since | None = None
+    ) -> Any:
+        """Call once a thread is free; a caller that is cancelled leaves the call its thread and its deadline."""
+        await self.free_threads.acquire()
+        called = asyncio.ensure_future(self._call_in_thread(method, given, place, since))
+        called.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller may be gone
+        return await asyncio.shield(called)
+
+    async def _call_in_thread(
+        self, method: Method, given: dict[str, Any], place: "EpisodePlace | None", since: Since | None
+    ) -> Any:
+        try:
+            await self.start()
+            if place is not None:
+                place.settle()
+            episode = place.episode if place else ""
+            return await self._call(episode, method.__name__, given, self.code.timeout_seconds, since)
+        finally:
+            self.free_threads.release()
+
+    async def _call(
+        self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None = None
+    ) -> Any:
+        begun = time.monotonic()
+
+        def silent() -> float | None:
+            quiet = since() if since else begun
+            return None if quiet is None else max(begun, quiet)
+
+        key = "" if method in OWN_METHODS else f" ({self.code.section}.timeout_seconds)"
+        what = "its import" if method == "open" else f"`{method}`" if self.code.threads else "a call"
+        with self._pending(episode, what) as (number, reply):
+            await self._send(number, method, given)
+            while not await is_settled(reply, seconds, silent):
+                if (silent() or math.inf) + seconds <= time.monotonic():
+                    await self._blame(number, f"took more than {seconds:g} s{key} and was killed")
+            return reply.result()
+
+    @contextlib.contextmanager
+    def _pending(self, episode: str, what: str) -> Iterator[tuple[int, "asyncio.Future[Any]"]]:
+        number, reply = next(self.numbers), asyncio.get_running_loop().create_future()
+        self.pending[number] = PendingCall(episode, what, reply)
+        try:
+            yield number, reply
+        finally:
+            self.pending.pop(number, None)
+
+    async def _send(self, number: int, method: str, given: dict[str, Any]) -> None:
+        if self.child.process is None:
+            raise ProcessLost(self.end)
+        try:
+            line = json.dumps({"id": number, "method": method, "arguments": given}, default=str)
+        except (TypeError, ValueError) as error:
+            raise self.failure(f"its call cannot be sent as JSON: {error}") from None
+        with contextlib.suppress(ConnectionError):  # the reader will see the end
+            self.writer.write(line.encode() + b"\n")
+            await self.writer.drain()
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        process, writer = self.child.process, self.writer
+        kind: type[UserCodeFailure] = UserCodeFailure
+        why = ""
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await lines.readline():
+                    self._receive(json.loads(line))
+        except ValueError as error:  # no JSON, or a line above the limit
+            why = f"its reply cannot be read: {error}"
+        finally:
+            writer.close()
+        if self.child.process is process and not why:
+            why, kind = f"its process {await self.child.wait_for_end()}", ProgramEnded
+        if self.child.process is process:
+            is_single = self.about is None or not self.code.threads
+            self._kill(self._at_work() or [*self.pending][: int(is_single)], why, kind)
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        call = self.pending.get(message["id"])
+        if call is None or call.reply.done():
+            return
+        if "begun" in message:
+            call.has_begun = True
+        elif "result" in message:
+            call.reply.set_result(message["result"])
+        else:
+            call.settle(self._failure_of(message["failed"], message["text"]))
+
+    def _failure_of(self, name: str, text: str) -> Exception:
+        kind = next((kind for kind, sent in SENT_AS.items() if sent == name), UserCodeFailure)
+        return self.failure(text, kind) if issubclass(kind, UserCodeFailure) else kind(text)
+
+    async def _blame(self, number: int, why: str) -> None:
+        """Kill the process for a call that is overdue, or for all at work if the process does not reply to anything."""
+        life, suspects = self.life, self._at_work() or [number]
+        if suspects != [number]:
+            with self._pending("", "a sign of life") as (ping, reply):
+                with contextlib.suppress(TimeoutError, UserCodeFailure):
+                    await self._send(ping, "ping", {})
+                    await asyncio.wait_for(asyncio.shield(reply), PING_SECONDS)
+                suspects = [number] if reply.done() else self._at_work() or [number]
+        if self.life == life and number in self.pending and not self.pending[number].reply.done():
+            self._kill(suspects, f"{self.pending[suspects[0]].what} {why}", CallTimeout)
+
+    def _at_work(self) -> list[int]:
+        return [number for number, call in self.pending.items() if call.has_begun and not call.reply.done()]
+
+    def _kill(self, suspects: list[int], why: str, kind: type[UserCodeFailure]) -> None:
+        """Kill the process; an episode that is the only suspect fails, and the others in it are lost."""
+        self.child.kill()
+        self.end = f"{self.code.name()}: its process was killed because of another episode: {why}"
+        is_known = len({self.pending[number].episode for number in suspects}) == 1
+        for number, call in self.pending.items():
+            is_suspect = number in suspects
+            lost = ProcessLost(self.end, suspect=is_suspect)
+            call.settle(self.failure(why, kind) if is_suspect and is_known else lost)
+
+    def failure(self, reason: str, kind: type[UserCodeFailure] = UserCodeFailure) -> UserCodeFailure:
+        log = self.log.name if kind is ProgramEnded else ""
+        return kind(reason, self.code.name(), log=log)
+
+    async def stop(self) -> None:
+        self.end, self.is_stopped = f"{self.code.name()}: its process was stopped", True
+        self.child.kill()
+        for call in self.pending.values():
+            call.settle(UserCodeFailure(self.end))
+        if self.reader is not None:
+            await asyncio.wait([self.reader])  # it reads to the end
+
+
+async def is_settled(reply: "asyncio.Future[Any]", seconds: float, since: Since) -> bool:
+    """Wait for a reply as long as it may take, and return whether it is there."""
+    begun = since()
+    left = seconds if begun is None else max(begun + seconds - time.monotonic(), 0.0)
+    await asyncio.wait({reply}, timeout=left)
+    return reply.done()
+
+
+class EpisodeCode(Protocol):
+    """What serves the episodes of a process; `episode` names whose state is meant."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+    async def close(self, episode: str) -> None: ...
+
+
+class EpisodeHosts:
+    """Several hosts of the same code; an episode stays in the one with the fewest, or in one for itself alone."""
+
+    def __init__(self, code: UserCode, processes: int, log: Path) -> None:
+        self.code, self.log = code, log
+        self.hosts = [Host(code, log) for _ in range(processes)]
+        self.alone: list[Host] = []  # each with the one episode that it was made for
+        self.free_alone = asyncio.Semaphore(processes)
+        self.free_places = asyncio.Semaphore(processes * code.threads)
+
+    async def place(self, *, alone: bool) -> "EpisodePlace":
+        """Return a place as soon as one is free; until then nothing of the episode has begun, and no deadline runs."""
+        if alone:
+            await self.free_alone.acquire()
+            self.alone.append(Host(self.code, self.log))
+        else:
+            await self.free_places.acquire()
+        host = self.alone[-1] if alone else min(self.hosts, key=lambda one: one.episodes)
+        host.episodes += 1
+        return EpisodePlace(host, self)
+
+    async def leave(self, host: Host) -> None:
+        host.episodes -= 1
+        if host in self.alone:
+            self.alone.remove(host)
+            self.free_alone.release()
+            await host.stop()
+        else:
+            self.free_places.release()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(host.stop() for host in [*self.hosts, *self.alone]))
+
+
+class EpisodePlace:
+    """An episode's place in a host."""
+
+    def __init__(self, host: Host, hosts: EpisodeHosts) -> None:
+        self.host, self.hosts, self.episode, self.life = host, hosts, uuid.uuid4().hex, 0
+        self.is_suspect = False  # whether it may have been what ended the process
+
+    async def call(self, method: Method, since: Since | None = None, **given: Any) -> Any:
+        try:
+            return await self.host.call(method, {"episode": self.episode, **given}, self, since)
+        except ProcessLost as lost:
+            self.is_suspect |= lost.suspect
+            raise
+
+    def settle(self) -> None:
+        """Stay with the process that runs now; what the episode had in another one is lost with that."""
+        if self.life not in (0, self.host.life):
+            raise ProcessLost(self.host.end)
+        self.life = self.host.life
+
+    async def close(self) -> None:
+        """Let the episode give back what it holds; what fails in that is in the log, and harms nobody."""
+        try:
+            if self.life and self.life == self.host.life and self.host.child.is_running():
+                with contextlib.suppress(UserCodeFailure, PolicyError, ToolRaised):
+                    await self.host.call(EpisodeCode.close, {"episode": self.episode}, self)
+        finally:
+            await self.hosts.leave(self.host)
