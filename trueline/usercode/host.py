@@ -163,7 +163,9 @@ class Host:
                 await self._take_over_log()
 
     async def _open(self) -> None:
-        self.child.kill()  # it may have died between two calls
+        if self.reader is not None:
+            await asyncio.wait([self.reader])  # it settles the calls of the process that has ended
+        self.child.kill()
         try:
             self.child.open()
         except OSError as error:

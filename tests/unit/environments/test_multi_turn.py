@@ -335,7 +335,8 @@ def test_what_a_step_started_ends_with_it(stage: Stage) -> None:
 @pytest.mark.parametrize("fault", ["loops in C", "dies"])
 def test_a_culprit_does_not_take_other_episodes_with_it(fault: str, stage: Stage) -> None:
     stage.script = {f"train-{group}-0-0": fault if group == 1 else "naps" for group in range(5)}
-    played = stage.play(stage.config("function", "Game", timeout_seconds=4), *["a"] * 40, episodes=5)
+    seconds = 4 if "loops" in fault else 60
+    played = stage.play(stage.config("function", "Game", timeout_seconds=seconds), *["a"] * 40, episodes=5)
     assert FAULTS[fault].replace("2 s", "4 s") in played[1].error
     assert [(one.outcome.is_failure, one.reward) for one in played] == [
         (True, None) if group == 1 else (False, 2.0) for group in range(5)
@@ -764,6 +765,41 @@ def test_an_overdue_call_is_blamed_alone_where_its_process_still_answers(
         with pytest.raises(ProcessLost, match="its process was killed because of another episode"):
             await second
         assert not isinstance(failed.value, ProcessLost) and not other.is_suspect
+        await hosts.stop()
+
+    asyncio.run(play())
+
+
+def test_a_call_that_finds_its_process_dead_leaves_no_other_waiting(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process must not start before the calls of the dead one have failed: nobody would answer them."""
+    is_late, wait_for_end = asyncio.Event(), host_module.ChildProcess.wait_for_end
+
+    async def wait_longer(child: host_module.ChildProcess) -> str:
+        await is_late.wait()
+        return await wait_for_end(child)
+
+    monkeypatch.setattr(host_module.ChildProcess, "wait_for_end", wait_longer)
+
+    async def play() -> None:
+        code = user_code_of(stage.config("tools", ["wait", "add"]))
+        assert code is not None
+        hosts = EpisodeHosts(code, 1, stage.folder / "environment.log")
+        host = hosts.hosts[0]
+        waits, late = await hosts.place(alone=False), await hosts.place(alone=False)
+        first = asyncio.create_task(waits.call(Toolbox.call, name="wait", arguments={}))
+        while not (host.about and host._at_work()):
+            await asyncio.sleep(0.01)
+        assert host.child.process is not None
+        host.child.process.kill()
+        host.child.process.wait()
+        second = asyncio.create_task(added(late))
+        await asyncio.sleep(0.1)  # in which it would start a process
+        is_late.set()
+        with pytest.raises(UserCodeFailure, match="its process died of SIGKILL"):
+            await first
+        assert await second == "3" and host.life == 2
         await hosts.stop()
 
     asyncio.run(play())
