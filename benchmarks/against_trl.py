@@ -39,7 +39,7 @@ from trueline.models.loading import load_tokenizer, padding_token
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline import build
-from trueline.offline.reference import fill_reference
+from trueline.offline.build import fill_reference
 from trueline.plan.offline import SupervisedPlan, plan_supervised
 from trueline.verbs import TASK_VERBS
 

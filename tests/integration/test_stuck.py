@@ -35,8 +35,7 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.groups import GroupSampler
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.session import EpisodeLimits
-from trueline.runs.processes import open_loop
-from trueline.runs.rewards import open_rewards
+from trueline.runs.processes import open_loop, open_rewards
 from trueline.runtime import actors
 from trueline.runtime.actors import Placement, RayActor, wait_all
 from trueline.runtime.cluster import machine_at_hand, ray_cluster

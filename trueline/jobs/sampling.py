@@ -40,8 +40,16 @@ from trueline.rollout.groups import Group, Numbered
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start, movable
-from trueline.runs.processes import Sampling, engine_specs, open_loop, open_processes, open_sampling, role_group
-from trueline.runs.rewards import failure_files, open_rewards
+from trueline.runs.processes import (
+    Sampling,
+    engine_specs,
+    failure_files,
+    open_loop,
+    open_processes,
+    open_rewards,
+    open_sampling,
+    role_group,
+)
 from trueline.training.group import start_groups
 
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"

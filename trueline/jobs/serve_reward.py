@@ -16,8 +16,15 @@ from trueline.config.sampling import ServingConfig
 from trueline.models.loading import check_model, load_chat
 from trueline.plan.describe import model_line
 from trueline.plan.inputs import resolve_run_as_model
-from trueline.plan.resolve import check_engines, check_model_keys, check_ranks, rank_count, resolve_dtype, resolve_path
-from trueline.plan.roles import RoleModel
+from trueline.plan.resolve import (
+    RoleModel,
+    check_engines,
+    check_model_keys,
+    check_ranks,
+    rank_count,
+    resolve_dtype,
+    resolve_path,
+)
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer

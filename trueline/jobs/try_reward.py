@@ -15,7 +15,7 @@ from trueline.plan.inputs import training_prompts
 from trueline.plan.rewards import RewardCheck, check_rewards
 from trueline.rewards.base import RewardFailure, RewardResult, short_cause
 from trueline.rewards.combined import CombinedReward, kind_of
-from trueline.runs.rewards import open_rewards
+from trueline.runs.processes import open_rewards
 
 COMPLETIONS = ("completion", "response", "output", "chosen")  # columns whose text can serve as a reply
 SHOWN = 300  # characters

@@ -1,17 +1,23 @@
-"""Start all processes of a plan, make its trainer, and end them with it."""
+"""Start the processes of an offline plan, score rows with the starting model if need be, and make the trainer."""
 
+import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.types import Sample
+from trueline.files import atomic_path
 from trueline.monitoring.events import Events
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.offline.reference import ReferenceCache, fill_reference
 from trueline.offline.trainer import SupervisedTrainer
 from trueline.plan.offline import SupervisedPlan, forecast_memory, plan_supervised
 from trueline.plan.resolve import suited_rate
@@ -20,8 +26,8 @@ from trueline.runs.launch import Job, Start, training
 from trueline.runs.processes import model_group, open_processes
 from trueline.runs.rescue import MemoryWatch, care_of
 from trueline.runs.state import SupervisedState, check_data, restore
-from trueline.training.checkpoints import Checkpoints
-from trueline.training.group import prepare_saving
+from trueline.training.checkpoints import Checkpoints, save_tensors
+from trueline.training.group import ModelGroup, prepare_saving
 from trueline.training.worker import Worker, WorkerSpec, worker_target
 
 
@@ -88,3 +94,54 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
         )
         for rank in range(world)
     ]
+
+
+# Log-probs of the model that training starts from: computed once, kept with the run
+
+
+SAMPLES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceCache:
+    """Log-probs of some samples under the named model, kept in a file."""
+
+    file: Path
+    model: str
+
+    def key(self, samples: list[Sample]) -> str:
+        digest = hashlib.sha256(self.model.encode())
+        for sample in samples:
+            digest.update(sample.tokens.numpy().tobytes())
+            digest.update(sample.mask.numpy().tobytes())
+        return digest.hexdigest()
+
+    def read(self, samples: list[Sample]) -> torch.Tensor | None:
+        # What is not there, or not whole, is computed again.
+        with suppress(OSError, SafetensorError), safe_open(self.file, framework="pt") as saved:
+            known = saved.metadata()["key"] == self.key(samples)
+            return saved.get_tensor("logprobs") if known else None
+        return None
+
+    def write(self, samples: list[Sample], logprobs: torch.Tensor) -> None:
+        with atomic_path(self.file) as aside:
+            save_tensors(aside, {"logprobs": logprobs}, {"key": self.key(samples)})
+
+
+def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:
+    """Set `ref_logprobs` before a checkpoint is loaded, while the model still is the one that training starts from."""
+    flat = cache.read(samples)
+    if flat is None:
+        progress.note(f"reference  scoring {len(samples)} sequences once")
+        parts = [
+            part
+            for start in range(0, len(samples), SAMPLES_AT_ONCE)
+            for part in model.score(samples[start : start + SAMPLES_AT_ONCE])
+        ]
+        flat = torch.cat(parts)
+        try:
+            cache.write(samples, flat)
+        except (OSError, SafetensorError) as error:
+            progress.note(f"warning: {cache.file} cannot be written ({error}); --resume will score them again")
+    for sample, logprobs in zip(samples, flat.split([sample.length() for sample in samples]), strict=True):
+        sample.ref_logprobs = logprobs

@@ -31,10 +31,10 @@ from trueline.plan.resolve import (
     rank_count,
     rate_findings,
     rate_keys,
+    reads_alike,
     resolve_dtype,
     resolve_path,
 )
-from trueline.plan.roles import reads_alike
 from trueline.plan.tasks import TASKS, Material, check_longest, load_material, teacher_model
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, place_processes

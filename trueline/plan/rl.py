@@ -32,6 +32,7 @@ from trueline.plan.memory import (
     tenant_bytes,
 )
 from trueline.plan.resolve import (
+    RoleModel,
     adapter_sync,
     check_engines,
     check_model_keys,
@@ -39,14 +40,15 @@ from trueline.plan.resolve import (
     contexts,
     first_fitting_keys,
     others,
+    own_gpus,
     rate_findings,
     rate_keys,
     resolve_dtype,
     resolve_path,
     resolve_rollout,
+    roles_of,
 )
 from trueline.plan.rewards import RewardCheck
-from trueline.plan.roles import RoleModel, own_gpus, roles_of
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, check_devices, place_processes

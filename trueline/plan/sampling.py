@@ -21,9 +21,18 @@ from trueline.plan.inputs import (
     measure,
     training_prompts,
 )
-from trueline.plan.resolve import check_engines, check_rollout, contexts, resolve_dtype, resolve_path, resolve_rollout
+from trueline.plan.resolve import (
+    RoleModel,
+    check_engines,
+    check_rollout,
+    contexts,
+    own_gpus,
+    resolve_dtype,
+    resolve_path,
+    resolve_rollout,
+    reward_models,
+)
 from trueline.plan.rewards import RewardCheck
-from trueline.plan.roles import RoleModel, own_gpus, reward_models
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.groups import Numbered
 from trueline.runtime.cluster import Machine, machine_at_hand

@@ -20,8 +20,7 @@ from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
-from trueline.rl.device_sharing import DeviceSharing
-from trueline.rl.models import Models
+from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -34,14 +33,15 @@ from trueline.runs.launch import Job, Start, training
 from trueline.runs.processes import (
     Sampling,
     engine_specs,
+    failure_files,
     model_group,
     open_loop,
     open_processes,
+    open_rewards,
     open_sampling,
     role_group,
 )
 from trueline.runs.rescue import MemoryWatch, care_of
-from trueline.runs.rewards import failure_files, open_rewards
 from trueline.runs.state import RLState, check_data, restore
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Processes, place_processes

@@ -20,7 +20,6 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.rl import fresh_old_logprobs, untested_draws
-from trueline.rl.device_sharing import DeviceSharing
 from trueline.rl.metrics import (
     AIMS,
     describe_models,
@@ -28,7 +27,7 @@ from trueline.rl.metrics import (
     excerpt,
     over_updates,
 )
-from trueline.rl.models import Models
+from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, token_rows, transcript
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn

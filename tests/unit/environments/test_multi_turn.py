@@ -26,7 +26,7 @@ from trueline.rewards.combined import CombinedReward
 from trueline.rl.transcripts import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import RolloutKey
-from trueline.runs.rewards import failed_call
+from trueline.runs.processes import failed_call
 from trueline.usercode import host as host_module
 from trueline.usercode.failures import ProcessLost, UserCodeFailure
 from trueline.usercode.host import MARK, EpisodeHosts, EpisodePlace

@@ -33,7 +33,7 @@ from trueline.jobs.sample_file import (
 )
 from trueline.jobs.sampling import check_sampled, check_unchanged, evaluation_table, prepare_eval, prepare_generate
 from trueline.monitoring.run_folder import RunFolder
-from trueline.plan.roles import RoleModel
+from trueline.plan.resolve import RoleModel
 from trueline.plan.sampling import chosen_prompts, engine_count, plan_eval, plan_generate
 from trueline.rollout.failures import RolloutFailure
 from trueline.runs.launch import launch

@@ -10,7 +10,7 @@ from tests.support.tiny import make_samples
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.data.types import Sample
 from trueline.monitoring.progress import Progress
-from trueline.offline.reference import ReferenceCache, fill_reference
+from trueline.offline.build import ReferenceCache, fill_reference
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker, WorkerSpec

@@ -17,8 +17,7 @@ from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.base import EpisodeResult, Policy
 from trueline.environments.opening import EnvironmentCheck
 from trueline.models.loading import ModelFacts
-from trueline.plan import inputs
-from trueline.plan import roles as role_planning
+from trueline.plan import inputs, resolve
 from trueline.plan.describe import describe, recipe_lines
 from trueline.plan.findings import idle_keys
 from trueline.plan.hardware import CORE_FLOPS
@@ -376,7 +375,7 @@ def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
         there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
         monkeypatch.setattr(inputs, "machine_at_hand", lambda: there)
-        for module in (inputs, role_planning):
+        for module in (inputs, resolve):
             monkeypatch.setattr(module, "check_model", lambda config, head="language": SMOLLM2)
         return plan_rl(local_run([{"prompt": "1" * 253, "answer": "2"}], "runtime=ray", *overrides))
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trueline.rl.device_sharing import DeviceSharing
+from trueline.rl.models import DeviceSharing
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import ActorDeath, LocalActor
 from trueline.runtime.event_loop import EventLoop

@@ -27,7 +27,7 @@ from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import LossOutput, Sample
 from trueline.monitoring.timing import Timer
-from trueline.rl.device_sharing import DeviceSharing
+from trueline.rl.models import DeviceSharing
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.hf_engine import Request
 from trueline.rollout.pool import EnginePool

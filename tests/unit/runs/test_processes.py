@@ -4,7 +4,7 @@ from typing import Any
 
 from trueline.config.model import CriticConfig, ModelConfig
 from trueline.config.rl import SamplingControls
-from trueline.plan.roles import RoleModel
+from trueline.plan.resolve import RoleModel
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.groups import GroupSampler
 from trueline.runs.processes import Sampling, role_group

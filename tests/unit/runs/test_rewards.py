@@ -14,15 +14,15 @@ from trueline.config.data import PromptDataConfig
 from trueline.config.model import FrozenConfig, ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.plan.resolve import reward_models
 from trueline.plan.rewards import RewardCheck, check_rewards
-from trueline.plan.roles import reward_models
 from trueline.rewards.base import Call
 from trueline.rewards.combined import REWARD_KINDS, RewardKind
 from trueline.rewards.function_reward import FunctionReward
 from trueline.rewards.model import ModelReward
 from trueline.rewards.remote import JudgeReward, ScorerReward
 from trueline.rollout.failures import FailureBudget, RolloutFailure
-from trueline.runs.rewards import failure_files, model_reward, open_rewards
+from trueline.runs.processes import failure_files, model_reward, open_rewards
 
 
 def failed(outcome: Outcome = Outcome.REWARD_ERROR) -> Trajectory:
