@@ -16,8 +16,8 @@ from transformers import AttentionInterface
 
 from trueline.config.base import ConfigError
 from trueline.data.types import UNKNOWN_EXPERT, to_device
-from trueline.models.attention_blocks import boundaries, takes_flash
-from trueline.models.ring_attention import RingGroup, gather_ring, local_positions, padded_lengths, ring_attention
+from trueline.models import ring_attention as rings
+from trueline.models.ring_attention import RingGroup, boundaries, takes_flash
 
 NAME = "trueline_packed"
 REFUSED = {  # arguments of some architectures' attention functions
@@ -57,7 +57,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     layout = Current.layout
     layout.calls += 1
-    refuse(others | {"attention_mask": attention_mask})
+    given = others | {"attention_mask": attention_mask}
+    if refused := [what for name, what in REFUSED.items() if given.get(name) is not None]:
+        raise ConfigError(
+            f"this architecture uses {refused[0]}, which packed attention does not support: set training.packing=false "
+            "(and model.context_parallel=1)"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = others.get("sliding_window")
     parts = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [n, H, D] each
@@ -68,20 +73,11 @@ def packed_attention(
                 f"model.context_parallel={layout.ring.size} does not support this model's attention window of {window} "
                 f"tokens, shorter than a sequence of {limit}: set model.context_parallel=1"
             )
-        out = ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
+        out = rings.ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
     else:
         attend = varlen_attention if takes_flash(parts[0]) else sequence_by_sequence
         out = attend(parts[0], parts[1], parts[2], layout.lengths, scale, window)
     return out[None], None
-
-
-def refuse(others: dict[str, Any]) -> None:
-    found = [what for name, what in REFUSED.items() if others.get(name) is not None]
-    if found:
-        raise ConfigError(
-            f"this architecture uses {found[0]}, which packed attention does not support: set training.packing=false "
-            "(and model.context_parallel=1)"
-        )
 
 
 def varlen_attention(
@@ -101,23 +97,17 @@ def sequence_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
     """Attend causally in one sequence after the other, exact on every device."""
-    pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([one_sequence(*piece, scale=scale, window=window) for piece in pieces])
-
-
-def one_sequence(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """Attend causally within one sequence; query, key and value are [T, heads, D] each."""
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    near = None
-    if window is not None and window < length:
-        places = torch.arange(length, device=query.device)
-        distance = places[:, None] - places
-        near = (distance >= 0) & (distance < window)
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=near, is_causal=near is None, scale=scale, enable_gqa=grouped
-    )
-    return out[0].transpose(0, 1)
+    outs, grouped = [], query.shape[1] != key.shape[1]
+    for piece in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in piece)  # [1, heads, T, D] each
+        near = None
+        if window is not None and window < len(piece[0]):
+            places = torch.arange(len(piece[0]), device=query.device)
+            distance = places[:, None] - places
+            near = (distance >= 0) & (distance < window)
+        out = scaled_dot_product_attention(q, k, v, near, is_causal=near is None, scale=scale, enable_gqa=grouped)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -177,13 +167,11 @@ class Ringed(Arrangement):
     """Each sequence is padded to a length that the ring divides; added tokens are last and dropped."""
 
     def __init__(self, lengths: list[int], ring: RingGroup, device: torch.device) -> None:
-        self.ring, self.stretched = ring, padded_lengths(lengths, ring.size)
+        self.ring, self.stretched = ring, rings.padded_lengths(lengths, ring.size)
         *starts, self.total = accumulate(self.stretched, initial=0)
         real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
-        here = local_positions(self.stretched, ring.rank, ring.size)
-        cpu = torch.device("cpu")
-        self.real = {cpu: real, device: to_device(real, device)}
-        self.here = {cpu: here, device: to_device(here, device)}
+        here = rings.local_positions(self.stretched, ring.rank, ring.size)
+        self.real, self.here = ({place.device: place, device: to_device(place, device)} for place in (real, here))
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         Current.layout = PackedLayout([length // self.ring.size for length in self.stretched], self.ring)
@@ -202,7 +190,7 @@ class Ringed(Arrangement):
         return stretched[self.here[values.device]]
 
     def whole(self, values: Tensor) -> Tensor:
-        return gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
+        return rings.gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
 
 
 def positions(lengths: list[int], device: torch.device) -> Tensor:
