@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,13 +15,11 @@ from trueline.config.run import CheckpointConfig
 from trueline.files import UNFINISHED
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
-from trueline.models.weight_names import WeightNames, described_model
+from trueline.models.weight_names import Named, WeightNames, described_model
 from trueline.monitoring.run_folder import RUNS, RunFolder
 from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
-from trueline.training.saving import AVERAGE, FIXED, INDEX, MODEL, SavedState, shard_name, write_index
+from trueline.training.saving import AVERAGE, FIXED, FORMAT, INDEX, MODEL, SavedState, shard_name, write_index
 
-FORMAT = {"format": "pt"}
-Named = Iterator[tuple[str, Tensor]]
 FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
@@ -39,7 +36,6 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
         raise ConfigError(f"{target} exists: name a new folder")
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # checks every file
     averages = read_averages(checkpoint) if wanted.average else {}
-    bare = not any((checkpoint / "model").glob("*.safetensors"))
     adapted = (checkpoint / "model" / ADAPTER).is_file()
     if wanted.merge and not adapted:
         raise ConfigError(f"{checkpoint} has no adapter (model.lora.rank=0) to merge: leave out --merge")
@@ -51,7 +47,7 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     temporary = target.with_name(target.name + UNFINISHED)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint / "model", temporary)
-    if bare:
+    if not any(temporary.glob("*.safetensors")):
         write_masters(checkpoint, temporary)
     write = write_merged if wanted.merge else write_adapter if adapted else write_weights
     write(temporary, averages, DTYPES[wanted.dtype] if wanted.dtype else None)

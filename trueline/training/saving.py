@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +33,7 @@ BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, with and wit
 HOST_SHARE = 0.5  # of the free memory at the start; with too little, copying waits for writing
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+FORMAT = {"format": "pt"}  # metadata of a model's files
 CODES = {**FLOATS, **INTEGERS, torch.bool: "BOOL"}  # of safetensors
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
@@ -101,18 +102,6 @@ def divide(contents: Iterable[Content], rank: int, world: int) -> tuple[list[Par
     return parts, owners
 
 
-def make_shard(name: str, parts: list[Part], metadata: dict[str, str]) -> Shard:
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for part in parts:
-        shape = [part.stop - part.start] if part.stem == TRAINING else list(part.shape)
-        entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, at + part.size()]}
-        at += part.size()
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return name, struct.pack("<Q", len(text)) + text, at
-
-
 class HostBuffers:
     """Buffers that circulate between the copying and the writing thread."""
 
@@ -128,15 +117,6 @@ class HostBuffers:
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
             self.free.put(host_buffer(each))
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Signal the end to the writer, whatever ends the copying inside."""
-        try:
-            yield
-        finally:
-            self._hand_over()
-            self.filled.put(None)
-
     def put(self, source: Tensor) -> None:
         """Copy bytes; wait while all buffers are full."""
         while len(source):
@@ -148,6 +128,11 @@ class HostBuffers:
             self.used, source = self.used + count, source[count:]
             if self.used == len(self.buffer):
                 self._hand_over()
+
+    def end(self) -> None:
+        """Signal the end to the writer."""
+        self._hand_over()
+        self.filled.put(None)
 
     def _hand_over(self) -> None:
         if self.buffer is not None:
@@ -172,14 +157,10 @@ def host_buffer(size: int) -> Tensor:
 
 
 class Saver:
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        contents: Callable[[], Iterator[Content]],
-        without_model: Callable[[], Iterator[Content]] = lambda: iter(()),
-    ) -> None:
-        self.rank, self.world, self.contents, self.without_model = rank, world, contents, without_model
+    """One rank's saves; `contents` yields what all ranks save, with or without the model's weights."""
+
+    def __init__(self, rank: int, world: int, contents: Callable[[bool], Iterator[Content]]) -> None:
+        self.rank, self.world, self.contents = rank, world, contents
         self.buffers, self.thread = HostBuffers(), ThreadPoolExecutor(1, "save")
         self.allocated: Future[None] | None = None
         self.writing: Future[SaveResult] | None = None
@@ -197,33 +178,42 @@ class Saver:
         The content changes with the optimizer's first step and with `model`: whether the model's weights are saved.
         """
         self.result(wait=True)
-        contents = self.contents if model else self.without_model
         if (steps > 0, model) not in self.divisions:
-            self.divisions[steps > 0, model] = divide(contents(), self.rank, self.world)
+            self.divisions[steps > 0, model] = divide(self.contents(model), self.rank, self.world)
         parts, owners = self.divisions[steps > 0, model]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
-        self.writing = self.thread.submit(self._write, folder, self._shards(parts, steps), owners, describe)
-        with self.buffers.filling():
-            for part, (stem, key, tensor) in zip(parts, contents(), strict=True):
+        shards = list(self._shards(parts, steps))
+        self.writing = self.thread.submit(self._write, folder, shards, owners, describe)
+        try:
+            for part, (stem, key, tensor) in zip(parts, self.contents(model), strict=True):
                 assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} has moved"
                 mine = tensor.detach().contiguous().view(-1)[part.start : part.stop]
                 self.buffers.put(mine.view(torch.uint8))
+        finally:
+            self.buffers.end()
 
     def result(self, *, wait: bool) -> SaveResult | None:
         if self.writing is None or not (wait or self.writing.done()):
             return None
         return self.writing.result()
 
-    def _shards(self, parts: list[Part], steps: int) -> list[Shard]:
+    def _shards(self, parts: list[Part], steps: int) -> Iterator[Shard]:
         shapes = json.dumps({part.key: list(part.shape) for part in parts if part.stem == TRAINING})
-        metadata = {TRAINING: {"steps": str(steps), "shapes": shapes}}
-        shards = []
-        for stem in dict.fromkeys(part.stem for part in parts):
-            mine = [part for part in parts if part.stem == stem and part.stop > part.start]
-            name = shard_name(stem, self.rank, 1 if stem == LORA else self.world)
-            if stem != LORA or self.rank == 0:
-                shards.append(make_shard(name, mine, metadata.get(stem, {"format": "pt"})))
-        return shards
+        for stem in dict.fromkeys(part.stem for part in parts if part.stem != LORA or self.rank == 0):
+            state, at = stem == TRAINING, 0
+            entries: dict[str, Any] = {"__metadata__": {"steps": str(steps), "shapes": shapes} if state else FORMAT}
+            for part in parts:
+                if part.stem == stem and part.stop > part.start:
+                    shape, end = [part.stop - part.start] if state else list(part.shape), at + part.size()
+                    entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, end]}
+                    at = end
+            text = json.dumps(entries).encode()
+            text += b" " * (-len(text) % 8)
+            yield (
+                shard_name(stem, self.rank, 1 if stem == LORA else self.world),
+                struct.pack("<Q", len(text)) + text,
+                at,
+            )
 
     def _write(
         self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]

@@ -42,7 +42,16 @@ from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report
-from trueline.training.saving import FIXED, SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
+from trueline.training.saving import (
+    AVERAGE,
+    FIXED,
+    SavedState,
+    Saver,
+    contents,
+    describe_model,
+    load_state,
+    snapshot_bytes,
+)
 from trueline.training.weight_sender import WeightSender
 
 
@@ -111,9 +120,8 @@ class Worker(WeightSender):
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rank, self.rendezvous = spec.rank, Rendezvous()
+        self.rank, self.rendezvous, ranks = spec.rank, Rendezvous(), spec.ranks
         self.adapter_only = spec.model.lora.adapter_only()
-        ranks = spec.ranks
         self.router_coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
     def listen(self) -> Address:
@@ -122,39 +130,28 @@ class Worker(WeightSender):
 
     def start(self, address: Address) -> None:
         """Join the other ranks, load the model, and check that it computes as expected."""
-        torch.manual_seed(self.spec.seed)
-        self._join_ranks(address)
-        share_out = self._share_out()
+        spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
+        torch.manual_seed(spec.seed)
+        if row.several_ranks and not dist.is_initialized():  # a process joins once
+            store = self.rendezvous.store(address, spec.world, spec.timeout_seconds)
+            timeout = datetime.timedelta(seconds=spec.timeout_seconds)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
+        # AutoTP splits whole layers, so such a model is sharded after it is read.
+        is_sharded = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
+        share_out: ShareOut | None = build(row.share_out, [spec]) if is_sharded else None
         self._load_model(share_out)
         is_whole = share_out is None and self._fits()
         if is_whole or share_out is not None:
             self.model.to(self.device)
-        speaks = self.spec.head == "language" and self.spec.distillation_target is None
-        probe = Probe(self.model, self.device, self.spec.ranks.packing, speaks and is_whole)
+        speaks = spec.head == "language" and spec.distillation_target is None
+        probe = Probe(self.model, self.device, spec.ranks.packing, speaks and is_whole)
         self.scorer = self._make_scorer()
         self._make_engine()
         if speaks and not is_whole:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
-
-    def _join_ranks(self, address: Address) -> None:
-        spec = self.spec
-        if not TRAIN_ENGINES[spec.ranks.engine].several_ranks or dist.is_initialized():  # a process joins once
-            return
-        store = self.rendezvous.store(address, spec.world, spec.timeout_seconds)
-        timeout = datetime.timedelta(seconds=spec.timeout_seconds)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
-
-    def _share_out(self) -> ShareOut | None:
-        """Return what shards a model over the ranks while it is read, or None.
-
-        AutoTP splits whole layers, so such a model is sharded after it is read.
-        """
-        spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
-        shared = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
-        return build(row.share_out, [spec]) if shared else None
 
     def _load_model(self, share_out: ShareOut | None) -> None:
         spec, config = self.spec, self.spec.model
@@ -195,7 +192,7 @@ class Worker(WeightSender):
         self.names.restore_buffers()
         self.release()  # before lasting small tensors settle in memory that was needed only to start
         held = partial(contents, self.engine, self.names, self.adapter is not None)
-        self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
+        self.saver = Saver(spec.rank, spec.world, held)
 
     def ready(self) -> None:
         """Do nothing: calls run in order, so this returns after all earlier calls."""
@@ -233,10 +230,18 @@ class Worker(WeightSender):
 
     def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         """Make one optimizer step on this rank's share of a minibatch, or none if memory runs out."""
-        work = partial(self.accumulate, packed, passes, loss, settings)
-        report = work() if self.spec.world > 1 else reports.run_or_discard(work, self.engine.discard)
-        if report.out_of_memory:
-            return report
+        problem = None
+        try:
+            report = self.accumulate(packed, passes, loss, settings)
+        except torch.OutOfMemoryError as error:
+            if self.spec.world > 1:  # the others wait for this rank in a collective
+                raise
+            problem = str(error)  # without the traceback, which keeps tensors in memory
+        if problem is not None:
+            if not self.engine.discard():
+                raise torch.OutOfMemoryError(problem)
+            self.release()
+            return Report({}, {}, {}, out_of_memory=problem)
         with WORK.doing("part", "optimizer step"):
             report.step = self.engine.step() | reports.memory_metrics(self.device)
         return report
@@ -253,18 +258,18 @@ class Worker(WeightSender):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             logprobs += rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
             entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
-            total = (reports.weights_of(values, batch) * values.values).sum()
             more: dict[str, Tensor] = draw_sums(output, batch) if settings.draws else {}
             if self.scorer.replay:
                 more |= {reports.AGREED: output.agreed.sum(), reports.REPORTED: output.reported.sum()}
             if settings.expert_counts:
                 more["router_loss"] = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
+            total = sums.add(values, batch, **more)
+            if settings.expert_counts:
                 total = total + self.router_coefficient * more["router_loss"]
             # A loss that is not finite may have a finite gradient; no rank may step on it.
             total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
             self.engine.backward(total, last=number == len(passes))
             WORK.move()
-            sums.add(values, batch, **more)
         report = sums.report()
         report.logprobs = torch.cat(logprobs).cpu().numpy() if logprobs else report.logprobs
         report.entropies = torch.cat(entropies).float().cpu().numpy() if entropies else report.entropies
@@ -307,9 +312,8 @@ class Worker(WeightSender):
             return self.names.file_tensors(weights)
         if self.spec.model.lora.quantize:
             weights = dequantize(weights, self.model)
-        return self.names.file_tensors(
-            base_weights(weights) if self.adapter_only else merge_adapters(weights, self.spec.model.lora.scale())
-        )
+        scale = self.spec.model.lora.scale()
+        return self.names.file_tensors(base_weights(weights) if self.adapter_only else merge_adapters(weights, scale))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.adapter_only:
@@ -365,10 +369,22 @@ class Worker(WeightSender):
         return self.saver.result(wait=wait)
 
     def load(self, folder: str) -> None:
-        saved = SavedState(Path(folder))
+        saved, config = SavedState(Path(folder)), self.spec.ranks
         parts = saved.by_name()
-        self._check_names(folder, {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()})
-        self._check_moments(folder, {name: keys.keys() - {"weight", "average"} for name, keys in parts.items()})
+        shapes = {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()}
+        if wrong := sorted(shapes.items() ^ self._trained_shapes().items()):
+            raise ConfigError(
+                f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
+                "in one of the two); resume with the configuration that wrote it"
+            )
+        assert isinstance(config, TrainingConfig)
+        for name, keys in parts.items():
+            found = keys.keys() - {"weight", AVERAGE}
+            if found and found != set(MOMENTS[stepped_by(name, len(shapes[name]), config)]):
+                raise ConfigError(
+                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
+                    f"{', '.join(sorted(found))}); resume with that optimizer, or start a new run from its model"
+                )
         load_state(self.engine, saved)
         mine = Path(folder) / f"random-{self.rank}.safetensors"
         if mine.exists():
@@ -379,24 +395,6 @@ class Worker(WeightSender):
 
     def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-
-    def _check_names(self, folder: str, saved: dict[str, tuple[int, ...]]) -> None:
-        wrong = sorted(set(saved.items()) ^ set(self._trained_shapes().items()))
-        if wrong:
-            raise ConfigError(
-                f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
-                "in one of the two); resume with the configuration that wrote it"
-            )
-
-    def _check_moments(self, folder: str, saved: dict[str, set[str]]) -> None:
-        config = self.spec.ranks
-        assert isinstance(config, TrainingConfig)
-        for name, found in saved.items():
-            if found and found != set(MOMENTS[stepped_by(name, len(self.shapes[name]), config)]):
-                raise ConfigError(
-                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
-                    f"{', '.join(sorted(found))}); resume with that optimizer, or start a new run from its model"
-                )
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of each trained tensor, to see whether training changes it."""

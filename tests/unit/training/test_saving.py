@@ -39,7 +39,7 @@ TENSORS = {
 }
 
 
-def contents() -> Iterator[Content]:
+def contents(model: bool = True) -> Iterator[Content]:
     yield from ((stem, key, tensor) for stem, named in TENSORS.items() for key, tensor in named.items())
 
 
@@ -150,7 +150,7 @@ def test_a_file_of_another_kind_that_cannot_be_made_is_told_and_not_raised(
 def test_copying_that_breaks_off_leaves_no_writer_waiting(tmp_path: Path) -> None:
     broken = [False]
 
-    def breaking() -> Iterator[Content]:
+    def breaking(model: bool) -> Iterator[Content]:
         for number, entry in enumerate(contents()):
             if broken[0] and number == 4:
                 raise ValueError("broken")
