@@ -1,7 +1,6 @@
 """A check at the start: training computes what the plain model computes, and packed sequences stay separate."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,17 +31,21 @@ class Probe:
     @torch.no_grad()
     def expect(self, plain: Callable[[Tensor], Tensor]) -> None:
         """Remember the log-probs of transformers' own forward pass over each sequence."""
-        self.expected = torch.cat([self._call(plain, part) for part in self.parts()]).float()
-
-    def parts(self) -> tuple[Tensor, ...]:
-        return self.tokens.split(LENGTHS)
+        self.expected = torch.cat([self._call(plain, part) for part in self.tokens.split(LENGTHS)]).float()
 
     @torch.no_grad()
     def compare(self, forward: Callable[[Tensor, list[int]], Tensor], embeddings: nn.Module) -> None:
         """Refuse a model that differs; `forward` takes tokens and sequence lengths, on every rank."""
         together = self._call(forward, self.tokens, list(LENGTHS)).float()
-        alone = torch.cat([self._call(forward, part, [len(part)]) for part in self.parts()]).float()
-        with one_rounding(embeddings):
+        alone = torch.cat([self._call(forward, part, [len(part)]) for part in self.tokens.split(LENGTHS)]).float()
+        random = torch.Generator().manual_seed(1)
+
+        def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            """Change every embedded number by its last bit, up or down, to measure what rounding does."""
+            signs = torch.randint(0, 2, output.shape, generator=random) * 2 - 1
+            return output * (1 + torch.finfo(output.dtype).eps * signs).to(output)
+
+        with embeddings.register_forward_hook(move):
             rounded = forward(self.tokens, list(LENGTHS)).float()
         limit = max(LEAST, NOISE * mean_gap(together, rounded))
         gap = mean_gap(together, alone)
@@ -71,22 +74,6 @@ class Probe:
 
 def mean_gap(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().mean().item()
-
-
-@contextmanager
-def one_rounding(embeddings: nn.Module) -> Iterator[None]:
-    """Change every embedded number by its last bit, up or down, to measure what rounding does to the output."""
-    random = torch.Generator().manual_seed(1)
-
-    def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        signs = torch.randint(0, 2, output.shape, generator=random) * 2 - 1
-        return output * (1 + torch.finfo(output.dtype).eps * signs).to(output)
-
-    handle = embeddings.register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @torch.no_grad()

@@ -201,9 +201,6 @@ class GatherRing(torch.autograd.Function):
         return gradients[0][rows.to(gradients[0].device)], None, None
 
 
-# Blocks of packed sequences
-
-
 def block_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
     kernel = flash_forward if takes_flash(query) else math_forward
     heads = query.shape[1]
@@ -243,10 +240,8 @@ def wide(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-# Plain math: one sequence after the other, heads first
-
-
 def math_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
+    """Compute one sequence after the other, heads first."""
     outs, lses = [], []
     queries, keys = spans.query_lengths, spans.key_lengths
     for q, k, v in zip(pieces(query, queries), pieces(key, keys), pieces(value, keys), strict=True):
@@ -286,10 +281,8 @@ def masked_scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Ten
     return scores.masked_fill(later, float("-inf"))
 
 
-# Flash kernels: all sequences at once; their log-sum-exp is [H, n]
-
-
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
+    """Compute all sequences at once; the kernels' log-sum-exp is [H, n]."""
     bounds = flash_bounds(spans, query.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *bounds, 0.0, spans.causal, False, scale=scale

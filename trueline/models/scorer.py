@@ -45,9 +45,9 @@ class Scorer(nn.Module):
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
         self.values = values  # a critic: values of the state before each token
         self.teacher = (distillation_target,)  # in a tuple, so that it is no submodule, and neither trained nor sharded
-        self.has_language_head = model.get_output_embeddings() is not None
-        if self.has_language_head:
-            head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self.has_language_head = head is not None
+        if head is not None:
             head.forward = MethodType(apply_head, head)
 
     def forward(
@@ -72,12 +72,20 @@ class Scorer(nn.Module):
             return routed | ({"values": shift(scores[:, 0], lengths)} if self.values else {"scores": scores})
         # On the host, which need not wait for the device.
         wanted = to_device(arrangement.local(predicting(mask, lengths)).nonzero()[:, 0], tokens.device)
-        targets = arrangement.local(tokens.roll(-1))[wanted]
-        work = HeadWork(temperature, self.chunk, entropy)
-        found = self.outputs(
-            hidden.index_select(0, wanted), targets, work, self.teacher_states(arrangement, tokens, wanted)
-        )
-        return routed | {name: place(values, wanted, len(hidden), arrangement) for name, values in found.items()}
+        head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy)
+        chosen, teacher = hidden.index_select(0, wanted), self.teacher[0]
+        if teacher is None:
+            targets = arrangement.local(tokens.roll(-1))[wanted]
+            found = dict(zip(("logprobs", "entropy", "variance"), head(chosen, targets, work), strict=True))
+        else:
+            with torch.no_grad():
+                taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
+            found = {"divergence": head(chosen, (teacher, taught), work)}
+        for name, values in found.items():
+            if values is not None:  # moved from the predicting positions to the tokens that they belong to
+                local = values.new_zeros(len(hidden)).index_copy(0, wanted, values)
+                routed[name] = arrangement.whole(local).roll(1)
+        return routed
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -113,27 +121,9 @@ class Scorer(nn.Module):
             logits = [arrangement.hidden_rows(layer.view(*rows, -1)) for layer in states.router_logits]
             found = routing(logits, self.top_k)
         if self.replay is not None and self.replay.experts is not None:
-            agreed, reported = (
-                arrangement.hidden_rows(one.float().view(*rows)) for one in self.replay.count_agreement()
-            )
-            found |= {"agreed": agreed, "reported": reported}
+            for name, counts in zip(("agreed", "reported"), self.replay.count_agreement(), strict=True):
+                found[name] = arrangement.hidden_rows(counts.float().view(*rows))
         return {name: arrangement.whole(values) for name, values in found.items()}
-
-    def teacher_states(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
-        """Return the teacher's hidden states at the wanted positions, or None without a teacher."""
-        teacher = self.teacher[0]
-        if teacher is None:
-            return None
-        with torch.no_grad():
-            return arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
-
-    def outputs(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
-        head = self.model.get_output_embeddings()
-        teacher = self.teacher[0]
-        if teacher is None or taught is None:
-            logprobs, entropy, variance = head(hidden, targets, work)
-            return {"logprobs": logprobs} | ({"entropy": entropy, "variance": variance} if work.entropy else {})
-        return {"divergence": head(hidden, (teacher, taught), work)}
 
 
 def apply_head(
@@ -148,9 +138,8 @@ def apply_head(
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
     """Return the positions, [N] bool, whose next token in the same sequence is masked."""
-    ends = torch.tensor(lengths).cumsum(0) - 1
     following = mask.roll(-1)
-    following[ends] = False
+    following[torch.tensor(lengths).cumsum(0) - 1] = False
     return following
 
 
@@ -158,12 +147,6 @@ def shift(values: Tensor, lengths: list[int]) -> Tensor:
     """Give each token the value at the one before it, [N]; the first of a sequence gets 0."""
     firsts = to_device(torch.tensor([0, *lengths[:-1]]).cumsum(0), values.device)
     return values.roll(1).index_fill(0, firsts, 0.0)
-
-
-def place(values: Tensor, wanted: Tensor, count: int, arrangement: Arrangement) -> Tensor:
-    """Move values from the predicting positions, of `count` local ones, to the tokens they belong to, [N]."""
-    local = torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, wanted, values)
-    return arrangement.whole(local).roll(1)
 
 
 def hf_name(name: str) -> str:

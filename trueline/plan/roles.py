@@ -7,8 +7,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import FrozenConfig, ModelConfig, Role
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import RLConfig
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
-from trueline.models.shapes import PAPER
+from trueline.models.loading import PAPER, ModelFacts, check_model, load_tokenizer
 from trueline.plan.resolve import resolve_path
 from trueline.rewards.combined import kind_of
 from trueline.rewards.model import reward_model_head

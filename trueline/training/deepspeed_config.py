@@ -60,9 +60,7 @@ def at_once(elements: int) -> int:
 
 
 def effective_stage(config: RanksConfig, dtype: str) -> int:
-    """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results.
-
-    Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
-    """
+    """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results."""
+    # Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
     trained = isinstance(config, TrainingConfig)
     return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage

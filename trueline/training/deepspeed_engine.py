@@ -175,9 +175,7 @@ class DeepSpeedEngine(TrainEngine):
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Link all parameters to their moments: DeepSpeed 0.19 does so after the first step of the first parameter
-        group, when the other groups have no moments yet.
-        """
+        """Link all parameters to their moments; DeepSpeed 0.19 does so when only the first group has some."""
         if self.steps and not self.plain and self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
@@ -241,9 +239,6 @@ class DeepSpeedEngine(TrainEngine):
             self._set(self.trained[name], part)
 
 
-# Tensor parallelism
-
-
 def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
     """Return AutoTP's rules for a model, from the plan in its Hugging Face configuration."""
     # DeepSpeed's groups last as long as the process, for every later engine.
@@ -267,16 +262,8 @@ def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
             raise ConfigError(f"model.tensor_parallel={size} does not divide the model's {key}={sizes[key]}")
     patterns = {layer: rf".*\.{re.escape(layer)}\.weight$".replace(r"\*", r"\d+") for layer in plan}
     specs = [{"patterns": [patterns[layer]], **STYLES[style]} for layer, style in plan.items()]
-    check_neighbours(model, specs)
-    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
-
-
-def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
-    """Refuse a model whose plan does not name all parameters that work on split activations.
-
-    Their gradients would be partial, and differ between ranks.
-    """
-    rules = [re.compile(spec["patterns"][0]) for spec in specs]
+    # Parameters that work on split activations but are not in the plan would have partial gradients.
+    rules = [re.compile(pattern) for pattern in patterns.values()]
     names = [f".{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     blocks = {name.rsplit(".", 2)[0] + "." for name in names if any(rule.match(name) for rule in rules)}
     for name, _ in model.named_parameters():
@@ -284,6 +271,7 @@ def check_neighbours(model: nn.Module, specs: list[dict[str, Any]]) -> None:
         inside = any(weight.startswith(block) for block in blocks)
         if inside and not any(rule.match(weight) for rule in rules):
             raise ConfigError(f"model.tensor_parallel: the model's plan does not include {name}; set 1")
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 class Cuts:

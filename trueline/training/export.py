@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -23,21 +22,14 @@ from trueline.training.saving import AVERAGE, FIXED, FORMAT, INDEX, MODEL, Saved
 FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    merge: bool = False
-    average: bool = False
-    dtype: str | None = None
-
-
-def export(source: Path, target: Path, wanted: Export) -> Path:
+def export(source: Path, target: Path, *, merge: bool = False, average: bool = False, dtype: str | None = None) -> Path:
     checkpoint = find_checkpoint(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a new folder")
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # checks every file
-    averages = read_averages(checkpoint) if wanted.average else {}
+    averages = read_averages(checkpoint) if average else {}
     adapted = (checkpoint / "model" / ADAPTER).is_file()
-    if wanted.merge and not adapted:
+    if merge and not adapted:
         raise ConfigError(f"{checkpoint} has no adapter (model.lora.rank=0) to merge: leave out --merge")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +41,8 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     shutil.copytree(checkpoint / "model", temporary)
     if not any(temporary.glob("*.safetensors")):
         write_masters(checkpoint, temporary)
-    write = write_merged if wanted.merge else write_adapter if adapted else write_weights
-    write(temporary, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
+    write = write_merged if merge else write_adapter if adapted else write_weights
+    write(temporary, averages, DTYPES[dtype] if dtype else None)
     temporary.rename(target)
     return target
 

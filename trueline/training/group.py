@@ -23,16 +23,12 @@ from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Re
 from trueline.training.worker import Mesh, Worker
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
+Actors = Sequence[Actor[Worker]]
 
 
 class ModelGroup:
     def __init__(
-        self,
-        name: str,
-        actors: Sequence[Actor[Worker]],
-        config: RanksConfig,
-        timeout_seconds: float,
-        mesh: Mesh | None = None,
+        self, name: str, actors: Actors, config: RanksConfig, timeout_seconds: float, mesh: Mesh | None = None
     ) -> None:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
@@ -68,7 +64,14 @@ class ModelGroup:
         plan = self.plan(samples, samples_per_row)
         reports = self._submit(Worker.update, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
         if error := reports[0].out_of_memory:
-            self._halve(samples, samples_per_row, error)
+            whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
+            try:
+                self.plan(samples, samples_per_row)
+            except ValueError:  # half is too small for a sample
+                self.budget = whole
+            if self.halved or self.budget == whole:
+                raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
+            self.halved += 1
             return self.update(samples, loss, settings, samples_per_row=samples_per_row)
         if settings.logprobs_from_update:
             logprobs = split_by_sample(samples, plan, [one.logprobs for one in reports])
@@ -79,17 +82,6 @@ class ModelGroup:
             for sample, mine in zip(samples, entropies, strict=True):
                 sample.entropy = mine
         return reduce_reports(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
-
-    def _halve(self, samples: list[Sample], samples_per_row: int, error: str) -> None:
-        """Halve the passes; raise the error if they were halved before, or if half is too small for a sample."""
-        whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
-        try:
-            self.plan(samples, samples_per_row)
-        except ValueError:
-            self.budget = whole
-        if self.halved or self.budget == whole:
-            raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
-        self.halved += 1
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
@@ -151,10 +143,7 @@ def split_by_sample(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) 
 
 
 def write_models(models: dict[str, ModelGroup], folder: Path, whole: bool = True) -> PollSave:
-    """Let every rank of each model copy its share of a checkpoint and begin to write it.
-
-    Without `whole`, the weights are only in the training state.
-    """
+    """Let all ranks copy and begin to write a checkpoint; without `whole`, weights are only in the training state."""
     for place, model in models.items():
         (folder / place).mkdir(exist_ok=True)
         model.call(Worker.save, str(folder / place), whole)

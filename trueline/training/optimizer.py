@@ -49,9 +49,8 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
 
 def make_muon(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
     """Make a Muon whose updates are as large as AdamW's, so that both use one learning rate."""
-    return torch.optim.Muon(
-        parameters, lr=config.peak_rate(), weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
+    rate, decay = config.peak_rate(), config.weight_decay
+    return torch.optim.Muon(parameters, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
 
 
 MAKERS = {"adamw": make_adamw, "muon": make_muon}

@@ -41,14 +41,11 @@ Shard = tuple[str, bytes, int]  # a safetensors file: name, header, and how many
 
 
 def contents(engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True) -> Iterator[Content]:
-    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights.
-
-    A model has the names on disk, and the training state has the trainer's.
-    """
+    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights."""
     if adapted:
         yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
     elif model:
-        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))
+        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))  # names on disk
     for name, state in engine.state():
         yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
     yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())
@@ -173,14 +170,12 @@ class Saver:
         return self.allocated
 
     def save(self, folder: Path, steps: int, describe: Callable[[], None], model: bool = True) -> None:
-        """Copy this rank's share and return; the thread writes it, and calls `describe` to write other files.
-
-        The content changes with the optimizer's first step and with `model`: whether the model's weights are saved.
-        """
+        """Copy this rank's share and return; the thread writes it, and calls `describe` to write other files."""
         self.result(wait=True)
-        if (steps > 0, model) not in self.divisions:
-            self.divisions[steps > 0, model] = divide(self.contents(model), self.rank, self.world)
-        parts, owners = self.divisions[steps > 0, model]
+        kind = steps > 0, model  # the optimizer's first step and the model's weights change the content
+        if kind not in self.divisions:
+            self.divisions[kind] = divide(self.contents(model), self.rank, self.world)
+        parts, owners = self.divisions[kind]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
         shards = list(self._shards(parts, steps))
         self.writing = self.thread.submit(self._write, folder, shards, owners, describe)
@@ -209,11 +204,8 @@ class Saver:
                     at = end
             text = json.dumps(entries).encode()
             text += b" " * (-len(text) % 8)
-            yield (
-                shard_name(stem, self.rank, 1 if stem == LORA else self.world),
-                struct.pack("<Q", len(text)) + text,
-                at,
-            )
+            name = shard_name(stem, self.rank, 1 if stem == LORA else self.world)
+            yield name, struct.pack("<Q", len(text)) + text, at
 
     def _write(
         self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]

@@ -32,12 +32,9 @@ class WeightSender(ABC):
         return self.adapter_weights() if self.adapter_only else self.plain_weights()
 
     def weight_specs(self, dtype: str) -> list[transport.TensorSpec]:
-        """Return names, shapes and types of the weights as engines receive them.
-
-        Numbers that training does not change keep the precision of their file.
-        """
+        """Return names, shapes and types of the weights as engines receive them."""
         specs = []
-        for name, tensor in self.sent_weights():
+        for name, tensor in self.sent_weights():  # what training does not change keeps the precision of its file
             fixed = name in self.names.fixed and tensor.dtype == torch.float32
             specs.append(transport.TensorSpec(name, tuple(tensor.shape), "float32" if fixed else dtype))
         return specs
@@ -48,10 +45,8 @@ class WeightSender(ABC):
         return {transport.gpu_name(self.device): [transport.shared_memory(buffer) for buffer in self.buffers]}
 
     def connect(self, link: transport.Link) -> str:
-        """Join the engines' group: every rank with shared GPU memory, or else rank 0 alone, which sends to all.
-
-        Return why NCCL cannot form the group, or nothing.
-        """
+        """Join the engines' group, and return why NCCL cannot form it, or nothing."""
+        # Every rank joins with shared GPU memory; otherwise rank 0 alone, which sends to all.
         return transport.try_join(partial(self._join, link)) if self.rank == 0 or link.transport == "ipc" else ""
 
     def _join(self, link: transport.Link) -> None:

@@ -37,21 +37,12 @@ from trueline.runtime.fingerprints import bit_sum
 from trueline.runtime.host import build
 from trueline.runtime.transport import Address, Rendezvous
 from trueline.training import report as reports
+from trueline.training import saving
 from trueline.training.checkpoints import SaveResult, save_tensors
 from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report
-from trueline.training.saving import (
-    AVERAGE,
-    FIXED,
-    SavedState,
-    Saver,
-    contents,
-    describe_model,
-    load_state,
-    snapshot_bytes,
-)
 from trueline.training.weight_sender import WeightSender
 
 
@@ -147,7 +138,11 @@ class Worker(WeightSender):
         speaks = spec.head == "language" and spec.distillation_target is None
         probe = Probe(self.model, self.device, spec.ranks.packing, speaks and is_whole)
         self.scorer = self._make_scorer()
-        self._make_engine()
+        self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.names.restore_buffers()
+        self.release()  # before lasting small tensors settle in memory that was needed only to start
+        held = partial(saving.contents, self.engine, self.names, self.adapter is not None)
+        self.saver = saving.Saver(spec.rank, spec.world, held)
         if speaks and not is_whole:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
@@ -186,14 +181,6 @@ class Worker(WeightSender):
             scorer.replay = Replay(self.model, follows=spec.ranks.replay_routing is True)
         return scorer
 
-    def _make_engine(self) -> None:
-        spec = self.spec
-        self.engine = build(TRAIN_ENGINES[spec.ranks.engine].path, [self.scorer, spec, self.device])
-        self.names.restore_buffers()
-        self.release()  # before lasting small tensors settle in memory that was needed only to start
-        held = partial(contents, self.engine, self.names, self.adapter is not None)
-        self.saver = Saver(spec.rank, spec.world, held)
-
     def ready(self) -> None:
         """Do nothing: calls run in order, so this returns after all earlier calls."""
 
@@ -205,10 +192,7 @@ class Worker(WeightSender):
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
     ) -> np.ndarray:
-        """Return log-probs or scores of all tokens of this rank's samples, in the plan's order.
-
-        As `reference`, a model with adapters computes them without its adapters.
-        """
+        """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters."""
         rows: list[Tensor] = []
         without = adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
         with self.eval_mode(), without:
@@ -325,11 +309,8 @@ class Worker(WeightSender):
             setattr(self.model.config, name, value)
 
     def prepare_saving(self, sharers: int) -> None:
-        """Begin to allocate host memory for checkpoints, on a machine with this many ranks.
-
-        Rank 0 reads the tokenizer, which is saved as well.
-        """
-        _ = self.tokenizer if self.rank == 0 else None
+        """Begin to allocate host memory for checkpoints, on a machine with this many ranks."""
+        _ = self.tokenizer if self.rank == 0 else None  # read now, and saved by rank 0
         ranks, dtype, world = self.spec.ranks, self.spec.model.dtype, self.spec.world
         weights = 0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[dtype].itemsize
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
@@ -337,7 +318,7 @@ class Worker(WeightSender):
         stage = TRAIN_ENGINES[ranks.engine].stage(ranks, dtype)
         moments = 8 * elements / (world if stage else 1)  # allocated by the first step
         coming = moments if self.device.type == "cpu" else 0.0
-        self.saver.allocate(snapshot_bytes(weights, elements, world, averaged), sharers, coming)
+        self.saver.allocate(saving.snapshot_bytes(weights, elements, world, averaged), sharers, coming)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -347,10 +328,7 @@ class Worker(WeightSender):
         return tokenizer
 
     def save(self, folder: str, model: bool = True) -> None:
-        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
-
-        Without `model`, the folder has no weights of the model.
-        """
+        """Copy this rank's share of the training state and, with `model`, of the weights; a thread writes them."""
         target, states, config = Path(folder), {"cpu": torch.get_rng_state()}, copy.deepcopy(self.model.config)
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
@@ -359,9 +337,9 @@ class Worker(WeightSender):
         def describe() -> None:
             save_tensors(target / f"random-{self.rank}.safetensors", states, {})
             if self.rank == 0 and self.names.buffers:
-                save_tensors(target / FIXED, dict(self.names.on_disk(iter(self.names.buffers.items()))), {})
+                save_tensors(target / saving.FIXED, dict(self.names.on_disk(iter(self.names.buffers.items()))), {})
             if self.rank == 0:
-                describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
+                saving.describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
 
         self.saver.save(target, self.engine.steps, describe, model)
 
@@ -369,7 +347,7 @@ class Worker(WeightSender):
         return self.saver.result(wait=wait)
 
     def load(self, folder: str) -> None:
-        saved, config = SavedState(Path(folder)), self.spec.ranks
+        saved, config = saving.SavedState(Path(folder)), self.spec.ranks
         parts = saved.by_name()
         shapes = {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()}
         if wrong := sorted(shapes.items() ^ self._trained_shapes().items()):
@@ -379,13 +357,13 @@ class Worker(WeightSender):
             )
         assert isinstance(config, TrainingConfig)
         for name, keys in parts.items():
-            found = keys.keys() - {"weight", AVERAGE}
+            found = keys.keys() - {"weight", saving.AVERAGE}
             if found and found != set(MOMENTS[stepped_by(name, len(shapes[name]), config)]):
                 raise ConfigError(
                     f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
                     f"{', '.join(sorted(found))}); resume with that optimizer, or start a new run from its model"
                 )
-        load_state(self.engine, saved)
+        saving.load_state(self.engine, saved)
         mine = Path(folder) / f"random-{self.rank}.safetensors"
         if mine.exists():
             states = load_file(mine)

@@ -21,7 +21,7 @@ from trueline.config.run import CheckpointConfig
 from trueline.runtime.actors import LocalActor
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
-from trueline.training.export import Export, export
+from trueline.training.export import export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
 from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver
@@ -259,6 +259,6 @@ def test_a_model_in_several_files_is_exported(model_folder: Path, tmp_path: Path
     checkpoints.save(1, {"step": 1}, lambda folder: write_models({"": group}, folder))
     checkpoints.settle(wait=True)
     averages = {key: tensor for key, tensor in state_of(group).items() if "/" not in key}
-    made = export(tmp_path, tmp_path / "out", Export(average=True, dtype="bfloat16"))
+    made = export(tmp_path, tmp_path / "out", average=True, dtype="bfloat16")
     found = dict(AutoModelForCausalLM.from_pretrained(made, dtype="auto").named_parameters())
     assert same(found, {key: tensor.bfloat16() for key, tensor in averages.items()})
