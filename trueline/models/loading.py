@@ -15,7 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
-from trueline.models.suitability import GGUF, check_folder, check_kind, check_quantized, read_header, unpackable
+from trueline.models.suitability import GGUF, check_folder, check_kind, read_header, unpackable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -108,8 +108,12 @@ def check_model(
         try_hub()
     settings = load_settings(config)
     check_kind(named, settings, head)
-    if not quantized:
-        check_quantized(named, settings)
+    if not quantized and (found := settings.get("quantization_config")):  # no gradients, and no exact copy in engines
+        method = dict(found).get("quant_method", "some way")
+        raise ConfigError(
+            f"{named}: its weights are quantised ({method}), so it can be sampled (rollout.engine=vllm) but not "
+            "trained: name the original model; model.lora.quantize=true keeps that in 4 bits"
+        )
     if config.lora.rank:
         from trueline.models.lora import check_targets  # noqa: PLC0415  (it imports this module)
 
@@ -217,15 +221,11 @@ def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | No
             f"data.chat_template_kwargs={arguments}: there is no chat template to read them: remove them, or set "
             "data.chat_template=FILE"
         )
-    return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer), arguments)
-
-
-def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
-    """Return every token that ends a completion: the tokenizer's, and those of the generation config."""
-    return sorted({tokenizer.eos_token_id, *generation_ends(config)})
+    return ChatFormat(tokenizer, template != "never", generation_ends(config), arguments)
 
 
 def generation_ends(config: ModelConfig) -> list[int]:
+    """Return the tokens of the generation config that end a completion."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
     try:

@@ -58,10 +58,15 @@ def has_fused_experts(model: Any) -> bool:
 
 def check_targets(config: ModelConfig, head: str) -> None:
     """Refuse targets that are not linear layers of the model."""
+    import transformers  # noqa: PLC0415
+
     targets = config.lora.peft_targets()
     if targets == "all-linear":
         return
-    model = empty_model(config, head)
+    trusted = config.trust_remote_code
+    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
+    with torch.device("meta"):
+        model = getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
     layers, linear = dict(list(model.named_modules())[1:]), linear_layers(model)
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     for target in [targets] if isinstance(targets, str) else targets:
@@ -99,16 +104,6 @@ def linear_layers(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
     return [name for name, layer in linear if layer is not head and name not in HEADS]
-
-
-def empty_model(config: ModelConfig, head: str) -> Any:
-    """Make the model without weights."""
-    import transformers  # noqa: PLC0415
-
-    trusted = config.trust_remote_code
-    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
-    with torch.device("meta"):
-        return getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
 
 
 @contextmanager

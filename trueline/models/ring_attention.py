@@ -31,6 +31,46 @@ class RingGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks of a model: data outermost, then context parallel (a ring), tensor innermost.
+
+    Ranks with different data places see different samples; the others work on the same samples.
+    """
+
+    world: int
+    ring: int = 1
+    tensor: int = 1
+
+    @property
+    def width(self) -> int:
+        """Return how many ranks work on the same samples."""
+        return self.ring * self.tensor
+
+    @property
+    def data(self) -> int:
+        return self.world // self.width
+
+    def data_place(self, rank: int) -> int:
+        return rank // self.width
+
+    def ring_ranks(self, data: int, tensor: int) -> list[int]:
+        return [(data * self.ring + place) * self.tensor + tensor for place in range(self.ring)]
+
+    def join_ring(self, rank: int) -> RingGroup | None:
+        """Join this rank's context-parallel ring; every rank must call this: torch makes all groups on all ranks."""
+        if self.ring == 1:
+            return None
+        found = None
+        for data in range(self.data):
+            for tensor in range(self.tensor):
+                ranks = self.ring_ranks(data, tensor)
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    found = RingGroup(ranks.index(rank), self.ring, group)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Spans:
     """The sequences of a pack: sequence i of the queries sees only sequence i of the keys."""
 

@@ -132,16 +132,6 @@ def other_kind(settings: dict[str, Any], architecture: str, head: str) -> str:
     return "a model without its language head" if bare and head == "language" else ""
 
 
-def check_quantized(named: str, settings: dict[str, Any]) -> None:
-    """Refuse quantised weights, which have no gradients and no exact copy in engines."""
-    if found := settings.get("quantization_config"):
-        method = dict(found).get("quant_method", "some way")
-        raise ConfigError(
-            f"{named}: its weights are quantised ({method}), so it can be sampled (rollout.engine=vllm) but not "
-            "trained: name the original model; model.lora.quantize=true keeps that in 4 bits"
-        )
-
-
 def unpackable(settings: dict[str, Any]) -> str:
     """Describe what packed attention does not support in a model, by its config.json; empty if nothing."""
     if settings.get("model_type") in SINKS:

@@ -27,7 +27,13 @@ def export(source: Path, target: Path, *, merge: bool = False, average: bool = F
     if target.exists():
         raise ConfigError(f"{target} exists: name a new folder")
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # checks every file
-    averages = read_averages(checkpoint) if average else {}
+    averages: dict[str, Tensor] = {}
+    if average:
+        saved = SavedState(checkpoint)
+        keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
+        averages = {name: saved.read(key) for name, key in keys.items()}
+    if average and not averages:
+        raise ConfigError(f"{checkpoint} has no moving average (training.ema_decay=0): leave out --average")
     adapted = (checkpoint / "model" / ADAPTER).is_file()
     if merge and not adapted:
         raise ConfigError(f"{checkpoint} has no adapter (model.lora.rank=0) to merge: leave out --merge")
@@ -61,14 +67,6 @@ def find_checkpoint(source: Path) -> Path:
     if newest is None:
         raise ConfigError(f"{source}: neither a checkpoint nor the folder of a run with checkpoints: name one of these")
     return newest
-
-
-def read_averages(checkpoint: Path) -> dict[str, Tensor]:
-    saved = SavedState(checkpoint)
-    keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
-    if not keys:
-        raise ConfigError(f"{checkpoint} has no moving average (training.ema_decay=0): leave out --average")
-    return {name: saved.read(key) for name, key in keys.items()}
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:

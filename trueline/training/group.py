@@ -16,11 +16,12 @@ from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig, reads_experts
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
+from trueline.models.ring_attention import Mesh
 from trueline.monitoring.heartbeat import WORK
 from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Result, share, wait_all
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
-from trueline.training.worker import Mesh, Worker
+from trueline.training.worker import Worker
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
 Actors = Sequence[Actor[Worker]]

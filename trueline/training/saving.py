@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -112,7 +111,11 @@ class HostBuffers:
         """Allocate `size` and a little more, as whole tensors divide unevenly, or as much as `room` allows."""
         each = max(math.ceil(min(BUFFER_BYTES, size / 2, max(room / 2, LEAST_BYTES))), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
-            self.free.put(host_buffer(each))
+            try:  # pinned memory, to which a GPU copies at full speed
+                buffer = torch.empty(each, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            except RuntimeError:  # there is none left
+                buffer = torch.empty(each, dtype=torch.uint8)
+            self.free.put(buffer)
 
     def put(self, source: Tensor) -> None:
         """Copy bytes; wait while all buffers are full."""
@@ -143,14 +146,6 @@ class HostBuffers:
                 yield entry[0].numpy().data[: entry[1]]
             finally:
                 self.free.put(entry[0])
-
-
-def host_buffer(size: int) -> Tensor:
-    """Return pinned memory, to which a GPU copies at full speed, or ordinary memory if there is none."""
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(size, dtype=torch.uint8)
 
 
 class Saver:

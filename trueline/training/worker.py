@@ -27,15 +27,15 @@ from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, base_weights, dequantize, merge_adapters, scale_adapters
 from trueline.models.probe import Probe
-from trueline.models.ring_attention import RingGroup
+from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
 from trueline.models.scorer import Scorer
-from trueline.models.weight_names import WeightNames
+from trueline.models.weight_names import Named, WeightNames
 from trueline.monitoring.heartbeat import WORK
+from trueline.runtime import transport
 from trueline.runtime.actors import Target
-from trueline.runtime.fingerprints import bit_sum
+from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum, wrap_int64
 from trueline.runtime.host import build
-from trueline.runtime.transport import Address, Rendezvous
 from trueline.training import report as reports
 from trueline.training import saving
 from trueline.training.checkpoints import SaveResult, save_tensors
@@ -43,47 +43,6 @@ from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report
-from trueline.training.weight_sender import WeightSender
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The ranks of a model: data outermost, then context parallel (a ring), tensor innermost.
-
-    Ranks with different data places see different samples; the others work on the same samples.
-    """
-
-    world: int
-    ring: int = 1
-    tensor: int = 1
-
-    @property
-    def width(self) -> int:
-        """Return how many ranks work on the same samples."""
-        return self.ring * self.tensor
-
-    @property
-    def data(self) -> int:
-        return self.world // self.width
-
-    def data_place(self, rank: int) -> int:
-        return rank // self.width
-
-    def ring_ranks(self, data: int, tensor: int) -> list[int]:
-        return [(data * self.ring + place) * self.tensor + tensor for place in range(self.ring)]
-
-    def join_ring(self, rank: int) -> RingGroup | None:
-        """Join this rank's context-parallel ring; every rank must call this: torch makes all groups on all ranks."""
-        if self.ring == 1:
-            return None
-        found = None
-        for data in range(self.data):
-            for tensor in range(self.tensor):
-                ranks = self.ring_ranks(data, tensor)
-                group = dist.new_group(ranks)
-                if rank in ranks:
-                    found = RingGroup(ranks.index(rank), self.ring, group)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +62,24 @@ class WorkerSpec:
         return Mesh(self.world, self.model.context_parallel, self.model.tensor_parallel)
 
 
-class Worker(WeightSender):
+class Worker:
     """A rank. Rank 0 first returns its address from `listen`; then all ranks `start` with that address."""
 
     engine: TrainEngine
+    channel: transport.Channel | None = None  # to the rollout engines
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rank, self.rendezvous, ranks = spec.rank, Rendezvous(), spec.ranks
+        self.rank, self.rendezvous, ranks = spec.rank, transport.Rendezvous(), spec.ranks
         self.adapter_only = spec.model.lora.adapter_only()
         self.router_coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
-    def listen(self) -> Address:
+    def listen(self) -> transport.Address:
         """Return the address of rank 0, for the other ranks and later for the engines."""
         return self.rendezvous.open()
 
-    def start(self, address: Address) -> None:
+    def start(self, address: transport.Address) -> None:
         """Join the other ranks, load the model, and check that it computes as expected."""
         spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
         torch.manual_seed(spec.seed)
@@ -290,7 +250,8 @@ class Worker(WeightSender):
             batch.old_logprobs = output.logprobs.detach()
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
-    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def plain_weights(self) -> Named:
+        """Yield the weights with their names on disk, on every rank; adapters are merged unless sent separately."""
         weights = self.engine.weights()
         if self.adapter is None:
             return self.names.file_tensors(weights)
@@ -299,10 +260,73 @@ class Worker(WeightSender):
         scale = self.spec.model.lora.scale()
         return self.names.file_tensors(base_weights(weights) if self.adapter_only else merge_adapters(weights, scale))
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self) -> Named:
         if self.adapter_only:
             return scale_adapters(self.engine.weights(), self.spec.model.lora.scale())
         return self.engine.masters() if self.adapter is not None else iter(())
+
+    def sent_weights(self) -> Named:
+        return self.adapter_weights() if self.adapter_only else self.plain_weights()
+
+    def weight_specs(self, dtype: str) -> list[transport.TensorSpec]:
+        """Return names, shapes and types of the weights as engines receive them."""
+        specs = []
+        for name, tensor in self.sent_weights():  # what training does not change keeps the precision of its file
+            fixed = name in self.names.fixed and tensor.dtype == torch.float32
+            specs.append(transport.TensorSpec(name, tuple(tensor.shape), "float32" if fixed else dtype))
+        return specs
+
+    def share_memory(self, nbytes: int) -> dict[str, list[transport.SharedMemory]]:
+        """Make two buffers for engines on this GPU, and return their handles."""
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return {transport.gpu_name(self.device): [transport.shared_memory(buffer) for buffer in self.buffers]}
+
+    def connect(self, link: transport.Link) -> str:
+        """Join the engines' group, and return why NCCL cannot form it, or nothing."""
+        # Every rank joins with shared GPU memory; otherwise rank 0 alone, which sends to all.
+        shares_gpu = link.transport == "ipc"
+
+        def join() -> None:
+            group = link.join(self.rank, self.device, self.rendezvous)
+            self.channel = transport.GpuPair(group, self.buffers) if shares_gpu else group
+
+        return transport.try_join(join) if self.rank == 0 or shares_gpu else ""
+
+    def send_weights(self, buckets: list[transport.Bucket]) -> list[int]:
+        """Gather the weights on every rank; ranks with a channel send them, and return a fingerprint per bucket."""
+        weights = self.sent_weights()
+        prints: list[Tensor] = []
+        failure: RuntimeError | None = None  # an engine is gone; the other ranks still gather weights with this one
+        for bucket in buckets:
+            buffer = transport.bucket_buffer(bucket) if self.channel is None else self.channel.next_buffer(bucket)
+            for name, view in transport.bucket_views(bucket, buffer):
+                sent, tensor = next(weights)
+                assert sent == name, f"the order of weights has changed: {sent} instead of {name}"
+                if self.channel is not None:
+                    view.copy_(tensor)
+            if self.channel is not None:
+                prints.append(transport.bucket_print(bucket, buffer))
+                try:
+                    self.channel.send(buffer)
+                except RuntimeError as error:
+                    failure, self.channel = error, None
+        next(weights, None)  # lets the last gather end
+        if failure is not None:
+            raise failure
+        return as_numbers(prints)
+
+    def weight_bits(self, dtype: str) -> LiveSums:
+        """Return the bit sums of what engines should hold: weights, adapters and fixed numbers."""
+        wire, fixed = transport.WIRE_DTYPES[dtype], self.names.fixed
+        plain = {name: bit_sum(tensor.to(wire)) for name, tensor in self.plain_weights()}
+        adapters = (bit_sum(tensor.to(wire) if self.adapter_only else tensor) for _, tensor in self.adapter_weights())
+        trained = (bits for name, bits in plain.items() if name not in fixed)
+        kept = (plain[name] for name in fixed)
+        return LiveSums(*(wrap_int64(sum(as_numbers(bits))) for bits in (trained, adapters, kept)))
+
+    def copy_weights(self) -> list[tuple[str, Tensor]]:
+        """Return copies of the weights, for an engine in the same process."""
+        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
 
     def annotate(self, facts: dict[str, float]) -> None:
         for name, value in facts.items():

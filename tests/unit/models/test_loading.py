@@ -20,7 +20,6 @@ from trueline.models.loading import (
     load_model,
     load_tokenizer,
     padding_token,
-    stop_tokens,
 )
 from trueline.models.suitability import TOKENIZER_FILES
 
@@ -129,11 +128,11 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_settings(
 ) -> None:
     config, end = ModelConfig(path=str(copied)), tokenizer.eos_token_id
     change(copied / "generation_config.json", eos_token_id=[17, end])
-    assert stop_tokens(config, tokenizer) == sorted([17, end])
+    assert load_chat(config, "auto").stop_ids == {17, end}
     change(copied / "generation_config.json", eos_token_id=19)
-    assert stop_tokens(config, tokenizer) == sorted([19, end])
+    assert load_chat(config, "auto").stop_ids == {19, end}
     (copied / "generation_config.json").unlink()
-    assert stop_tokens(config, tokenizer) == [end]
+    assert load_chat(config, "auto").stop_ids == {end}
 
 
 def test_dropout_is_off_even_in_training(copied: Path) -> None:

@@ -7,10 +7,10 @@ import torch
 from tests.support.tiny import make_samples
 from trueline.config.model import RanksConfig
 from trueline.data.types import Batch, LossOutput, Sample
+from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup, reduce_reports
 from trueline.training.report import LossAccumulator, Report
-from trueline.training.worker import Mesh
 
 
 class Echo:

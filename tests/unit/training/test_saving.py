@@ -18,6 +18,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
+from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
@@ -25,7 +26,7 @@ from trueline.training.export import export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
 from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver
-from trueline.training.worker import Mesh, Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec
 
 TENSORS = {
     MODEL: {"big": torch.arange(60.0).view(6, 10).bfloat16(), "odd": torch.arange(7.0), "one": torch.tensor(3.0)},
