@@ -4,7 +4,6 @@ Packed attention works for every Hugging Face decoder that uses transformers' at
 stays until the next forward pass, because gradient checkpointing computes attention again in the backward pass.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -113,12 +112,16 @@ def sequence_by_sequence(
 AttentionInterface.register(NAME, packed_attention)
 
 
-class Arrangement(ABC):
-    """Convert between the flat axis [N] of a batch and the input of one rank's model."""
+class Arrangement:
+    """Convert between the flat axis [N] of a batch and the input of one rank's model, in which it stays flat."""
 
-    @abstractmethod
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the model's arguments."""
+        Current.layout = PackedLayout(self.lengths)
+        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
 
     def hidden_rows(self, states: Tensor) -> Tensor:
         """Return the last hidden states as [n, H], one row per local position."""
@@ -137,20 +140,8 @@ class Arrangement(ABC):
         return experts
 
 
-@dataclass(frozen=True)
-class Packed(Arrangement):
-    lengths: list[int]
-
-    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        Current.layout = PackedLayout(self.lengths)
-        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
-
-
-@dataclass(frozen=True)
 class Padded(Arrangement):
     """Sequences padded on the right, so that causal attention needs no mask."""
-
-    lengths: list[int]
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
@@ -167,6 +158,7 @@ class Ringed(Arrangement):
     """Each sequence is padded to a length that the ring divides; added tokens are last and dropped."""
 
     def __init__(self, lengths: list[int], ring: RingGroup, device: torch.device) -> None:
+        super().__init__(lengths)
         self.ring, self.stretched = ring, rings.padded_lengths(lengths, ring.size)
         *starts, self.total = accumulate(self.stretched, initial=0)
         real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
@@ -178,13 +170,10 @@ class Ringed(Arrangement):
         places = positions(self.stretched, tokens.device)[self.here[tokens.device]]
         return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
 
-    def local(self, values: Tensor) -> Tensor:
-        return self._divide(values, 0)
-
     def expert_rows(self, experts: Tensor) -> Tensor:
-        return self._divide(experts, UNKNOWN_EXPERT)
+        return self.local(experts, UNKNOWN_EXPERT)
 
-    def _divide(self, values: Tensor, added: int) -> Tensor:
+    def local(self, values: Tensor, added: int = 0) -> Tensor:
         stretched = values.new_full((self.total, *values.shape[1:]), added)
         stretched[self.real[values.device]] = values
         return stretched[self.here[values.device]]

@@ -21,9 +21,10 @@ from trueline.files import UNFINISHED, atomic_path, flush
 from trueline.models.suitability import is_damaged
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
+from trueline.training.report import Metrics
 
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
-State, Metrics = dict[str, Any], dict[str, float]
+State = dict[str, Any]
 Digests = dict[str, str]  # SHA-256 of files by name
 
 
@@ -77,7 +78,7 @@ class Checkpoints:
             self._replace_state(target, state)
             return
         temporary = target.with_suffix(UNFINISHED)
-        with self._survive_failed_save(temporary):
+        with self._survive_disk_error(f"{temporary.stem} could not be saved", temporary):
             for left in self.folder.glob(f"*{UNFINISHED}"):  # by a kill
                 shutil.rmtree(left)
             temporary.mkdir(parents=True)
@@ -90,7 +91,7 @@ class Checkpoints:
         if one is None or (result := one.poll(wait)) is None:
             return
         self.pending = None
-        with self._survive_failed_save(one.temporary):
+        with self._survive_disk_error(f"{one.target.name} could not be saved", one.temporary):
             if result.problem:
                 raise OSError(result.problem)
             (one.temporary / STATE).write_text(json.dumps(one.state, indent=2))
@@ -104,7 +105,7 @@ class Checkpoints:
             return
         took, paused = duration(result.seconds), duration(one.paused)
         self.note(f"saved      {one.target.name} in {took} (training paused {paused})")
-        with self._warn_on_disk_error("cannot remove older checkpoints"):
+        with self._survive_disk_error("cannot remove older checkpoints"):
             self.rotate()
         self._look_for_metric(one.metrics)
 
@@ -114,14 +115,14 @@ class Checkpoints:
         if self.pending is not None and self.pending.target == target:
             self.pending.metrics |= metrics
         elif target.is_dir():
-            with self._warn_on_disk_error(f"cannot write the metrics of {target.name}"):
+            with self._survive_disk_error(f"cannot write the metrics of {target.name}"):
                 replace_file(target / METRICS, read_metrics(target) | metrics)
                 self.rotate()
             self._look_for_metric(metrics)
 
     def _replace_state(self, target: Path, state: State) -> None:
         """Replace the counters; a kill before the manifest is replaced leaves the old ones, one after it the new."""
-        with self._warn_on_disk_error(f"cannot write the counters of {target.name}"):
+        with self._survive_disk_error(f"cannot write the counters of {target.name}"):
             if json.loads((target / STATE).read_text()) == state:
                 return
             pending = target / f"{STATE}{UNFINISHED}"
@@ -130,11 +131,18 @@ class Checkpoints:
             finish_replacement(target)
 
     @contextmanager
-    def _warn_on_disk_error(self, what: str) -> Iterator[None]:
+    def _survive_disk_error(self, what: str, unfinished: Path | None = None) -> Iterator[None]:
+        """Warn of an error, and remove the unfinished checkpoint that it leaves."""
         try:
             yield
         except OSError as error:
-            self.note(f"warning: {what} ({error}); the run continues")
+            note = f"warning: {what} ({error}); the run continues"
+            if unfinished is not None:
+                self.failures += 1
+                shutil.rmtree(unfinished, ignore_errors=True)
+                last = f"The last good checkpoint is {self.newest()}" if self.newest() else "There is no checkpoint yet"
+                note += f". {last}. Make room on the disk, if it is full"
+            self.note(note)
 
     def _look_for_metric(self, metrics: Metrics) -> None:
         name = self.config.metric.removeprefix("-")
@@ -148,19 +156,6 @@ class Checkpoints:
             f"warning: this run has no metric {self.config.metric} (checkpoint.metric), so checkpoint.keep_best="
             f"{self.config.keep_best} keeps nothing; choose from {near}"
         )
-
-    @contextmanager
-    def _survive_failed_save(self, temporary: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failures += 1
-            shutil.rmtree(temporary, ignore_errors=True)
-            last = f"The last good checkpoint is {self.newest()}" if self.newest() else "There is no checkpoint yet"
-            self.note(
-                f"warning: {temporary.stem} could not be saved ({error}); the run continues. {last}. Make room on the "
-                "disk, if it is full"
-            )
 
     def rotate(self) -> None:
         finished = self.list_finished()
@@ -195,12 +190,10 @@ class Checkpoints:
         return sorted((path for path in found if path.suffix != UNFINISHED), key=step_of)
 
     def newest(self) -> Path | None:
-        finished = self.list_finished()
-        return finished[-1] if finished else None
+        return next(reversed(self.list_finished()), None)
 
     def newest_metrics(self) -> Metrics:
-        newest = self.newest()
-        return read_metrics(newest) if newest is not None else {}
+        return read_metrics(newest) if (newest := self.newest()) else {}
 
     def read_state(self, checkpoint: Path) -> State:
         """Return the counters of a checkpoint; refuse it if a file has changed."""

@@ -99,8 +99,9 @@ class HostMomentsAdamW(torch.optim.Optimizer):
         count = torch.full((), float(step), device=weight.device)  # counted up in place
         settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         settings["beta1"], settings["beta2"] = group["betas"]
-        lists = [weight], [gradient], [first], [second], [], [count]
-        adamw(*lists, fused=True, amsgrad=False, maximize=False, **settings)
+        adamw(
+            [weight], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, maximize=False, **settings
+        )
         for moment, stepped in zip(kept, (first, second), strict=True):
             moment.copy_(stepped, non_blocking=True)
 

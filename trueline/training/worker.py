@@ -26,10 +26,9 @@ from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, i
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, base_weights, dequantize, merge_adapters, scale_adapters
-from trueline.models.probe import Probe
 from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
-from trueline.models.scorer import Scorer
+from trueline.models.scorer import Probe, Scorer
 from trueline.models.weight_names import Named, WeightNames
 from trueline.monitoring.heartbeat import WORK
 from trueline.runtime import transport
@@ -91,12 +90,19 @@ class Worker:
         # AutoTP splits whole layers, so such a model is sharded after it is read.
         is_sharded = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
         share_out: ShareOut | None = build(row.share_out, [spec]) if is_sharded else None
-        self._load_model(share_out)
+        config, packing = spec.model, spec.ranks.packing
+        self.model = load_model(config, DTYPES[config.dtype], spec.head, packed=packing, share_out=share_out)
+        self.names = WeightNames(self.model)
+        self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
+        if share_out is not None:
+            for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
+                share_out(parameter)
+        self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         is_whole = share_out is None and self._fits()
         if is_whole or share_out is not None:
             self.model.to(self.device)
         speaks = spec.head == "language" and spec.distillation_target is None
-        probe = Probe(self.model, self.device, spec.ranks.packing, speaks and is_whole)
+        probe = Probe(self.model, self.device, packing, speaks and is_whole)
         self.scorer = self._make_scorer()
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.names.restore_buffers()
@@ -107,17 +113,6 @@ class Worker:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
-
-    def _load_model(self, share_out: ShareOut | None) -> None:
-        spec, config = self.spec, self.spec.model
-        dtype = DTYPES[config.dtype]
-        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing, share_out=share_out)
-        self.names = WeightNames(self.model)
-        self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
-        if share_out is not None:
-            for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
-                share_out(parameter)
-        self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
 
     def _fits(self) -> bool:
         """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
