@@ -99,11 +99,9 @@ def sequence_by_sequence(
     outs, grouped = [], query.shape[1] != key.shape[1]
     for piece in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in piece)  # [1, heads, T, D] each
-        near = None
-        if window is not None and window < len(piece[0]):
-            places = torch.arange(len(piece[0]), device=query.device)
-            distance = places[:, None] - places
-            near = (distance >= 0) & (distance < window)
+        near, length = None, len(piece[0])
+        if window is not None and window < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         out = scaled_dot_product_attention(q, k, v, near, is_causal=near is None, scale=scale, enable_gqa=grouped)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)

@@ -43,10 +43,7 @@ class ChunkedHead(torch.autograd.Function):
             normalizers[rows] = logits.logsumexp(-1)
             logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normalizers[rows]
             if entropy is not None and variance is not None:
-                scores = logits.sub_(normalizers[rows, None])  # log-probs are more precise than logits
-                weighted = scores.exp().mul_(scores)
-                entropy[rows] = -weighted.sum(-1)
-                variance[rows] = torch.linalg.vecdot(weighted, scores) - entropy[rows].square()
+                entropy[rows], variance[rows] = moments(logits.sub_(normalizers[rows, None]))
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -67,9 +64,7 @@ class ChunkedHead(torch.autograd.Function):
             if to_entropy is None:
                 flow = scores.exp_().mul_(-to_logprob[rows, None])
             else:
-                # d logprob / d logits = onehot - p, without the onehot; d entropy / d logits = -p (log p + entropy).
-                factors = to_logprob[rows, None] + to_entropy[rows, None] * (scores + entropy[rows, None])
-                flow = -scores.exp() * factors
+                flow = flow_with_entropy(scores, to_logprob[rows], to_entropy[rows], entropy[rows])
             flow.scatter_add_(-1, targets[rows, None], to_logprob[rows, None])
             flow = (flow if work.temperature == 1 else flow.div_(work.temperature)).to(hidden.dtype)
             hidden_gradient[rows] = flow @ weight
@@ -79,6 +74,19 @@ class ChunkedHead(torch.autograd.Function):
                 bias_gradient += flow.sum(0)
         done = [total if total is None else total.to(hidden.dtype) for total in (weight_gradient, bias_gradient)]
         return hidden_gradient, done[0], done[1], None, None
+
+
+def moments(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return entropy and variance of log p, [T] each, from log-probs [T, V], which are more precise than logits."""
+    weighted = scores.exp().mul_(scores)
+    entropy = -weighted.sum(-1)
+    return entropy, torch.linalg.vecdot(weighted, scores) - entropy.square()
+
+
+def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, entropy: Tensor) -> Tensor:
+    """Add d logprob / d logits = onehot - p, without the onehot, and d entropy / d logits = -p (log p + entropy)."""
+    factors = to_logprob[:, None] + to_entropy[:, None] * (scores + entropy[:, None])
+    return -scores.exp() * factors
 
 
 def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
