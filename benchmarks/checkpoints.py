@@ -38,7 +38,7 @@ def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, times
     """Save once per round; the first save allocates buffers and does not count."""
     torch.set_num_threads(1)
     elements = settings.mebibytes * 2**20 // 14 // LAYERS
-    saver = Saver(rank, world, lambda: contents(elements))
+    saver = Saver(rank, world, lambda model: contents(elements))
     for number in range(settings.rounds + 1):
         starts.wait()
         begin = time.monotonic()

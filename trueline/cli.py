@@ -281,9 +281,10 @@ def try_reward(options: argparse.Namespace) -> int:
 
 def run_export(options: argparse.Namespace) -> int:
     quiet_libraries()
-    from trueline.training.export import Export, export  # noqa: PLC0415
+    from trueline.training.export import export  # noqa: PLC0415
 
-    written = export(options.source, options.target, Export(options.merge, options.average, options.dtype))
+    wanted = {"merge": options.merge, "average": options.average, "dtype": options.dtype}
+    written = export(options.source, options.target, **wanted)
     say(f"written: {written}")
     return 0
 

@@ -1,6 +1,6 @@
 """One gradient, however the work is divided: packed or padded, over data, ring and tensor ranks.
 
-Covers `trueline.training.deepspeed_tensor_parallel`.
+Covers `trueline.training.deepspeed_engine`.
 """
 
 from dataclasses import dataclass

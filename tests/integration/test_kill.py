@@ -27,11 +27,12 @@ from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
+from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import UNFINISHED, Checkpoints
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
-from trueline.training.worker import Mesh, Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec
 
 KILLS = (3, 30)  # as a rule, and in a longer proof
 RANKS = 2  # in one process; all learn the same, as those of a tensor-parallel group do, and each writes its share

@@ -31,7 +31,7 @@ from trueline.plan.describe import describe_rounds
 from trueline.plan.resolve import check_engines, rate_keys
 from trueline.plan.sampling import SamplingPlan, plan_eval, plan_generate
 from trueline.runs.launch import Job, Start, launch
-from trueline.training.export import Export, export, find_checkpoint
+from trueline.training.export import export, find_checkpoint
 
 DONE, ROUNDS = "done.json", "rounds.json"
 
@@ -95,7 +95,7 @@ class Recipe:
         if not self.config.model.lora.rank:
             return str(find_checkpoint(run) / "model")
         if not merged.exists():
-            export(run, merged, Export(merge=True))
+            export(run, merged, merge=True)
         return str(merged)
 
     def learnt(self, number: int) -> int:

@@ -4,7 +4,6 @@ Packed attention works for every Hugging Face decoder that uses transformers' at
 stays until the next forward pass, because gradient checkpointing computes attention again in the backward pass.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,8 +15,8 @@ from transformers import AttentionInterface
 
 from trueline.config.base import ConfigError
 from trueline.data.types import UNKNOWN_EXPERT, to_device
-from trueline.models.attention_blocks import boundaries, takes_flash
-from trueline.models.ring_attention import RingGroup, gather_ring, local_positions, padded_lengths, ring_attention
+from trueline.models import ring_attention as rings
+from trueline.models.ring_attention import RingGroup, boundaries, takes_flash
 
 NAME = "trueline_packed"
 REFUSED = {  # arguments of some architectures' attention functions
@@ -57,7 +56,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     layout = Current.layout
     layout.calls += 1
-    refuse(others | {"attention_mask": attention_mask})
+    given = others | {"attention_mask": attention_mask}
+    if refused := [what for name, what in REFUSED.items() if given.get(name) is not None]:
+        raise ConfigError(
+            f"this architecture uses {refused[0]}, which packed attention does not support: set training.packing=false "
+            "(and model.context_parallel=1)"
+        )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = others.get("sliding_window")
     parts = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [n, H, D] each
@@ -68,20 +72,11 @@ def packed_attention(
                 f"model.context_parallel={layout.ring.size} does not support this model's attention window of {window} "
                 f"tokens, shorter than a sequence of {limit}: set model.context_parallel=1"
             )
-        out = ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
+        out = rings.ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
     else:
         attend = varlen_attention if takes_flash(parts[0]) else sequence_by_sequence
         out = attend(parts[0], parts[1], parts[2], layout.lengths, scale, window)
     return out[None], None
-
-
-def refuse(others: dict[str, Any]) -> None:
-    found = [what for name, what in REFUSED.items() if others.get(name) is not None]
-    if found:
-        raise ConfigError(
-            f"this architecture uses {found[0]}, which packed attention does not support: set training.packing=false "
-            "(and model.context_parallel=1)"
-        )
 
 
 def varlen_attention(
@@ -101,34 +96,30 @@ def sequence_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
 ) -> Tensor:
     """Attend causally in one sequence after the other, exact on every device."""
-    pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    return torch.cat([one_sequence(*piece, scale=scale, window=window) for piece in pieces])
-
-
-def one_sequence(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None) -> Tensor:
-    """Attend causally within one sequence; query, key and value are [T, heads, D] each."""
-    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    near = None
-    if window is not None and window < length:
-        places = torch.arange(length, device=query.device)
-        distance = places[:, None] - places
-        near = (distance >= 0) & (distance < window)
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=near, is_causal=near is None, scale=scale, enable_gqa=grouped
-    )
-    return out[0].transpose(0, 1)
+    outs, grouped = [], query.shape[1] != key.shape[1]
+    for piece in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in piece)  # [1, heads, T, D] each
+        near, length = None, len(piece[0])
+        if window is not None and window < length:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        out = scaled_dot_product_attention(q, k, v, near, is_causal=near is None, scale=scale, enable_gqa=grouped)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 AttentionInterface.register(NAME, packed_attention)
 
 
-class Arrangement(ABC):
-    """Convert between the flat axis [N] of a batch and the input of one rank's model."""
+class Arrangement:
+    """Convert between the flat axis [N] of a batch and the input of one rank's model, in which it stays flat."""
 
-    @abstractmethod
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the model's arguments."""
+        Current.layout = PackedLayout(self.lengths)
+        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
 
     def hidden_rows(self, states: Tensor) -> Tensor:
         """Return the last hidden states as [n, H], one row per local position."""
@@ -147,20 +138,8 @@ class Arrangement(ABC):
         return experts
 
 
-@dataclass(frozen=True)
-class Packed(Arrangement):
-    lengths: list[int]
-
-    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        Current.layout = PackedLayout(self.lengths)
-        return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
-
-
-@dataclass(frozen=True)
 class Padded(Arrangement):
     """Sequences padded on the right, so that causal attention needs no mask."""
-
-    lengths: list[int]
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
@@ -177,32 +156,28 @@ class Ringed(Arrangement):
     """Each sequence is padded to a length that the ring divides; added tokens are last and dropped."""
 
     def __init__(self, lengths: list[int], ring: RingGroup, device: torch.device) -> None:
-        self.ring, self.stretched = ring, padded_lengths(lengths, ring.size)
+        super().__init__(lengths)
+        self.ring, self.stretched = ring, rings.padded_lengths(lengths, ring.size)
         *starts, self.total = accumulate(self.stretched, initial=0)
         real = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
-        here = local_positions(self.stretched, ring.rank, ring.size)
-        cpu = torch.device("cpu")
-        self.real = {cpu: real, device: to_device(real, device)}
-        self.here = {cpu: here, device: to_device(here, device)}
+        here = rings.local_positions(self.stretched, ring.rank, ring.size)
+        self.real, self.here = ({place.device: place, device: to_device(place, device)} for place in (real, here))
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         Current.layout = PackedLayout([length // self.ring.size for length in self.stretched], self.ring)
         places = positions(self.stretched, tokens.device)[self.here[tokens.device]]
         return {"input_ids": self.local(tokens)[None], "position_ids": places[None]}
 
-    def local(self, values: Tensor) -> Tensor:
-        return self._divide(values, 0)
-
     def expert_rows(self, experts: Tensor) -> Tensor:
-        return self._divide(experts, UNKNOWN_EXPERT)
+        return self.local(experts, UNKNOWN_EXPERT)
 
-    def _divide(self, values: Tensor, added: int) -> Tensor:
+    def local(self, values: Tensor, added: int = 0) -> Tensor:
         stretched = values.new_full((self.total, *values.shape[1:]), added)
         stretched[self.real[values.device]] = values
         return stretched[self.here[values.device]]
 
     def whole(self, values: Tensor) -> Tensor:
-        return gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
+        return rings.gather_ring(values, self.stretched, self.ring)[self.real[values.device]]
 
 
 def positions(lengths: list[int], device: torch.device) -> Tensor:

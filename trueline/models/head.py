@@ -122,11 +122,9 @@ def chunked_divergence(
 ) -> Tensor:
     """Compute divergences [n] in slices; the backward pass computes each slice's logits again."""
     taught, teacher_head = teacher
-    compute = partial(checkpoint, slice_divergence, use_reentrant=False)
-    parts = [
-        compute(hidden[rows], head.weight, head.bias, (taught[rows], teacher_head), config)
-        for rows in slices(len(hidden), chunk)
-    ]
+    compute, weights = partial(checkpoint, slice_divergence, use_reentrant=False), (head.weight, head.bias)
+    places = slices(len(hidden), chunk)
+    parts = [compute(hidden[rows], *weights, (taught[rows], teacher_head), config) for rows in places]
     return torch.cat(parts) if parts else hidden.sum(-1).float()
 
 

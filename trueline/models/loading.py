@@ -1,7 +1,7 @@
 """Check Hugging Face models and tokenizers before anything expensive starts, then load them."""
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
-from trueline.models.shapes import PAPER, SHAPES, shape_settings
-from trueline.models.suitability import GGUF, check_folder, check_kind, check_quantized, read_header, unpackable
+from trueline.models.suitability import GGUF, check_folder, check_kind, read_header, unpackable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLASSES = {  # kind of head -> class of transformers
@@ -33,6 +32,29 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in c
 DAMAGED = "copy or download it again, or name another model"
 ShareOut = Callable[[nn.Parameter], None]  # keeps this rank's part of a parameter; all ranks call it together
 WHOLE = ("architectures", "quantization_config", "is_encoder_decoder")  # keys of a model, not of its text part
+PAPER = "shape:"  # prefix of model.path: a name of this table, or a model of which only config.json is read
+ATTENTION_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS = (*ATTENTION_KEYS, "intermediate_size", "vocab_size", "tie_word_embeddings", "max_position_embeddings")
+# From published files config.json: SmolLM2, Llama 3.1 (8b, 70b, 405b) and 3.2 (1b, 3b), Qwen 2.5 (Instruct) and 3.
+SHAPES = {
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, True, 8192),
+    "llama-1b": (2048, 16, 32, 8, 64, 8192, 128256, True, 131072),
+    "llama-3b": (3072, 28, 24, 8, 128, 8192, 128256, True, 131072),
+    "llama-8b": (4096, 32, 32, 8, 128, 14336, 128256, False, 131072),
+    "llama-70b": (8192, 80, 64, 8, 128, 28672, 128256, False, 131072),
+    "llama-405b": (16384, 126, 128, 8, 128, 53248, 128256, False, 131072),
+    "qwen2.5-0.5b": (896, 24, 14, 2, 64, 4864, 151936, True, 32768),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 128, 8960, 151936, True, 32768),
+    "qwen2.5-3b": (2048, 36, 16, 2, 128, 11008, 151936, True, 32768),
+    "qwen2.5-7b": (3584, 28, 28, 4, 128, 18944, 152064, False, 32768),
+    "qwen2.5-14b": (5120, 48, 40, 8, 128, 13824, 152064, False, 32768),
+    "qwen2.5-32b": (5120, 64, 40, 8, 128, 27648, 152064, False, 32768),
+    "qwen2.5-72b": (8192, 80, 64, 8, 128, 29568, 152064, False, 32768),
+    "qwen3-4b": (2560, 36, 32, 8, 128, 9728, 151936, True, 40960),
+    "qwen3-8b": (4096, 36, 32, 8, 128, 12288, 151936, False, 40960),
+    "qwen3-32b": (5120, 64, 64, 8, 128, 25600, 151936, False, 40960),
+}
+KINDS = {"smollm2": "llama", "llama": "llama", "qwen2.5": "qwen2", "qwen3": "qwen3"}  # model_type by family
 RESCALED_LOGITS = (  # not supported by the chunked head
     "final_logit_softcapping",
     "logit_scale",
@@ -68,13 +90,12 @@ def check_model(
     """Refuse a model that does not work with this head; `quantized` ones work if only engines load them."""
     if not config.path:
         raise ConfigError("model.path is empty: name a model, e.g. --model path/to/folder")
-    folder = Path(config.path.removeprefix(PAPER)).expanduser()
+    name, named = config.path.removeprefix(PAPER), f"{key}={config.path}"
+    folder = Path(name).expanduser()
     if config.path.startswith(PAPER):
-        name = config.path.removeprefix(PAPER)
         is_real = name not in SHAPES and (hub_name(name) or folder.is_dir())
         settings = load_settings(config.with_keys({"path": name})) if is_real else shape_settings(name)
         return check_settings(config, folder, settings)
-    named = f"{key}={config.path}"
     if folder.suffix == ".gguf":
         raise ConfigError(f"{named}: {GGUF}")
     if folder.is_file():
@@ -87,8 +108,12 @@ def check_model(
         try_hub()
     settings = load_settings(config)
     check_kind(named, settings, head)
-    if not quantized:
-        check_quantized(named, settings)
+    if not quantized and (found := settings.get("quantization_config")):  # no gradients, and no exact copy in engines
+        method = dict(found).get("quant_method", "some way")
+        raise ConfigError(
+            f"{named}: its weights are quantised ({method}), so it can be sampled (rollout.engine=vllm) but not "
+            "trained: name the original model; model.lora.quantize=true keeps that in 4 bits"
+        )
     if config.lora.rank:
         from trueline.models.lora import check_targets  # noqa: PLC0415  (it imports this module)
 
@@ -97,27 +122,34 @@ def check_model(
 
 
 def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) -> ModelFacts:
-    rescaled = [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]
-    if rescaled:
+    if rescaled := [name for name in RESCALED_LOGITS if settings.get(name) not in (None, 1, 1.0)]:
         raise ConfigError(
             f"model.path={config.path}: its config.json rescales logits ({rescaled[0]}), which is not supported: "
             "choose another model"
         )
-    missing = [name for name in SHAPE if name not in settings]
-    if missing:
+    if missing := [name for name in SHAPE if name not in settings]:
         raise ConfigError(f"model.path={config.path}: its config.json has no {missing[0]}: choose a decoder")
-    heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+    heads, hidden, layers, vocabulary = (settings[name] for name in SHAPE)
+    key_heads, head_size = settings.get("num_key_value_heads") or heads, settings.get("head_dim") or hidden // heads
+    size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
+    if files := list(folder.glob("*.safetensors")):
+        entries = [entry for file in files for entry in read_header(file).values()]
+        parameters = sum(torch.Size(entry["shape"]).numel() for entry in entries)
+    else:  # from the shape, with gated MLPs
+        layer = 2 * hidden * head_size * (heads + key_heads) + 3 * hidden * size * (experts or 1) + 2 * hidden
+        tables = 1 if settings.get("tie_word_embeddings") else 2
+        parameters = int(layers * layer + tables * vocabulary * hidden)
     return ModelFacts(
-        parameters=count_parameters(folder, settings),
+        parameters=parameters,
         context=settings.get("max_position_embeddings") or 2048,
         heads=heads,
-        key_heads=settings.get("num_key_value_heads") or heads,
-        head_size=settings.get("head_dim") or hidden // heads,
-        vocabulary=settings["vocab_size"],
+        key_heads=key_heads,
+        head_size=head_size,
+        vocabulary=vocabulary,
         hidden_size=hidden,
-        layers=settings["num_hidden_layers"],
-        intermediate_size=intermediate_size(settings),
+        layers=layers,
+        intermediate_size=int(size * (settings.get("num_experts_per_tok") or 1)),
         experts=experts,
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
@@ -125,9 +157,11 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
     )
 
 
-def intermediate_size(settings: dict[str, Any]) -> int:
-    size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * settings["hidden_size"]
-    return int(size * (settings.get("num_experts_per_tok") or 1))
+def shape_settings(name: str) -> dict[str, Any]:
+    """Return a shape of the table as keys of config.json."""
+    if name not in SHAPES:
+        raise ConfigError(f"--model-shape {name} is unknown: choose from {', '.join(SHAPES)}, or use --model FOLDER")
+    return dict(zip(KEYS, SHAPES[name], strict=True)) | {"model_type": KINDS[name.partition("-")[0]]}
 
 
 def load_settings(config: ModelConfig) -> dict[str, Any]:
@@ -137,9 +171,9 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
     try:
         loaded = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        wrong = isinstance(error, StrictDataclassError)  # it names the value in its second line
-        said = " ".join(str(error).split()) if wrong else first_line(error)
-        raise ConfigError(f"model.path={config.path}: cannot be opened ({said}); {remedy(error, config)}") from error
+        names_value = isinstance(error, StrictDataclassError)  # in its second line
+        problem = " ".join(str(error).split()) if names_value else first_line(error)
+        raise ConfigError(f"model.path={config.path}: cannot be opened ({problem}); {remedy(error, config)}") from error
     text = loaded.get_text_config()
     # Some architectures have other names (n_head, n_embd); the object maps them to the common ones.
     settings, whole = dict(text.to_dict()), loaded.to_dict()
@@ -157,19 +191,6 @@ def remedy(error: Exception, config: ModelConfig) -> str:
     if Path(config.path).expanduser().is_dir():
         return "save or download its config.json again"
     return "name a model folder, or a hub model that can be reached"
-
-
-def count_parameters(folder: Path, settings: dict[str, Any]) -> int:
-    """Count parameters from the headers of weight files; without files, from the shape, with gated MLPs."""
-    if files := list(folder.glob("*.safetensors")):
-        return sum(torch.Size(entry["shape"]).numel() for file in files for entry in read_header(file).values())
-    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-    size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
-    experts = next((settings[name] for name in EXPERTS if settings.get(name)), 1)
-    key_heads, head = settings.get("num_key_value_heads") or heads, settings.get("head_dim") or hidden // heads
-    layer = 2 * hidden * head * (heads + key_heads) + 3 * hidden * size * experts + 2 * hidden
-    tables = 1 if settings.get("tie_word_embeddings") else 2
-    return int(settings["num_hidden_layers"] * layer + tables * settings["vocab_size"] * hidden)
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
@@ -200,15 +221,11 @@ def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | No
             f"data.chat_template_kwargs={arguments}: there is no chat template to read them: remove them, or set "
             "data.chat_template=FILE"
         )
-    return ChatFormat(tokenizer, template != "never", stop_tokens(config, tokenizer), arguments)
-
-
-def stop_tokens(config: ModelConfig, tokenizer: Any) -> list[int]:
-    """Return every token that ends a completion: the tokenizer's, and those of the generation config."""
-    return sorted({tokenizer.eos_token_id, *generation_ends(config)})
+    return ChatFormat(tokenizer, template != "never", generation_ends(config), arguments)
 
 
 def generation_ends(config: ModelConfig) -> list[int]:
+    """Return the tokens of the generation config that end a completion."""
     from transformers import GenerationConfig  # noqa: PLC0415
 
     try:
@@ -256,7 +273,12 @@ def load_model(
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
         raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
-    check_complete(config, head, found["missing_keys"])
+    lost = [name for name in found["missing_keys"] if head == "language" or name.partition(".")[0] not in HEADS]
+    if lost:  # they would be random, which only a new scoring head may be
+        raise ConfigError(
+            f"model.path={config.path}: its files lack {len(lost)} of the model's tensors, such as {min(lost)}, which "
+            "would be random: name a folder with all weights"
+        )
     if head == "value" and not str(settings.architectures).endswith("ForSequenceClassification']"):
         torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic predicts zero, not noise
     if config.lora.quantize:
@@ -264,16 +286,6 @@ def load_model(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def check_complete(config: ModelConfig, head: str, missing: Collection[str]) -> None:
-    """Refuse weights that no file contains, which would be random; a new scoring head may be."""
-    lost = sorted(name for name in missing if head == "language" or name.partition(".")[0] not in HEADS)
-    if lost:
-        raise ConfigError(
-            f"model.path={config.path}: its files lack {len(lost)} of the model's tensors, such as {lost[0]}, which "
-            "would be random: name a folder with all weights"
-        )
 
 
 @contextmanager

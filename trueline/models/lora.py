@@ -30,9 +30,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
     import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
 
     targets = config.peft_targets()
-    if targets == "all-linear" and has_fused_experts(
-        model
-    ):  # peft 0.21 would take some layers for parts of the experts
+    if targets == "all-linear" and has_fused_experts(model):  # peft 0.21 would take some layers for parts of them
         targets = [name for name in linear_layers(model) if name.rpartition(".")[2] not in EXPERT_LAYERS]
     described = peft.LoraConfig(
         r=config.rank,
@@ -60,10 +58,15 @@ def has_fused_experts(model: Any) -> bool:
 
 def check_targets(config: ModelConfig, head: str) -> None:
     """Refuse targets that are not linear layers of the model."""
+    import transformers  # noqa: PLC0415
+
     targets = config.lora.peft_targets()
     if targets == "all-linear":
         return
-    model = empty_model(config, head)
+    trusted = config.trust_remote_code
+    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
+    with torch.device("meta"):
+        model = getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
     layers, linear = dict(list(model.named_modules())[1:]), linear_layers(model)
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     for target in [targets] if isinstance(targets, str) else targets:
@@ -72,8 +75,7 @@ def check_targets(config: ModelConfig, head: str) -> None:
         wrong = [name for name in found if name not in linear]
         if not found:
             near = difflib.get_close_matches(target, [*known.split(", "), "all-linear"], n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            problem = f"no layer is named {target!r}; {hint}"
+            problem = f"no layer is named {target!r}; " + (f"did you mean {near[0]!r}? " if near else "")
         elif expert:
             problem = f"{target!r} matches {expert[0]}, an expert layer; fused experts have no adapters; "
         elif wrong:
@@ -81,9 +83,8 @@ def check_targets(config: ModelConfig, head: str) -> None:
             problem = f"{target!r} matches {wrong[0]} ({kind}), not a linear layer below the head; "
         else:
             continue
-        raise ConfigError(
-            f"model.lora.targets={config.lora.targets}: {problem}set all-linear, or linear layers: {known}"
-        )
+        remedy = f"set all-linear, or linear layers: {known}"
+        raise ConfigError(f"model.lora.targets={config.lora.targets}: {problem}{remedy}")
 
 
 def matching(target: str, targets: str | list[str], names: Iterable[str]) -> list[str]:
@@ -100,19 +101,9 @@ def linear_layers(model: Any) -> list[str]:
     """Return the names of the layers that can have adapters: all linear ones except the head."""
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
 
-    head, kinds = model.get_output_embeddings(), (nn.Linear, Conv1D)
-    named = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not head]
-    return [name for name, _ in named if name not in HEADS]
-
-
-def empty_model(config: ModelConfig, head: str) -> Any:
-    """Make the model without weights."""
-    import transformers  # noqa: PLC0415
-
-    trusted = config.trust_remote_code
-    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
-    with torch.device("meta"):
-        return getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
+    head = model.get_output_embeddings()
+    linear = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
+    return [name for name, layer in linear if layer is not head and name not in HEADS]
 
 
 @contextmanager
@@ -150,9 +141,8 @@ def merge_adapters(weights: Iterator[tuple[str, Tensor]], scale: float) -> Itera
 
 
 def first_change(lora: LoraConfig, learning_rate: float, width: int) -> float:
-    """Return the deviation of a layer's product after AdamW's first step: B moves from zero by the rate, and peft draws
-    A uniformly within 1 / sqrt(width).
-    """
+    """Return the deviation of a layer's product after AdamW's first step, which moves B from zero by the rate."""
+    # Peft draws A uniformly within 1 / sqrt(width).
     return lora.scale() * learning_rate * math.sqrt(lora.rank / (3 * width))
 
 
@@ -195,10 +185,8 @@ def dequantize(weights: Iterator[tuple[str, Tensor]], model: Any) -> Iterator[tu
     parameters = dict(model.named_parameters())
     for name, tensor in weights:
         parameter = parameters[name]
-        if isinstance(parameter, Params4bit):
-            yield name, dequantize_4bit(parameter.data, parameter.quant_state)
-        else:
-            yield name, tensor
+        packed = isinstance(parameter, Params4bit)
+        yield name, dequantize_4bit(parameter.data, parameter.quant_state) if packed else tensor
 
 
 def peft_name(name: str) -> str:
@@ -217,11 +205,9 @@ def load_adapter(folder: Path) -> tuple[dict[str, Tensor], Any]:
     """Read what `save_adapter` wrote, under the names of a model with adapters."""
     import peft  # noqa: PLC0415
 
-    tensors = load_file(folder / ADAPTER)
-    names = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-    for part in ("lora_A", "lora_B"):
-        names = {name.replace(f".{part}.", f".{part}.default."): tensor for name, tensor in names.items()}
-    return names, peft.LoraConfig.from_pretrained(str(folder))
+    named = load_file(folder / ADAPTER).items()
+    tensors = {re.sub(r"\.(lora_[AB])\.", r".\1.default.", name.removeprefix(PEFT_PREFIX)): one for name, one in named}
+    return tensors, peft.LoraConfig.from_pretrained(str(folder))
 
 
 def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:

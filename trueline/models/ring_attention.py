@@ -2,19 +2,25 @@
 
 Every sequence is padded and split into 2R chunks; rank r has chunks r and 2R-1-r of each sequence.
 Keys and values circulate in the ring; in the backward pass their gradients circulate with them.
+At each step queries attend to a block of keys, and the results of all blocks merge exactly.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trueline.models.attention_blocks import Attended, Spans, block_backward, block_forward, merge
+from trueline.data.types import to_device
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_MULTIPLE, FLASH_HEAD_SIZE = 8, 256  # head sizes that torch's flash kernels support
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,66 @@ class RingGroup:
     rank: int  # in the group
     size: int
     group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks of a model: data outermost, then context parallel (a ring), tensor innermost.
+
+    Ranks with different data places see different samples; the others work on the same samples.
+    """
+
+    world: int
+    ring: int = 1
+    tensor: int = 1
+
+    @property
+    def width(self) -> int:
+        """Return how many ranks work on the same samples."""
+        return self.ring * self.tensor
+
+    @property
+    def data(self) -> int:
+        return self.world // self.width
+
+    def data_place(self, rank: int) -> int:
+        return rank // self.width
+
+    def ring_ranks(self, data: int, tensor: int) -> list[int]:
+        return [(data * self.ring + place) * self.tensor + tensor for place in range(self.ring)]
+
+    def join_ring(self, rank: int) -> RingGroup | None:
+        """Join this rank's context-parallel ring; every rank must call this: torch makes all groups on all ranks."""
+        if self.ring == 1:
+            return None
+        found = None
+        for data in range(self.data):
+            for tensor in range(self.tensor):
+                ranks = self.ring_ranks(data, tensor)
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    found = RingGroup(ranks.index(rank), self.ring, group)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The sequences of a pack: sequence i of the queries sees only sequence i of the keys."""
+
+    query_lengths: list[int]
+    key_lengths: list[int]
+    causal: bool
+
+    def __post_init__(self) -> None:
+        if self.causal and self.query_lengths != self.key_lengths:
+            raise ValueError("causal attention needs equally many keys and queries in every sequence")
+
+
+class Attended(NamedTuple):
+    """The result of a block, in float32 (float64 for float64 inputs); `lse` weights it against other blocks."""
+
+    out: Tensor  # [n, H, D]
+    lse: Tensor  # [n, H]
 
 
 def ring_attention(
@@ -122,50 +188,37 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], ring: RingGroup, scale: float
     ) -> Tensor:
-        out, lse = ring_forward(query, torch.stack([key, value]), lengths, ring, scale)
-        out = out.to(query.dtype).contiguous()
-        ctx.save_for_backward(query, key, value, out, lse)
+        pairs = pass_around(torch.stack([key, value]), ring)
+        steps = zip(blocks(lengths, ring, query.device), pairs, strict=True)
+        block, (keys, values) = next(steps)
+        total = block_forward(query, keys, values, block.spans, scale)
+        for block, (keys, values) in steps:
+            rows = block.query_rows
+            part = block_forward(query[rows], keys[block.key_rows], values[block.key_rows], block.spans, scale)
+            total.out[rows], total.lse[rows] = merge(Attended(total.out[rows], total.lse[rows]), part)
+        out = total.out.to(query.dtype).contiguous()
+        ctx.save_for_backward(query, key, value, out, total.lse)
         ctx.settings = lengths, ring, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        lengths, ring, scale = ctx.settings
-        queries = gradients[0], query, Attended(out, lse)
-        dquery, (dkey, dvalue) = ring_backward(queries, torch.stack([key, value]), lengths, ring, scale)
+        """Return the gradients of queries, and of keys and values back on their rank."""
+        (dout,), (query, key, value, out, lse), (lengths, ring, scale) = gradients, ctx.saved_tensors, ctx.settings
+        pair = torch.stack([key, value])
+        dquery, dpair = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(pair, dtype=lse.dtype)
+        arriving = None
+        for block, (keys, values) in zip(blocks(lengths, ring, query.device), pass_around(pair, ring), strict=True):
+            rows, seen = block.query_rows, block.key_rows
+            attended = Attended(out[rows], lse[rows])
+            found = block_backward(dout[rows], query[rows], keys[seen], values[seen], attended, block.spans, scale)
+            dquery[rows] += found[0]
+            if arriving is not None:
+                dpair = arriving.wait()
+            dpair[:, seen] += torch.stack(found[1:])
+            arriving = pass_on(dpair, ring) if ring.size > 1 else None
+        dkey, dvalue = dpair if arriving is None else arriving.wait()
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None
-
-
-def ring_forward(query: Tensor, pair: Tensor, lengths: list[int], ring: RingGroup, scale: float) -> Attended:
-    steps = zip(blocks(lengths, ring, query.device), pass_around(pair, ring), strict=True)
-    block, (key, value) = next(steps)
-    total = block_forward(query, key, value, block.spans, scale)
-    for block, (key, value) in steps:
-        rows = block.query_rows
-        part = block_forward(query[rows], key[block.key_rows], value[block.key_rows], block.spans, scale)
-        merged = merge(Attended(total.out[rows], total.lse[rows]), part)
-        total.out[rows], total.lse[rows] = merged.out, merged.lse
-    return total
-
-
-def ring_backward(
-    queries: tuple[Tensor, Tensor, Attended], pair: Tensor, lengths: list[int], ring: RingGroup, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of queries [n, H, D], and of keys and values [2, n, Hkv, D] back on their rank."""
-    dout, query, (out, lse) = queries
-    dquery, dpair = torch.zeros_like(query, dtype=lse.dtype), torch.zeros_like(pair, dtype=lse.dtype)
-    arriving = None
-    for block, (key, value) in zip(blocks(lengths, ring, query.device), pass_around(pair, ring), strict=True):
-        rows, key_rows = block.query_rows, block.key_rows
-        attended = Attended(out[rows], lse[rows])
-        found = block_backward(dout[rows], query[rows], key[key_rows], value[key_rows], attended, block.spans, scale)
-        dquery[rows] += found[0]
-        if arriving is not None:
-            dpair = arriving.wait()
-        dpair[:, key_rows] += torch.stack(found[1:])
-        arriving = pass_on(dpair, ring) if ring.size > 1 else None
-    return dquery, dpair if arriving is None else arriving.wait()
 
 
 class GatherRing(torch.autograd.Function):
@@ -186,3 +239,115 @@ class GatherRing(torch.autograd.Function):
         lengths, ring = ctx.settings
         rows = local_positions(lengths, ring.rank, ring.size)
         return gradients[0][rows.to(gradients[0].device)], None, None
+
+
+def block_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
+    kernel = flash_forward if takes_flash(query) else math_forward
+    heads = query.shape[1]
+    return kernel(query, repeat_heads(key, heads), repeat_heads(value, heads), spans, scale)
+
+
+def block_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
+) -> Gradients:
+    """Compute gradients; they are exact for a part of the keys if `attended` merges all blocks."""
+    kernel = flash_backward if takes_flash(query) else math_backward
+    heads, key_heads = query.shape[1], key.shape[1]
+    repeated = repeat_heads(key, heads), repeat_heads(value, heads)
+    dquery, *shared = kernel(dout, query, *repeated, attended, spans, scale)
+    dkey, dvalue = (one if heads == key_heads else one.unflatten(1, (key_heads, -1)).sum(2) for one in shared)
+    return dquery, dkey, dvalue
+
+
+def merge(one: Attended, other: Attended) -> Attended:
+    """Merge two blocks into the attention to the keys of both."""
+    lse = torch.logaddexp(one.lse, other.lse)
+    shares = [(part.lse - lse).exp().unsqueeze(-1) for part in (one, other)]
+    return Attended(one.out * shares[0] + other.out * shares[1], lse)
+
+
+def takes_flash(query: Tensor) -> bool:
+    size = query.shape[-1]
+    fits = size % FLASH_MULTIPLE == 0 and size <= FLASH_HEAD_SIZE
+    return query.is_cuda and query.dtype in FLASH_DTYPES and fits
+
+
+def repeat_heads(values: Tensor, heads: int) -> Tensor:
+    return values if values.shape[1] == heads else values.repeat_interleave(heads // values.shape[1], dim=1)
+
+
+def wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def math_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
+    """Compute one sequence after the other, heads first."""
+    outs, lses = [], []
+    queries, keys = spans.query_lengths, spans.key_lengths
+    for q, k, v in zip(pieces(query, queries), pieces(key, keys), pieces(value, keys), strict=True):
+        scores = masked_scores(q, k, spans.causal, scale)
+        lse = scores.logsumexp(-1)
+        outs.append((scores - lse.unsqueeze(-1)).exp() @ v)
+        lses.append(lse)
+    return Attended(torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1).transpose(0, 1))
+
+
+def math_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
+) -> Gradients:
+    """Compute d score = p (dout value^T - delta), with p = exp(score - lse) and delta the sum of dout * out."""
+    queries, keys = spans.query_lengths, spans.key_lengths
+    delta = (wide(dout) * wide(attended.out)).sum(-1, keepdim=True)
+    by_query = [pieces(part, queries) for part in (dout, query, attended.lse.unsqueeze(-1), delta)]
+    found = []
+    for d, q, lse, offset, k, v in zip(*by_query, pieces(key, keys), pieces(value, keys), strict=True):
+        share = (masked_scores(q, k, spans.causal, scale) - lse).exp()
+        flow = share * (d @ v.mT - offset) * scale
+        found.append((flow @ k, flow.mT @ q, share.mT @ d))
+    dquery, dkey, dvalue = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*found, strict=True))
+    return dquery, dkey, dvalue
+
+
+def pieces(values: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Split [n, H, D] into [H, length, D] of each sequence, in float32 or more."""
+    return [wide(piece).transpose(0, 1) for piece in values.split(lengths)]
+
+
+def masked_scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = query @ key.mT * scale  # [H, queries, keys]
+    if not causal:
+        return scores
+    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(later, float("-inf"))
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
+    """Compute all sequences at once; the kernels' log-sum-exp is [H, n]."""
+    bounds = flash_bounds(spans, query.device)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *bounds, 0.0, spans.causal, False, scale=scale
+    )
+    return Attended(out.float(), lse.transpose(0, 1))
+
+
+def flash_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
+) -> Gradients:
+    bounds = flash_bounds(spans, query.device)
+    out, lse = attended.out.to(query.dtype), attended.lse.transpose(0, 1).contiguous()
+    dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # unused without dropout
+    unused = torch.empty(0, device=query.device)
+    arguments = dout.to(query.dtype), query, key, value, out, lse, *bounds, 0.0, spans.causal, dropout_state, unused
+    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(*arguments, scale=scale)
+    return dquery.float(), dkey.float(), dvalue.float()
+
+
+def flash_bounds(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    queries, keys = tuple(spans.query_lengths), tuple(spans.key_lengths)
+    return boundaries(queries, device), boundaries(keys, device), max(queries), max(keys)
+
+
+@lru_cache(maxsize=64)
+def boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where sequences start and end, cached for all layers."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)

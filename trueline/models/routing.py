@@ -35,10 +35,6 @@ def probabilities(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return shares(router, logits, experts) if router.norm_topk_prob else logits.float().softmax(-1).gather(-1, experts)
 
 
-def softmax_of_chosen(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    return logits.gather(-1, experts).softmax(-1)
-
-
 def sigmoids(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     """Return DeepSeek V3's weights; its load-balancing bias affects only the choice."""
     chosen = logits.sigmoid().gather(-1, experts)
@@ -49,8 +45,6 @@ def sigmoids(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router and its layer."""
-
     layer: int  # of the decoder
     module: nn.Module
     weigh: Weigh
@@ -120,23 +114,20 @@ class Replay:
         if self.experts is None:
             return None
         logits, weights, own = found
-        reported = self._engine_experts(router.layer, own)
+        count, layers, slots = self.experts.shape
+        if (count, slots) != own.shape or router.layer >= layers:
+            raise ValueError(
+                f"the engine reported {slots} experts of {count} tokens in {layers} layers, but the router of layer "
+                f"{router.layer} chooses {own.shape[1]} of {own.shape[0]} tokens: engine and trainer have different "
+                "models"
+            )
+        reported = self.experts[:, router.layer].long()
         self.agreed[router.layer] = (own[:, :, None] == reported[:, None, :]).any(-1).sum(-1)
         if not self.follows:
             return None
         self._prove(router, found)
         experts = torch.where(reported == UNKNOWN_EXPERT, own, reported)
         return logits, router.weigh(module, logits, experts).to(weights.dtype), experts
-
-    def _engine_experts(self, layer: int, own: Tensor) -> Tensor:
-        assert self.experts is not None
-        count, layers, slots = self.experts.shape
-        if (count, slots) != own.shape or layer >= layers:
-            raise ValueError(
-                f"the engine reported {slots} experts of {count} tokens in {layers} layers, but the router of layer "
-                f"{layer} chooses {own.shape[1]} of {own.shape[0]} tokens: engine and trainer have different models"
-            )
-        return self.experts[:, layer].long()
 
     @torch.no_grad()
     def _prove(self, router: Router, found: Routed) -> None:
@@ -159,7 +150,7 @@ ROUTERS: dict[str, tuple[str, Weigh]] = {  # by model_type: the class of transfo
     "qwen2_moe": ("Qwen2MoeTopKRouter", probabilities),
     "qwen3_moe": ("Qwen3MoeTopKRouter", probabilities),
     "olmoe": ("OlmoeTopKRouter", probabilities),
-    "gpt_oss": ("GptOssTopKRouter", softmax_of_chosen),
+    "gpt_oss": ("GptOssTopKRouter", lambda router, logits, experts: logits.gather(-1, experts).softmax(-1)),
     "deepseek_v3": ("DeepseekV3TopkRouter", sigmoids),
     "glm4_moe": ("Glm4MoeTopkRouter", sigmoids),
 }

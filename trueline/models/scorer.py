@@ -1,7 +1,8 @@
-"""A decoder for training: tokens of a batch in, numbers for each token out."""
+"""A decoder for training: tokens of a batch in, numbers for each token out; and a check that they are right."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -11,13 +12,16 @@ from torch import Tensor, nn
 from trueline.algorithms.router_loss import routing
 from trueline.config.base import ConfigError
 from trueline.data.types import to_device
-from trueline.models.attention import Arrangement, Current, Packed, Padded, Ringed
+from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed
 from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_divergence
 from trueline.models.loading import scoring_head
-from trueline.models.probe import plain_logprobs
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
 
+LENGTHS = (7, 5)  # of the sequences that the check compares
+LEAST = 1e-3  # a mean gap up to this is rounding in any model
+NOISE = 5.0  # times the effect of rounding the embeddings once: every layer rounds, and real faults do far more
+REMEDY = "set training.packing=false and model.context_parallel=1, or choose another model"
 Outputs = dict[str, Tensor]  # fields of ModelOutput
 
 
@@ -45,9 +49,9 @@ class Scorer(nn.Module):
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
         self.values = values  # a critic: values of the state before each token
         self.teacher = (distillation_target,)  # in a tuple, so that it is no submodule, and neither trained nor sharded
-        self.has_language_head = model.get_output_embeddings() is not None
-        if self.has_language_head:
-            head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self.has_language_head = head is not None
+        if head is not None:
             head.forward = MethodType(apply_head, head)
 
     def forward(
@@ -72,12 +76,20 @@ class Scorer(nn.Module):
             return routed | ({"values": shift(scores[:, 0], lengths)} if self.values else {"scores": scores})
         # On the host, which need not wait for the device.
         wanted = to_device(arrangement.local(predicting(mask, lengths)).nonzero()[:, 0], tokens.device)
-        targets = arrangement.local(tokens.roll(-1))[wanted]
-        work = HeadWork(temperature, self.chunk, entropy)
-        found = self.outputs(
-            hidden.index_select(0, wanted), targets, work, self.teacher_states(arrangement, tokens, wanted)
-        )
-        return routed | {name: place(values, wanted, len(hidden), arrangement) for name, values in found.items()}
+        head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy)
+        chosen, teacher = hidden.index_select(0, wanted), self.teacher[0]
+        if teacher is None:
+            targets = arrangement.local(tokens.roll(-1))[wanted]
+            found = dict(zip(("logprobs", "entropy", "variance"), head(chosen, targets, work), strict=True))
+        else:
+            with torch.no_grad():
+                taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
+            found = {"divergence": head(chosen, (teacher, taught), work)}
+        for name, values in found.items():
+            if values is not None:  # moved from the predicting positions to the tokens that they belong to
+                local = values.new_zeros(len(hidden)).index_copy(0, wanted, values)
+                routed[name] = arrangement.whole(local).roll(1)
+        return routed
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -93,7 +105,7 @@ class Scorer(nn.Module):
     def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
         if not self.packed:
             return Padded(lengths)
-        return Packed(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
+        return Arrangement(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
 
     def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: bool) -> Any:
         """Run the backbone, and check that every layer kept the sequences separate."""
@@ -113,27 +125,9 @@ class Scorer(nn.Module):
             logits = [arrangement.hidden_rows(layer.view(*rows, -1)) for layer in states.router_logits]
             found = routing(logits, self.top_k)
         if self.replay is not None and self.replay.experts is not None:
-            agreed, reported = (
-                arrangement.hidden_rows(one.float().view(*rows)) for one in self.replay.count_agreement()
-            )
-            found |= {"agreed": agreed, "reported": reported}
+            for name, counts in zip(("agreed", "reported"), self.replay.count_agreement(), strict=True):
+                found[name] = arrangement.hidden_rows(counts.float().view(*rows))
         return {name: arrangement.whole(values) for name, values in found.items()}
-
-    def teacher_states(self, arrangement: Arrangement, tokens: Tensor, wanted: Tensor) -> Tensor | None:
-        """Return the teacher's hidden states at the wanted positions, or None without a teacher."""
-        teacher = self.teacher[0]
-        if teacher is None:
-            return None
-        with torch.no_grad():
-            return arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
-
-    def outputs(self, hidden: Tensor, targets: Tensor, work: HeadWork, taught: Tensor | None) -> Outputs:
-        head = self.model.get_output_embeddings()
-        teacher = self.teacher[0]
-        if teacher is None or taught is None:
-            logprobs, entropy, variance = head(hidden, targets, work)
-            return {"logprobs": logprobs} | ({"entropy": entropy, "variance": variance} if work.entropy else {})
-        return {"divergence": head(hidden, (teacher, taught), work)}
 
 
 def apply_head(
@@ -148,9 +142,8 @@ def apply_head(
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:
     """Return the positions, [N] bool, whose next token in the same sequence is masked."""
-    ends = torch.tensor(lengths).cumsum(0) - 1
     following = mask.roll(-1)
-    following[ends] = False
+    following[torch.tensor(lengths).cumsum(0) - 1] = False
     return following
 
 
@@ -160,12 +153,75 @@ def shift(values: Tensor, lengths: list[int]) -> Tensor:
     return values.roll(1).index_fill(0, firsts, 0.0)
 
 
-def place(values: Tensor, wanted: Tensor, count: int, arrangement: Arrangement) -> Tensor:
-    """Move values from the predicting positions, of `count` local ones, to the tokens they belong to, [N]."""
-    local = torch.zeros(count, dtype=values.dtype, device=values.device).index_copy(0, wanted, values)
-    return arrangement.whole(local).roll(1)
-
-
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of one of a Scorer's parameters."""
     return name.removeprefix("model.")
+
+
+class Probe:
+    """Compare the model as loaded with the model as trained: packed, parallel, sharded."""
+
+    def __init__(self, model: Any, device: torch.device, packed: bool, has_language_head: bool) -> None:
+        random = torch.Generator().manual_seed(0)
+        highest = model.get_input_embeddings().num_embeddings
+        self.name, self.packed = type(model).__name__, packed
+        self.tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random).to(device)
+        self.expected: Tensor | None = None
+        if has_language_head:
+            self.expect(partial(plain_logprobs, model))
+
+    @torch.no_grad()
+    def expect(self, plain: Callable[[Tensor], Tensor]) -> None:
+        """Remember the log-probs of transformers' own forward pass over each sequence."""
+        self.expected = torch.cat([self._call(plain, part) for part in self.tokens.split(LENGTHS)]).float()
+
+    @torch.no_grad()
+    def compare(self, forward: Callable[[Tensor, list[int]], Tensor], embeddings: nn.Module) -> None:
+        """Refuse a model that differs; `forward` takes tokens and sequence lengths, on every rank."""
+        together = self._call(forward, self.tokens, list(LENGTHS)).float()
+        alone = torch.cat([self._call(forward, part, [len(part)]) for part in self.tokens.split(LENGTHS)]).float()
+        random = torch.Generator().manual_seed(1)
+
+        def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            """Change every embedded number by its last bit, up or down, to measure what rounding does."""
+            signs = torch.randint(0, 2, output.shape, generator=random) * 2 - 1
+            return output * (1 + torch.finfo(output.dtype).eps * signs).to(output)
+
+        with embeddings.register_forward_hook(move):
+            rounded = forward(self.tokens, list(LENGTHS)).float()
+        limit = max(LEAST, NOISE * mean_gap(together, rounded))
+        gap = mean_gap(together, alone)
+        if not gap < limit:
+            raise ConfigError(
+                f"{self.name}: packed sequences influence each other (mean gap {gap:.2g}, limit {limit:.2g}): {REMEDY}"
+            )
+        if self.expected is None:
+            return
+        gap = mean_gap(together, self.expected)
+        if not gap < limit:
+            raise ConfigError(
+                f"{self.name}: log-probs in training differ from plain transformers' by {gap:.2g} (limit {limit:.2g}), "
+                "because its head is more than one linear layer: choose another model"
+            )
+
+    def _call(self, call: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Make the call; explain errors of architectures that do not support packed sequences."""
+        try:
+            return call(*args)
+        except (KeyError, AttributeError, TypeError, NotImplementedError) as error:
+            if not self.packed:
+                raise
+            raise ConfigError(f"{self.name} does not support packed sequences ({error!r}): {REMEDY}") from error
+
+
+def mean_gap(one: Tensor, other: Tensor) -> float:
+    return (one - other).abs().mean().item()
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, tokens: Tensor) -> Tensor:
+    """Return log-probs [T] of transformers' own forward pass; zero at the first token."""
+    Current.layout = PackedLayout([len(tokens)])
+    scores = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
+    found = scores[:-1].gather(-1, tokens[1:, None])[:, 0]
+    return torch.cat([torch.zeros_like(found[:1]), found])

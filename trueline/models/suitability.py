@@ -21,18 +21,30 @@ GGUF = "GGUF weights are for llama.cpp: name the model that they were converted 
 
 
 def check_folder(folder: Path) -> None:
-    named = f"model.path={folder}"
+    named, checkpoint = f"model.path={folder}", folder.parent / MANIFEST
     if not (folder / "config.json").is_file():
-        adapter = (
-            "it contains only a LoRA adapter: merge it with `trueline export RUN FOLDER --merge` or peft's "
-            "merge_and_unload, and name that folder"
-        )
-        lora = (folder / "adapter_config.json").is_file()
-        remedy = adapter if lora else "name a folder that `save_pretrained` wrote, or a run with a checkpoint"
+        remedy = "name a folder that `save_pretrained` wrote, or a run with a checkpoint"
+        if (folder / "adapter_config.json").is_file():
+            remedy = (
+                "it contains only a LoRA adapter: merge it with `trueline export RUN FOLDER --merge` or peft's "
+                "merge_and_unload, and name that folder"
+            )
         raise ConfigError(f"{named}: no config.json, so this is not a Hugging Face model: {remedy}")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{named}: no tokenizer ({', '.join(TOKENIZER_FILES)}): save one in the folder")
-    check_listed(folder, named)
+    try:
+        listed = json.loads((folder / INDEX).read_text())["weight_map"].values() if (folder / INDEX).is_file() else []
+    except (ValueError, KeyError, AttributeError):
+        raise ConfigError(f"{named}: {INDEX} is damaged: download it again") from None
+    if checkpoint.is_file():
+        saved = json.loads(checkpoint.read_text())
+        listed = [*listed, *(name.removeprefix("model/") for name in saved if name.startswith("model/"))]
+    files = {name for name in listed if name.endswith(".safetensors")}
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
+        raise ConfigError(
+            f"{named}: {len(missing)} of {len(files)} weight files are missing, such as {missing[0]}: copy or download "
+            "them again, or name another model"
+        )
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{named}: {unsafe_weights(folder)}")
 
@@ -46,30 +58,12 @@ def unsafe_weights(folder: Path) -> str:
         )
     if list(folder.glob("*.gguf")):
         return GGUF
-    pickled = [file.name for file in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))]
-    if pickled:
+    if pickled := [file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}")]:
         return (
             f"no .safetensors weights, and {pickled[0]} is not loaded, because unpickling runs code: convert it with "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) and name the new folder"
         )
     return "no .safetensors weights: download them, or name another folder"
-
-
-def check_listed(folder: Path, named: str) -> None:
-    """Refuse a folder that lacks weight files of its index or of its checkpoint's manifest."""
-    try:
-        listed = json.loads((folder / INDEX).read_text())["weight_map"].values() if (folder / INDEX).is_file() else []
-    except (ValueError, KeyError, AttributeError):
-        raise ConfigError(f"{named}: {INDEX} is damaged: download it again") from None
-    if (folder.parent / MANIFEST).is_file():
-        saved = json.loads((folder.parent / MANIFEST).read_text())
-        listed = [*listed, *(name.removeprefix("model/") for name in saved if name.startswith("model/"))]
-    files = {name for name in listed if name.endswith(".safetensors")}
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        raise ConfigError(
-            f"{named}: {len(missing)} of {len(files)} weight files are missing, such as {missing[0]}: copy or download "
-            "them again, or name another model"
-        )
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -138,21 +132,9 @@ def other_kind(settings: dict[str, Any], architecture: str, head: str) -> str:
     return "a model without its language head" if bare and head == "language" else ""
 
 
-def check_quantized(named: str, settings: dict[str, Any]) -> None:
-    """Refuse quantised weights, which have no gradients and no exact copy in engines."""
-    found = settings.get("quantization_config")
-    if found:
-        method = dict(found).get("quant_method", "some way")
-        raise ConfigError(
-            f"{named}: its weights are quantised ({method}), so it can be sampled (rollout.engine=vllm) but not "
-            "trained: name the original model; model.lora.quantize=true keeps that in 4 bits"
-        )
-
-
 def unpackable(settings: dict[str, Any]) -> str:
     """Describe what packed attention does not support in a model, by its config.json; empty if nothing."""
     if settings.get("model_type") in SINKS:
         return "attention sinks"
-    kinds = dict.fromkeys(settings.get("layer_types") or ())
-    other = [kind for kind in kinds if kind not in ATTENTION_LAYERS]
+    other = [kind for kind in settings.get("layer_types") or () if kind not in ATTENTION_LAYERS]
     return f"layers other than attention ({other[0]})" if other else ""

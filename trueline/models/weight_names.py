@@ -21,7 +21,8 @@ class WeightNames:
     def __init__(self, model: Any) -> None:
         self.model = model
         # Files may contain buffers, such as the bias of DeepSeek's routers; training does not change them.
-        self.buffers = {name: tensor.clone() for name, tensor in saved_buffers(model).items()}
+        saved, buffers = model.state_dict().keys(), model.named_buffers()
+        self.buffers = {name: one.clone() for name, one in buffers if name in saved and one.is_floating_point()}
         self.shapes = {name: shape_of(tensor) for name, tensor in (*model.named_parameters(), *self.buffers.items())}
         self.groups: dict[str, Group] = {}  # of names that differ on disk
         self.owners: dict[str, Group] = {}  # of names on disk
@@ -110,12 +111,6 @@ class WeightNames:
             parts[name] = torch.arange(start, start + own.numel(), device=own.device).view(own.shape)
             start += own.numel()
         return parts
-
-
-def saved_buffers(model: Any) -> dict[str, Tensor]:
-    """Return the buffers that a model's files contain."""
-    saved = model.state_dict().keys()
-    return {name: tensor for name, tensor in model.named_buffers() if name in saved and tensor.is_floating_point()}
 
 
 def described_model(folder: Path) -> Any | None:

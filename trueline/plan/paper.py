@@ -9,8 +9,7 @@ from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Prompt
-from trueline.models.loading import check_model
-from trueline.models.shapes import PAPER
+from trueline.models.loading import PAPER, check_model
 from trueline.plan.describe import describe_on_paper
 from trueline.plan.findings import idle_keys
 from trueline.plan.hardware import Devices

@@ -15,8 +15,7 @@ from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, Role, 
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.run import EnginesConfig
-from trueline.models.loading import ModelFacts, check_model, load_tokenizer
-from trueline.models.shapes import PAPER
+from trueline.models.loading import PAPER, ModelFacts, check_model, load_tokenizer
 from trueline.monitoring.findings import Finding
 from trueline.plan.memory import longest_cached
 from trueline.rewards.combined import kind_of

@@ -21,8 +21,11 @@ from trueline.files import UNFINISHED, atomic_path, flush
 from trueline.models.suitability import is_damaged
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
+from trueline.training.report import Metrics
 
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
+State = dict[str, Any]
+Digests = dict[str, str]  # SHA-256 of files by name
 
 
 def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -31,13 +34,12 @@ def save_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """The SHA-256 of large files by name, the time to write them, and an error of the disk."""
-
-    digests: dict[str, str]
-    seconds: float
-    problem: str | None = None
+    digests: Digests  # of large files
+    seconds: float  # to write them
+    problem: str | None = None  # of the disk
 
 
+Note = Callable[[str], None]  # shows a line to the user
 PollSave = Callable[[bool], SaveResult | None]  # returns None while files are being written, unless it is to wait
 
 
@@ -45,8 +47,8 @@ PollSave = Callable[[bool], SaveResult | None]  # returns None while files are b
 class PendingCheckpoint:
     target: Path
     temporary: Path
-    state: dict[str, Any]
-    metrics: dict[str, float]
+    state: State
+    metrics: Metrics
     poll: PollSave
     paused: float  # seconds that training waited
 
@@ -54,9 +56,7 @@ class PendingCheckpoint:
 class Checkpoints:
     """The checkpoints of one run: `checkpoints/step_000050/` with model, training state and counters."""
 
-    def __init__(
-        self, run_folder: Path, config: CheckpointConfig, note: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, run_folder: Path, config: CheckpointConfig, note: Note = lambda _: None) -> None:
         self.folder, self.config, self.note = RunFolder(run_folder).checkpoints, config, note
         self.failures = 0  # saves that the disk refused
         self.pending: PendingCheckpoint | None = None
@@ -67,27 +67,18 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         return self.config.save and self.config.every > 0 and step % self.config.every == 0
 
-    def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        write: Callable[[Path], PollSave],
-        metrics: dict[str, float] | None = None,
-    ) -> None:
-        """Let `write` begin to fill a folder after the previous save is done; `settle` renames the folder.
-
-        If the step is already saved, write only the counters, if they have changed.
-        """
+    def save(self, step: int, state: State, write: Callable[[Path], PollSave], metrics: Metrics | None = None) -> None:
+        """Let `write` begin to fill a folder after the previous save is done; `settle` renames the folder."""
         if not self.config.save:
             return
         start = time.monotonic()
         self.settle(wait=True)
         target = self.folder / f"step_{step:06d}"
-        if target.exists():
+        if target.exists():  # the step is saved, but its counters may have changed
             self._replace_state(target, state)
             return
         temporary = target.with_suffix(UNFINISHED)
-        with self._survive_failed_save(temporary):
+        with self._survive_disk_error(f"{temporary.stem} could not be saved", temporary):
             for left in self.folder.glob(f"*{UNFINISHED}"):  # by a kill
                 shutil.rmtree(left)
             temporary.mkdir(parents=True)
@@ -95,16 +86,12 @@ class Checkpoints:
             self.pending = PendingCheckpoint(target, temporary, state, dict(metrics or {}), poll, paused)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Rename the pending checkpoint if it is on disk, or once it is.
-
-        A full or broken disk costs this checkpoint, not the run.
-        """
+        """Rename the pending checkpoint if it is on disk, or once it is; a broken disk costs it, not the run."""
         one = self.pending
-        result = one.poll(wait) if one is not None else None
-        if one is None or result is None:
+        if one is None or (result := one.poll(wait)) is None:
             return
         self.pending = None
-        with self._survive_failed_save(one.temporary):
+        with self._survive_disk_error(f"{one.target.name} could not be saved", one.temporary):
             if result.problem:
                 raise OSError(result.problem)
             (one.temporary / STATE).write_text(json.dumps(one.state, indent=2))
@@ -118,24 +105,24 @@ class Checkpoints:
             return
         took, paused = duration(result.seconds), duration(one.paused)
         self.note(f"saved      {one.target.name} in {took} (training paused {paused})")
-        with self._warn_on_disk_error("cannot remove older checkpoints"):
+        with self._survive_disk_error("cannot remove older checkpoints"):
             self.rotate()
         self._look_for_metric(one.metrics)
 
-    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def add_metrics(self, step: int, metrics: Metrics) -> None:
         """Add metrics of a saved step that came later, such as its evaluation, and choose the best again."""
         target = self.folder / f"step_{step:06d}"
         if self.pending is not None and self.pending.target == target:
             self.pending.metrics |= metrics
         elif target.is_dir():
-            with self._warn_on_disk_error(f"cannot write the metrics of {target.name}"):
+            with self._survive_disk_error(f"cannot write the metrics of {target.name}"):
                 replace_file(target / METRICS, read_metrics(target) | metrics)
                 self.rotate()
             self._look_for_metric(metrics)
 
-    def _replace_state(self, target: Path, state: dict[str, Any]) -> None:
+    def _replace_state(self, target: Path, state: State) -> None:
         """Replace the counters; a kill before the manifest is replaced leaves the old ones, one after it the new."""
-        with self._warn_on_disk_error(f"cannot write the counters of {target.name}"):
+        with self._survive_disk_error(f"cannot write the counters of {target.name}"):
             if json.loads((target / STATE).read_text()) == state:
                 return
             pending = target / f"{STATE}{UNFINISHED}"
@@ -144,13 +131,20 @@ class Checkpoints:
             finish_replacement(target)
 
     @contextmanager
-    def _warn_on_disk_error(self, what: str) -> Iterator[None]:
+    def _survive_disk_error(self, what: str, unfinished: Path | None = None) -> Iterator[None]:
+        """Warn of an error, and remove the unfinished checkpoint that it leaves."""
         try:
             yield
         except OSError as error:
-            self.note(f"warning: {what} ({error}); the run continues")
+            note = f"warning: {what} ({error}); the run continues"
+            if unfinished is not None:
+                self.failures += 1
+                shutil.rmtree(unfinished, ignore_errors=True)
+                last = f"The last good checkpoint is {self.newest()}" if self.newest() else "There is no checkpoint yet"
+                note += f". {last}. Make room on the disk, if it is full"
+            self.note(note)
 
-    def _look_for_metric(self, metrics: dict[str, float]) -> None:
+    def _look_for_metric(self, metrics: Metrics) -> None:
         name = self.config.metric.removeprefix("-")
         evaluated = any(key.startswith("evaluation/") for key in metrics)
         late = name.startswith("evaluation/") and not evaluated  # it may still come
@@ -162,19 +156,6 @@ class Checkpoints:
             f"warning: this run has no metric {self.config.metric} (checkpoint.metric), so checkpoint.keep_best="
             f"{self.config.keep_best} keeps nothing; choose from {near}"
         )
-
-    @contextmanager
-    def _survive_failed_save(self, temporary: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failures += 1
-            shutil.rmtree(temporary, ignore_errors=True)
-            last = f"The last good checkpoint is {self.newest()}" if self.newest() else "There is no checkpoint yet"
-            self.note(
-                f"warning: {temporary.stem} could not be saved ({error}); the run continues. {last}. Make room on the "
-                "disk, if it is full"
-            )
 
     def rotate(self) -> None:
         finished = self.list_finished()
@@ -188,7 +169,7 @@ class Checkpoints:
         newest = self.newest()
         self.candidate = self.candidate or (newest if newest != self.held else None)
 
-    def roll_back(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    def roll_back(self, change: Callable[[State], State]) -> int:
         """Remove all checkpoints after the held one, change its counters, and return its step."""
         assert self.held is not None
         step = step_of(self.held)
@@ -209,14 +190,12 @@ class Checkpoints:
         return sorted((path for path in found if path.suffix != UNFINISHED), key=step_of)
 
     def newest(self) -> Path | None:
-        finished = self.list_finished()
-        return finished[-1] if finished else None
+        return next(reversed(self.list_finished()), None)
 
-    def newest_metrics(self) -> dict[str, float]:
-        newest = self.newest()
-        return read_metrics(newest) if newest is not None else {}
+    def newest_metrics(self) -> Metrics:
+        return read_metrics(newest) if (newest := self.newest()) else {}
 
-    def read_state(self, checkpoint: Path) -> dict[str, Any]:
+    def read_state(self, checkpoint: Path) -> State:
         """Return the counters of a checkpoint; refuse it if a file has changed."""
         state, written = self.peek(checkpoint)
         found = hashes(checkpoint)
@@ -237,7 +216,7 @@ class Checkpoints:
         remedy = f"to resume from {earlier[-1]}" if earlier else "(the only one) and start over with --resume --restart"
         raise ConfigError(f"{checkpoint}: {wrong[0]} is missing or has changed; remove the folder {remedy}")
 
-    def peek(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    def peek(self, checkpoint: Path) -> tuple[State, Digests]:
         """Return a checkpoint's counters and hashes without comparing them with the files."""
         try:
             finish_replacement(checkpoint)
@@ -277,19 +256,19 @@ def write_flushed(file: Path, value: Any) -> None:
     flush(file)
 
 
-def read_metrics(checkpoint: Path) -> dict[str, float]:
+def read_metrics(checkpoint: Path) -> Metrics:
     try:
         return dict(json.loads((checkpoint / METRICS).read_text()))
     except (OSError, json.JSONDecodeError):
         return {}
 
 
-def hashes(folder: Path, known: dict[str, str] | None = None) -> dict[str, str]:
+def hashes(folder: Path, known: Digests | None = None) -> Digests:
     """Return the SHA-256 of every file except the manifest and the metrics, which change; do not read known ones."""
-    found = dict(known or {})
+    known = known or {}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
     names = {path.relative_to(folder).as_posix(): path for path in files}
-    return found | {name: digest(path) for name, path in names.items() if name not in found}
+    return known | {name: digest(path) for name, path in names.items() if name not in known}
 
 
 def digest(file: Path) -> str:

@@ -21,7 +21,13 @@ def deepspeed_config(
     config: RanksConfig, dtype: str, cuts: dict[str, Any] | None = None, elements: int = 0
 ) -> dict[str, Any]:
     """Return DeepSpeed's settings, with one accumulation step: the worker marks the last micro-batch."""
-    stage = effective_stage(config, dtype)
+    stage, few = effective_stage(config, dtype), at_once(elements)
+    stage_3 = {
+        "stage3_prefetch_bucket_size": few,
+        "stage3_max_live_parameters": 2 * few,
+        "stage3_max_reuse_distance": few,
+        "sub_group_size": few,  # elements of this rank's part that are stepped at a time
+    }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -30,7 +36,8 @@ def deepspeed_config(
         "zero_optimization": {
             "stage": stage,
             "stage3_param_persistence_threshold": PARTITION_ABOVE,
-            **(buckets(elements) if stage == 3 else {"reduce_bucket_size": BUCKET}),
+            "reduce_bucket_size": few if stage == 3 else BUCKET,
+            **(stage_3 if stage == 3 else {}),
         },
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
@@ -52,21 +59,8 @@ def at_once(elements: int) -> int:
     return int(min(max(elements * GATHERED, LEAST), MOST))
 
 
-def buckets(elements: int) -> dict[str, int]:
-    few = at_once(elements)
-    return {
-        "reduce_bucket_size": few,
-        "stage3_prefetch_bucket_size": few,
-        "stage3_max_live_parameters": 2 * few,
-        "stage3_max_reuse_distance": few,
-        "sub_group_size": few,  # elements of this rank's part that are stepped at a time
-    }
-
-
 def effective_stage(config: RanksConfig, dtype: str) -> int:
-    """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results.
-
-    Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
-    """
+    """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results."""
+    # Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
     trained = isinstance(config, TrainingConfig)
     return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage

@@ -2,25 +2,34 @@
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
+from trueline.config.base import ConfigError
 from trueline.config.model import TrainingConfig
-from trueline.data.types import Batch, ModelOutput
 from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training import optimizer as optimizers
 from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
-from trueline.training.deepspeed_tensor_parallel import Cuts, tensor_parallel
-from trueline.training.engines import TensorState, TrainEngine, model_output, pass_arguments
+from trueline.training.engines import TensorState, TrainEngine
 from trueline.training.worker import WorkerSpec
 
+# Transformers' names for ways to split a layer, as AutoTP's settings. The head and the embeddings stay whole.
+STYLES: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+}
+EMBEDDINGS = "embedding_rowwise"
 KEPT = (None, "none", "moments")  # offloads that leave master weights on the device
 SHARDED = optimizers.MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
 
@@ -60,15 +69,15 @@ class DeepSpeedEngine(TrainEngine):
         optimizer: Any = None
         if isinstance(config, TrainingConfig):
             optimizer = optimizers.make_optimizer(module.named_parameters(), config)
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+        self.module, self.optimizer, _, _ = deepspeed.initialize(
             model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves its part of each layer
             optimizer=optimizer,
             config=deepspeed_config(config, dtype, cuts, elements),
         )
-        self.named = {hf_name(name): parameter for name, parameter in self.engine.module.named_parameters()}
+        self.named = {hf_name(name): parameter for name, parameter in self.module.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.base = optimizer
-        self.cuts = Cuts(self.engine.module, spec.model.tensor_parallel)
+        self.cuts = Cuts(self.module.module, spec.model.tensor_parallel)
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
@@ -77,36 +86,26 @@ class DeepSpeedEngine(TrainEngine):
                 masters.data = weights  # as DeepSpeed 0.19 intends, but it compares a device with its name
         if isinstance(optimizer, optimizers.HostMomentsAdamW):
             optimizer.reserve(self._shards())
-        self.steps = 0
-        self.average = None
+        self.steps, self.average = 0, None
         if isinstance(config, TrainingConfig) and config.ema_decay:
             self.average = optimizers.MovingAverage(self._shards(), config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.engine(*pass_arguments(batch, temperature, entropy)))
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Multiply the loss by the number of replicas, over which DeepSpeed averages, and run backward."""
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.replicas)
+        self.module.set_gradient_accumulation_boundary(last)
+        self.module.backward(loss * self.replicas)
 
     def step_if_finite(self) -> float:
-        return self._plain_step() if self.plain else self._sharded_step()
-
-    def _plain_step(self) -> float:
-        """Return the norm, and step if it is finite: DeepSpeed checks neither here."""
-        norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
-        if math.isfinite(norm):
-            self.engine.step()
-        else:
-            self.engine.zero_grad()
-        return norm
-
-    def _sharded_step(self) -> float:
-        """Step and return the norm over all ranks, or NaN if it is not finite: then ZeRO changes nothing."""
-        self.engine.step()
+        if self.plain:  # DeepSpeed neither computes the norm nor checks it
+            norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
+            if math.isfinite(norm):
+                self.module.step()
+            else:
+                self.module.zero_grad()
+            return norm
+        self.module.step()  # ZeRO changes nothing if the norm over all ranks is not finite
         if not self.optimizer.overflow:
-            return float(self.engine.get_global_grad_norm())
+            return float(self.module.get_global_grad_norm())
         # With an offloaded optimizer, DeepSpeed 0.19 would add the next step's gradients to these.
         self.optimizer.averaged_gradients.clear()
         return math.nan
@@ -115,7 +114,7 @@ class DeepSpeedEngine(TrainEngine):
         """Discard gradients, also those in buckets; under ZeRO 3 and offload that is not possible."""
         if self.stage == 3 or self.config.offload in ("optimizer", "all"):
             return False
-        self.engine.zero_grad()
+        self.module.zero_grad()
         if not self.plain:
             zero = self.optimizer
             zero.zero_grad(set_to_none=True)
@@ -149,22 +148,18 @@ class DeepSpeedEngine(TrainEngine):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
-            yield (
-                name,
-                self.cuts.whole(name, parameter.grad if self.plain else deepspeed.utils.safe_get_full_grad(parameter)),
-            )
+            gradient = parameter.grad if self.plain else deepspeed.utils.safe_get_full_grad(parameter)
+            yield name, self.cuts.whole(name, gradient)
 
     def state(self) -> Iterator[tuple[str, TensorState]]:
         self._link_moments()
-        for name, parameter in self.trained.items():
-            parts = {
-                "weight": parameter.detach() if self.plain else deepspeed.utils.safe_get_full_fp32_param(parameter)
-            }
+        for name, master in self.masters():
+            parameter, moments = self.trained[name], {}
             if self.plain:
-                parts |= optimizers.moments_of(self.base, parameter)
+                moments = optimizers.moments_of(self.base, parameter)
             elif self.steps:
-                parts |= {key: deepspeed.utils.safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
-            yield name, {key: self.cuts.whole(name, part) for key, part in parts.items()}
+                moments = {key: deepspeed.utils.safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
+            yield name, {"weight": master, **{key: self.cuts.whole(name, part) for key, part in moments.items()}}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
@@ -173,18 +168,14 @@ class DeepSpeedEngine(TrainEngine):
 
     def start_loading(self, steps: int) -> None:
         self.steps = steps
-        if not steps or self.plain:
-            return
-        for shard in self._shards():
+        for shard in self._shards() if steps and not self.plain else ():
             state = self.base.state[shard]
             state.update({key: torch.zeros_like(shard) for key in SHARDED if key not in state})
             optimizers.set_moments(self.base, shard, {}, steps)
         self._link_moments()
 
     def _link_moments(self) -> None:
-        """Link all parameters to their moments: DeepSpeed 0.19 does so after the first step of the first parameter
-        group, when the other groups have no moments yet.
-        """
+        """Link all parameters to their moments; DeepSpeed 0.19 does so when only the first group has some."""
         if self.steps and not self.plain and self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
@@ -216,34 +207,29 @@ class DeepSpeedEngine(TrainEngine):
 
     def load_state(self, name: str, state: TensorState) -> None:
         parameter = self.trained[name]
-        values = {key: self.cuts.part(name, value).to(self.device) for key, value in state.items()}
+        moments = {key: self.cuts.part(name, value).to(self.device) for key, value in state.items()}
+        weight = moments.pop("weight")
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
-            parameter.data.copy_(values["weight"])
-        weight = values.pop("weight")
-        if self.plain:
-            if values:
-                optimizers.set_moments(self.base, parameter, values, self.steps)
-            return
-        self._set(parameter, weight)
-        if self.steps:
-            for key in SHARDED:
-                self._set(parameter, values[key], key)
+            parameter.data.copy_(weight)
+        if not self.plain:
+            self._set(parameter, weight)
+            for key in SHARDED if self.steps else ():
+                self._set(parameter, moments[key], key)
+        elif moments:
+            optimizers.set_moments(self.base, parameter, moments, self.steps)
 
     def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
         """Set the master weight or a moment; ZeRO 3's own setter fails if ranks do not divide the elements."""
-        if self.stage < 3:
-            if moment is None:
-                deepspeed.utils.safe_set_full_fp32_param(parameter, value)
-            else:
-                deepspeed.utils.safe_set_full_optimizer_state(parameter, value, moment)
-            return
-        length = parameter.ds_tensor.ds_numel
-        padded = nn.functional.pad(value.flatten(), (0, length * self.replicas - value.numel()))
-        shard = padded.split(length)[dist.get_rank() // self.cuts.size]
+        setters = deepspeed.utils.safe_set_full_fp32_param, deepspeed.utils.safe_set_full_optimizer_state
+        if self.stage == 3:
+            setters = deepspeed.utils.safe_set_local_fp32_param, deepspeed.utils.safe_set_local_optimizer_state
+            length = parameter.ds_tensor.ds_numel
+            padded = nn.functional.pad(value.flatten(), (0, length * self.replicas - value.numel()))
+            value = padded.split(length)[dist.get_rank() // self.cuts.size]
         if moment is None:
-            deepspeed.utils.safe_set_local_fp32_param(parameter, shard)
+            setters[0](parameter, value)
         else:
-            deepspeed.utils.safe_set_local_optimizer_state(parameter, shard, moment)
+            setters[1](parameter, value, moment)
 
     def set_master(self, name: str, value: Tensor) -> None:
         part = self.cuts.part(name, value).to(self.device)
@@ -251,3 +237,78 @@ class DeepSpeedEngine(TrainEngine):
             self.trained[name].data.copy_(part)
         else:
             self._set(self.trained[name], part)
+
+
+def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
+    """Return AutoTP's rules for a model, from the plan in its Hugging Face configuration."""
+    # DeepSpeed's groups last as long as the process, for every later engine.
+    if groups.mpu is not None and groups.get_tensor_model_parallel_world_size() != size:
+        raise RuntimeError(f"this process has used another size: model.tensor_parallel={size} needs a new process")
+    if size == 1:
+        return None
+    settings = model.config.get_text_config()
+    plan = {layer: style for layer, style in (settings.base_model_tp_plan or {}).items() if style != EMBEDDINGS}
+    if not plan:
+        raise ConfigError(f"model.tensor_parallel={size}: {settings.model_type} has no tensor-parallel plan; set 1")
+    for layer, style in plan.items():
+        if style not in STYLES:
+            raise ConfigError(
+                f"model.tensor_parallel={size}: {settings.model_type} needs {style} of {layer}, which is not supported "
+                "(like all fused projections and experts); set it to 1"
+            )
+    sizes = settings.to_dict()
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (sizes.get(key) or 0) % size:
+            raise ConfigError(f"model.tensor_parallel={size} does not divide the model's {key}={sizes[key]}")
+    patterns = {layer: rf".*\.{re.escape(layer)}\.weight$".replace(r"\*", r"\d+") for layer in plan}
+    specs = [{"patterns": [patterns[layer]], **STYLES[style]} for layer, style in plan.items()]
+    # Parameters that work on split activations but are not in the plan would have partial gradients.
+    rules = [re.compile(pattern) for pattern in patterns.values()]
+    names = [f".{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    blocks = {name.rsplit(".", 2)[0] + "." for name in names if any(rule.match(name) for rule in rules)}
+    for name, _ in model.named_parameters():
+        weight = f".{name.rpartition('.')[0]}.weight"
+        inside = any(weight.startswith(block) for block in blocks)
+        if inside and not any(rule.match(weight) for rule in rules):
+            raise ConfigError(f"model.tensor_parallel: the model's plan does not include {name}; set 1")
+    return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+class Cuts:
+    """Which parameters are split over the tensor-parallel group, and along which dimension.
+
+    `whole` and `norm` are collective: every rank of the group calls them for the same tensors in the same order.
+    """
+
+    def __init__(self, module: nn.Module, size: int) -> None:
+        self.size = size
+        self.dims: dict[str, int] = {}
+        self.group, self.rank = None, 0
+        if size == 1:
+            return
+        self.group, self.rank = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_rank()
+        for name, layer in module.named_modules():
+            if isinstance(layer, LinearAllreduce):  # its bias is added after the sum, so every rank has it whole
+                self.dims[hf_name(f"{name}.weight")] = 1
+            elif isinstance(layer, LinearLayer):
+                self.dims |= {hf_name(f"{name}.{part}"): 0 for part, _ in layer.named_parameters()}
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        dim = self.dims.get(name)
+        if dim is None:
+            return part
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        dim = self.dims.get(name)
+        return whole if dim is None else whole.chunk(self.size, dim)[self.rank].contiguous()
+
+    def norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Return the norm of all gradients; those of whole parameters, which every rank has, count once."""
+        cut = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name in self.dims]) ** 2
+        whole = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name not in self.dims])
+        if self.dims:
+            dist.all_reduce(cut, group=self.group)
+        return (cut + whole**2).sqrt()

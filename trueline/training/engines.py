@@ -19,6 +19,7 @@ TensorState = dict[str, Tensor]  # "weight" in float32 and, after the first step
 class TrainEngine(Protocol):
     """Trains one model on one rank of a group; every rank makes the same calls in the same order."""
 
+    module: Any  # a Scorer, or what wraps one
     config: RanksConfig
     total_steps: int
     device: torch.device
@@ -26,7 +27,13 @@ class TrainEngine(Protocol):
     average: MovingAverage | None
     steps: int  # optimizer steps made so far
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput: ...
+    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
+        experts = batch.experts if is_filled(batch, "experts") else None
+        fields = self.module(batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts)
+        output = ModelOutput()
+        for name, tensor in fields.items():
+            setattr(output, name, tensor)
+        return output
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the sum over all ranks; `last` marks a step's last micro-batch."""
@@ -71,6 +78,7 @@ class TrainEngine(Protocol):
 
     def needed_slice(self, name: str, part: str) -> slice:
         """Return the elements of a flat tensor that this rank needs to load this part of it."""
+        return slice(None)
 
     def load_state(self, name: str, state: TensorState) -> None: ...
 
@@ -84,19 +92,8 @@ class TrainEngine(Protocol):
     def set_master(self, name: str, value: Tensor) -> None: ...
 
     def start_loading(self, steps: int) -> None:
-        """Allocate the moments before `load_state` fills them."""
-
-
-def pass_arguments(batch: Batch, temperature: float, entropy: bool) -> tuple[Any, ...]:
-    experts = batch.experts if is_filled(batch, "experts") else None
-    return batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts
-
-
-def model_output(fields: dict[str, Tensor]) -> ModelOutput:
-    output = ModelOutput()
-    for name, tensor in fields.items():
-        setattr(output, name, tensor)
-    return output
+        """Set the count of steps, and allocate moments before `load_state` fills them."""
+        self.steps = steps
 
 
 @dataclass(frozen=True, slots=True)

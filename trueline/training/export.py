@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -16,32 +14,28 @@ from trueline.config.run import CheckpointConfig
 from trueline.files import UNFINISHED
 from trueline.models.loading import DTYPES
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
-from trueline.models.weight_names import WeightNames, described_model
+from trueline.models.weight_names import Named, WeightNames, described_model
 from trueline.monitoring.run_folder import RUNS, RunFolder
 from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
-from trueline.training.saving import AVERAGE, FIXED, INDEX, MODEL, SavedState, shard_name, write_index
+from trueline.training.saving import AVERAGE, FIXED, FORMAT, INDEX, MODEL, SavedState, shard_name, write_index
 
-FORMAT = {"format": "pt"}
-Named = Iterator[tuple[str, Tensor]]
 FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    merge: bool = False
-    average: bool = False
-    dtype: str | None = None
-
-
-def export(source: Path, target: Path, wanted: Export) -> Path:
+def export(source: Path, target: Path, *, merge: bool = False, average: bool = False, dtype: str | None = None) -> Path:
     checkpoint = find_checkpoint(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a new folder")
     Checkpoints(checkpoint.parent.parent, CheckpointConfig()).read_state(checkpoint)  # checks every file
-    averages = read_averages(checkpoint) if wanted.average else {}
-    bare = not any((checkpoint / "model").glob("*.safetensors"))
+    averages: dict[str, Tensor] = {}
+    if average:
+        saved = SavedState(checkpoint)
+        keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
+        averages = {name: saved.read(key) for name, key in keys.items()}
+    if average and not averages:
+        raise ConfigError(f"{checkpoint} has no moving average (training.ema_decay=0): leave out --average")
     adapted = (checkpoint / "model" / ADAPTER).is_file()
-    if wanted.merge and not adapted:
+    if merge and not adapted:
         raise ConfigError(f"{checkpoint} has no adapter (model.lora.rank=0) to merge: leave out --merge")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,10 +45,10 @@ def export(source: Path, target: Path, wanted: Export) -> Path:
     temporary = target.with_name(target.name + UNFINISHED)
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint / "model", temporary)
-    if bare:
+    if not any(temporary.glob("*.safetensors")):
         write_masters(checkpoint, temporary)
-    write = write_merged if wanted.merge else write_adapter if adapted else write_weights
-    write(temporary, averages, DTYPES[wanted.dtype] if wanted.dtype else None)
+    write = write_merged if merge else write_adapter if adapted else write_weights
+    write(temporary, averages, DTYPES[dtype] if dtype else None)
     temporary.rename(target)
     return target
 
@@ -73,14 +67,6 @@ def find_checkpoint(source: Path) -> Path:
     if newest is None:
         raise ConfigError(f"{source}: neither a checkpoint nor the folder of a run with checkpoints: name one of these")
     return newest
-
-
-def read_averages(checkpoint: Path) -> dict[str, Tensor]:
-    saved = SavedState(checkpoint)
-    keys = {name: parts[AVERAGE] for name, parts in saved.by_name().items() if AVERAGE in parts}
-    if not keys:
-        raise ConfigError(f"{checkpoint} has no moving average (training.ema_decay=0): leave out --average")
-    return {name: saved.read(key) for name, key in keys.items()}
 
 
 def write_weights(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:

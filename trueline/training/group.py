@@ -16,31 +16,27 @@ from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig, reads_experts
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
 from trueline.data.types import PackedSamples, Sample, pack_samples
+from trueline.models.ring_attention import Mesh
 from trueline.monitoring.heartbeat import WORK
 from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Result, share, wait_all
 from trueline.training.checkpoints import PollSave, SaveResult
-from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report, agreement
-from trueline.training.worker import Mesh, Worker
+from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
+from trueline.training.worker import Worker
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
+Actors = Sequence[Actor[Worker]]
 
 
 class ModelGroup:
     def __init__(
-        self,
-        name: str,
-        actors: Sequence[Actor[Worker]],
-        config: RanksConfig,
-        timeout_seconds: float,
-        mesh: Mesh | None = None,
+        self, name: str, actors: Actors, config: RanksConfig, timeout_seconds: float, mesh: Mesh | None = None
     ) -> None:
         self.name, self.actors, self.timeout_seconds = name, actors, timeout_seconds
         self.submitting = threading.Lock()
         self.mesh = mesh or Mesh(len(actors))
         self.reads_experts = reads_experts(config)
         self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
-        tokens = config.tokens_per_pass() * self.mesh.ring
-        self.budget = Budget(tokens, config.micro_batch_samples, config.packing)
+        self.budget = Budget(config.tokens_per_pass() * self.mesh.ring, config.micro_batch_samples, config.packing)
         self.halved = 0  # times that passes were halved because memory ran out
 
     def start(self) -> None:
@@ -61,8 +57,7 @@ class ModelGroup:
 
     def prepare_settings(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
         """Return the settings with the loss's own statistics of the whole minibatch."""
-        score = partial(self.score, temperature=settings.temperature)
-        found = LOSSES[loss].prepare(samples, settings.section, score)
+        found = LOSSES[loss].prepare(samples, settings.section, partial(self.score, temperature=settings.temperature))
         return replace(settings, statistics=settings.statistics | found)
 
     def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
@@ -70,37 +65,30 @@ class ModelGroup:
         plan = self.plan(samples, samples_per_row)
         reports = self._submit(Worker.update, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
         if error := reports[0].out_of_memory:
-            self._halve(samples, samples_per_row, error)
+            whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
+            try:
+                self.plan(samples, samples_per_row)
+            except ValueError:  # half is too small for a sample
+                self.budget = whole
+            if self.halved or self.budget == whole:
+                raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
+            self.halved += 1
             return self.update(samples, loss, settings, samples_per_row=samples_per_row)
         if settings.logprobs_from_update:
-            for sample, mine in zip(
-                samples, split_by_sample(samples, plan, [one.logprobs for one in reports]), strict=True
-            ):
+            logprobs = split_by_sample(samples, plan, [one.logprobs for one in reports])
+            for sample, mine in zip(samples, logprobs, strict=True):
                 sample.old_logprobs = mine
         if settings.entropies:
-            for sample, mine in zip(
-                samples, split_by_sample(samples, plan, [one.entropies for one in reports]), strict=True
-            ):
+            entropies = split_by_sample(samples, plan, [one.entropies for one in reports])
+            for sample, mine in zip(samples, entropies, strict=True):
                 sample.entropy = mine
         return reduce_reports(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
-
-    def _halve(self, samples: list[Sample], samples_per_row: int, error: str) -> None:
-        """Halve the passes; raise the error if they were halved before, or if half is too small for a sample."""
-        whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
-        try:
-            self.plan(samples, samples_per_row)
-        except ValueError:
-            self.budget = whole
-        if self.halved or self.budget == whole:
-            raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
-        self.halved += 1
 
     def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
         plan = self.plan(samples)
-        return reduce_reports(
-            self._submit(Worker.accumulate, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
-        )
+        counted = self._with_expert_counts(samples, plan, settings)
+        return reduce_reports(self._submit(Worker.accumulate, samples, plan, loss, counted))
 
     def _with_expert_counts(self, samples: list[Sample], plan: Plan, settings: LossSettings) -> LossSettings:
         """Return the settings with the expert counts of the minibatch (one more pass), if experts are balanced."""
@@ -113,14 +101,12 @@ class ModelGroup:
         self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1
     ) -> Metrics:
         """Return the loss and its metrics, without gradients."""
-        return reduce_reports(
-            self._submit(Worker.evaluate, samples, self.plan(samples, samples_per_row), loss, settings)
-        )
+        plan = self.plan(samples, samples_per_row)
+        return reduce_reports(self._submit(Worker.evaluate, samples, plan, loss, settings))
 
     def keep_facts(self, samples: list[Sample], loss: str, settings: LossSettings) -> None:
         """Keep the loss's numbers after an evaluation, to save them with the model."""
-        facts = LOSSES[loss].facts(samples, settings.section, self.score)
-        if facts:
+        if facts := LOSSES[loss].facts(samples, settings.section, self.score):
             self.call(Worker.annotate, facts)
 
     def _submit(
@@ -133,11 +119,10 @@ class ModelGroup:
     ) -> list[Result]:
         """Make a call on every rank, and return one result per data place: its ranks all return the same."""
         packed = share(pack_samples(samples, experts=self.reads_experts))
+        passes = [plan[self.mesh.data_place(rank)] for rank in range(len(self.actors))]
         with self.submitting:  # every rank must get the calls of several threads in the same order
-            calls = [
-                actor.submit(method, packed, plan[self.mesh.data_place(rank)], *args, **named)
-                for rank, actor in enumerate(self.actors)
-            ]
+            pairs = zip(self.actors, passes, strict=True)
+            calls = [actor.submit(method, packed, mine, *args, **named) for actor, mine in pairs]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
     def plan(self, samples: list[Sample], samples_per_row: int = 1) -> Plan:
@@ -159,10 +144,7 @@ def split_by_sample(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) 
 
 
 def write_models(models: dict[str, ModelGroup], folder: Path, whole: bool = True) -> PollSave:
-    """Let every rank of each model copy its share of a checkpoint and begin to write it.
-
-    Without `whole`, the weights are only in the training state.
-    """
+    """Let all ranks copy and begin to write a checkpoint; without `whole`, weights are only in the training state."""
     for place, model in models.items():
         (folder / place).mkdir(exist_ok=True)
         model.call(Worker.save, str(folder / place), whole)
@@ -190,20 +172,18 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
     """Start the ranks of several models at once; the ranks of a model meet at its rank 0."""
     seconds = groups[0].timeout_seconds
     addresses = wait_all([group.actors[0].submit(Worker.listen) for group in groups], seconds)
-    starts = [
-        actor.submit(Worker.start, address)
-        for group, address in zip(groups, addresses, strict=True)
-        for actor in group.actors
-    ]
-    wait_all(starts, seconds)
+    pairs = zip(groups, addresses, strict=True)
+    wait_all([actor.submit(Worker.start, address) for group, address in pairs for actor in group.actors], seconds)
 
 
 def reduce_reports(reports: list[Report]) -> Metrics:
     """Reduce the ranks' reports: means are weighted like the loss, and totals are summed."""
-    names = reports[0].sums
-    sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
+    sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in reports[0].sums}
     weight = sums.pop("weight")
     totals = {name: sums.pop(name) for name in list(sums) if name in TOTALS}
-    means = {name: value / weight for name, value in sums.items()} | agreement(totals)
+    means = {name: value / weight for name, value in sums.items()}
+    agreed, reported = totals.pop(AGREED, 0.0), totals.pop(REPORTED, 0.0)
+    if reported:
+        means["mismatch/routing_agreement"] = agreed / reported
     maxima = {name: max(report.maxima[name] for report in reports) for name in reports[0].maxima}
     return {**totals, **means, **maxima, **reports[0].step}

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -37,11 +37,10 @@ def stepped_by(name: str, dimensions: int, config: TrainingConfig) -> str:
 
 
 def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [one for one in parameters if len(shape_of(one)) > 1], "weight_decay": config.weight_decay},
-        {"params": [one for one in parameters if len(shape_of(one)) <= 1], "weight_decay": 0.0},
-    ]
-    kept = [group for group in groups if group["params"]]
+    matrices = [one for one in parameters if len(shape_of(one)) > 1]
+    others = [one for one in parameters if len(shape_of(one)) <= 1]
+    groups = (matrices, config.weight_decay), (others, 0.0)
+    kept: list[dict[str, Any]] = [{"params": held, "weight_decay": decay} for held, decay in groups if held]
     rate, betas = config.peak_rate(), (config.betas[0], config.betas[1])
     if config.offload == "moments":
         return HostMomentsAdamW(kept, rate, betas, config.epsilon)
@@ -50,15 +49,11 @@ def make_adamw(parameters: Parameters, config: TrainingConfig) -> torch.optim.Op
 
 def make_muon(parameters: Parameters, config: TrainingConfig) -> torch.optim.Optimizer:
     """Make a Muon whose updates are as large as AdamW's, so that both use one learning rate."""
-    return torch.optim.Muon(
-        parameters, lr=config.peak_rate(), weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
+    rate, decay = config.peak_rate(), config.weight_decay
+    return torch.optim.Muon(parameters, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
 
 
-MAKERS: dict[str, Callable[[Parameters, TrainingConfig], torch.optim.Optimizer]] = {
-    "adamw": make_adamw,
-    "muon": make_muon,
-}
+MAKERS = {"adamw": make_adamw, "muon": make_muon}
 
 
 class HostMomentsAdamW(torch.optim.Optimizer):
@@ -72,10 +67,8 @@ class HostMomentsAdamW(torch.optim.Optimizer):
     def reserve(self, parameters: Iterable[Tensor]) -> None:
         """Allocate the moments before the first step, so that a lack of memory ends the run at its start."""
         for parameter in parameters:
-            self.state[parameter] = {
-                "step": torch.tensor(0.0),
-                **{key: host_zeros(parameter) for key in MOMENTS["adamw"]},
-            }
+            moments = {key: host_zeros(parameter) for key in MOMENTS["adamw"]}
+            self.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -88,9 +81,8 @@ class HostMomentsAdamW(torch.optim.Optimizer):
         if not self.state[parameter]:
             self.reserve([parameter])
         state = self.state[parameter]
-        flats = [
-            tensor.reshape(-1) for tensor in (parameter.data, parameter.grad, *(state[key] for key in MOMENTS["adamw"]))
-        ]
+        tensors = parameter.data, parameter.grad, *(state[key] for key in MOMENTS["adamw"])
+        flats = [tensor.reshape(-1) for tensor in tensors]
         streams = self.streams if parameter.device.type == "cuda" else []
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
@@ -104,21 +96,11 @@ class HostMomentsAdamW(torch.optim.Optimizer):
     def _step_piece(self, piece: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
         weight, gradient, *kept = piece
         first, second = (moment.to(weight.device, non_blocking=True, copy=True) for moment in kept)
+        count = torch.full((), float(step), device=weight.device)  # counted up in place
+        settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        settings["beta1"], settings["beta2"] = group["betas"]
         adamw(
-            [weight],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [torch.full((), float(step), device=weight.device)],  # counted up in place
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            [weight], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, maximize=False, **settings
         )
         for moment, stepped in zip(kept, (first, second), strict=True):
             moment.copy_(stepped, non_blocking=True)
@@ -126,12 +108,11 @@ class HostMomentsAdamW(torch.optim.Optimizer):
 
 def host_zeros(like: Tensor) -> Tensor:
     """Return zeros in host memory that a GPU can copy while it computes."""
-    size = like.numel()
-    if like.device.type != "cuda" or size < PINNED_APART:
-        return torch.zeros(like.shape, dtype=torch.float32, pin_memory=like.device.type == "cuda")
-    zeros = torch.zeros(like.shape, dtype=torch.float32)
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(zeros.data_ptr(), 4 * size, 0))
+    on_gpu, apart = like.device.type == "cuda", like.numel() >= PINNED_APART
+    zeros = torch.zeros(like.shape, dtype=torch.float32, pin_memory=on_gpu and not apart)
+    if on_gpu and apart:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
     return zeros
 
 
@@ -203,8 +184,7 @@ def learning_rate_at(step: int, config: TrainingConfig, total_steps: int) -> flo
     """Return the rate of optimizer step `step`, counted from 0; it depends on the step alone, for exact resuming."""
     if step < config.warmup_steps:
         return config.peak_rate() * (step + 1) / config.warmup_steps
-    remaining = max(total_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / remaining, 1.0)
+    progress = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -1,7 +1,6 @@
 """What the controller sends to ranks for a step, and what they report."""
 
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +32,9 @@ class LossAccumulator:
         self.sums: dict[str, list[Tensor]] = {}
         self.maxima: dict[str, list[Tensor]] = {}
 
-    def add(self, loss: LossOutput, batch: Batch, **more: Tensor) -> None:
-        weights = weights_of(loss, batch)
+    def add(self, loss: LossOutput, batch: Batch, **more: Tensor) -> Tensor:
+        """Add a pass and its other sums, and return the weighted sum of its loss."""
+        weights = batch.shares if loss.per_sequence else batch.token_weights()
         sums = {name: (weights * values).sum() for name, values in loss.means.items()} | more
         sums["loss"] = (weights * loss.values).sum()
         sums["weight"] = weights.sum()
@@ -42,6 +42,7 @@ class LossAccumulator:
             self.sums.setdefault(name, []).append(value.detach())
         for name, values in loss.maxima.items():
             self.maxima.setdefault(name, []).append(torch.where(weights > 0, values, -torch.inf).max())
+        return sums["loss"]
 
     def report(self) -> "Report":
         sums = {name: sum(numbers) for name, numbers in fetch_numbers(self.sums).items()}
@@ -65,32 +66,6 @@ class Report:
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     out_of_memory: str = ""  # the error; the report is empty, no step was made, and gradients are discarded
-
-
-def agreement(totals: Metrics) -> Metrics:
-    """Replace the two sums of experts by the share on which trainer and engine agree."""
-    agreed, reported = totals.pop(AGREED, 0.0), totals.pop(REPORTED, 0.0)
-    return {"mismatch/routing_agreement": agreed / reported} if reported else {}
-
-
-def weights_of(loss: LossOutput, batch: Batch) -> Tensor:
-    return batch.shares if loss.per_sequence else batch.token_weights()
-
-
-def run_or_discard(work: Callable[[], Report], discard: Callable[[], bool]) -> Report:
-    """Run the work of the only rank; if memory runs out, discard its gradients and report it, for another try.
-
-    With several ranks the others would wait for this one in a collective.
-    """
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        found = str(error)
-    if not discard():
-        raise torch.OutOfMemoryError(found)
-    if torch.cuda.is_available():
-        release_cache()
-    return Report({}, {}, {}, out_of_memory=found)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

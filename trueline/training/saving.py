@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +32,7 @@ BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, with and wit
 HOST_SHARE = 0.5  # of the free memory at the start; with too little, copying waits for writing
 FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+FORMAT = {"format": "pt"}  # metadata of a model's files
 CODES = {**FLOATS, **INTEGERS, torch.bool: "BOOL"}  # of safetensors
 
 Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
@@ -40,14 +40,11 @@ Shard = tuple[str, bytes, int]  # a safetensors file: name, header, and how many
 
 
 def contents(engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True) -> Iterator[Content]:
-    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights.
-
-    A model has the names on disk, and the training state has the trainer's.
-    """
+    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights."""
     if adapted:
         yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
     elif model:
-        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))
+        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))  # names on disk
     for name, state in engine.state():
         yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
     yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())
@@ -101,18 +98,6 @@ def divide(contents: Iterable[Content], rank: int, world: int) -> tuple[list[Par
     return parts, owners
 
 
-def make_shard(name: str, parts: list[Part], metadata: dict[str, str]) -> Shard:
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for part in parts:
-        shape = [part.stop - part.start] if part.stem == TRAINING else list(part.shape)
-        entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, at + part.size()]}
-        at += part.size()
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return name, struct.pack("<Q", len(text)) + text, at
-
-
 class HostBuffers:
     """Buffers that circulate between the copying and the writing thread."""
 
@@ -126,16 +111,11 @@ class HostBuffers:
         """Allocate `size` and a little more, as whole tensors divide unevenly, or as much as `room` allows."""
         each = max(math.ceil(min(BUFFER_BYTES, size / 2, max(room / 2, LEAST_BYTES))), 1)
         for _ in range(max(math.ceil(min(size, room) / each), 1) + 1):
-            self.free.put(host_buffer(each))
-
-    @contextmanager
-    def filling(self) -> Iterator[None]:
-        """Signal the end to the writer, whatever ends the copying inside."""
-        try:
-            yield
-        finally:
-            self._hand_over()
-            self.filled.put(None)
+            try:  # pinned memory, to which a GPU copies at full speed
+                buffer = torch.empty(each, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            except RuntimeError:  # there is none left
+                buffer = torch.empty(each, dtype=torch.uint8)
+            self.free.put(buffer)
 
     def put(self, source: Tensor) -> None:
         """Copy bytes; wait while all buffers are full."""
@@ -148,6 +128,11 @@ class HostBuffers:
             self.used, source = self.used + count, source[count:]
             if self.used == len(self.buffer):
                 self._hand_over()
+
+    def end(self) -> None:
+        """Signal the end to the writer."""
+        self._hand_over()
+        self.filled.put(None)
 
     def _hand_over(self) -> None:
         if self.buffer is not None:
@@ -163,23 +148,11 @@ class HostBuffers:
                 self.free.put(entry[0])
 
 
-def host_buffer(size: int) -> Tensor:
-    """Return pinned memory, to which a GPU copies at full speed, or ordinary memory if there is none."""
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(size, dtype=torch.uint8)
-
-
 class Saver:
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        contents: Callable[[], Iterator[Content]],
-        without_model: Callable[[], Iterator[Content]] = lambda: iter(()),
-    ) -> None:
-        self.rank, self.world, self.contents, self.without_model = rank, world, contents, without_model
+    """One rank's saves; `contents` yields what all ranks save, with or without the model's weights."""
+
+    def __init__(self, rank: int, world: int, contents: Callable[[bool], Iterator[Content]]) -> None:
+        self.rank, self.world, self.contents = rank, world, contents
         self.buffers, self.thread = HostBuffers(), ThreadPoolExecutor(1, "save")
         self.allocated: Future[None] | None = None
         self.writing: Future[SaveResult] | None = None
@@ -192,38 +165,42 @@ class Saver:
         return self.allocated
 
     def save(self, folder: Path, steps: int, describe: Callable[[], None], model: bool = True) -> None:
-        """Copy this rank's share and return; the thread writes it, and calls `describe` to write other files.
-
-        The content changes with the optimizer's first step and with `model`: whether the model's weights are saved.
-        """
+        """Copy this rank's share and return; the thread writes it, and calls `describe` to write other files."""
         self.result(wait=True)
-        contents = self.contents if model else self.without_model
-        if (steps > 0, model) not in self.divisions:
-            self.divisions[steps > 0, model] = divide(contents(), self.rank, self.world)
-        parts, owners = self.divisions[steps > 0, model]
+        kind = steps > 0, model  # the optimizer's first step and the model's weights change the content
+        if kind not in self.divisions:
+            self.divisions[kind] = divide(self.contents(model), self.rank, self.world)
+        parts, owners = self.divisions[kind]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
-        self.writing = self.thread.submit(self._write, folder, self._shards(parts, steps), owners, describe)
-        with self.buffers.filling():
-            for part, (stem, key, tensor) in zip(parts, contents(), strict=True):
+        shards = list(self._shards(parts, steps))
+        self.writing = self.thread.submit(self._write, folder, shards, owners, describe)
+        try:
+            for part, (stem, key, tensor) in zip(parts, self.contents(model), strict=True):
                 assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} has moved"
                 mine = tensor.detach().contiguous().view(-1)[part.start : part.stop]
                 self.buffers.put(mine.view(torch.uint8))
+        finally:
+            self.buffers.end()
 
     def result(self, *, wait: bool) -> SaveResult | None:
         if self.writing is None or not (wait or self.writing.done()):
             return None
         return self.writing.result()
 
-    def _shards(self, parts: list[Part], steps: int) -> list[Shard]:
+    def _shards(self, parts: list[Part], steps: int) -> Iterator[Shard]:
         shapes = json.dumps({part.key: list(part.shape) for part in parts if part.stem == TRAINING})
-        metadata = {TRAINING: {"steps": str(steps), "shapes": shapes}}
-        shards = []
-        for stem in dict.fromkeys(part.stem for part in parts):
-            mine = [part for part in parts if part.stem == stem and part.stop > part.start]
+        for stem in dict.fromkeys(part.stem for part in parts if part.stem != LORA or self.rank == 0):
+            state, at = stem == TRAINING, 0
+            entries: dict[str, Any] = {"__metadata__": {"steps": str(steps), "shapes": shapes} if state else FORMAT}
+            for part in parts:
+                if part.stem == stem and part.stop > part.start:
+                    shape, end = [part.stop - part.start] if state else list(part.shape), at + part.size()
+                    entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, end]}
+                    at = end
+            text = json.dumps(entries).encode()
+            text += b" " * (-len(text) % 8)
             name = shard_name(stem, self.rank, 1 if stem == LORA else self.world)
-            if stem != LORA or self.rank == 0:
-                shards.append(make_shard(name, mine, metadata.get(stem, {"format": "pt"})))
-        return shards
+            yield name, struct.pack("<Q", len(text)) + text, at
 
     def _write(
         self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from trueline.config.model import TrainingConfig
-from trueline.data.types import Batch, ModelOutput
 from trueline.models.scorer import hf_name
 from trueline.training import optimizer as optimizers
-from trueline.training.engines import TensorState, TrainEngine, model_output, pass_arguments
+from trueline.training.engines import TensorState, TrainEngine
 from trueline.training.worker import WorkerSpec
 
 
@@ -21,9 +20,8 @@ class TorchEngine(TrainEngine):
         self.config, self.total_steps, self.device = (config := spec.ranks), spec.total_steps, device
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
-        self.steps = 0
+        self.steps, self.average = 0, None
         self.optimizer: Any = None
-        self.average = None
         if isinstance(config, TrainingConfig):
             self.optimizer = optimizers.make_optimizer(self.trained.items(), config)
             if isinstance(self.optimizer, optimizers.HostMomentsAdamW):
@@ -31,16 +29,12 @@ class TorchEngine(TrainEngine):
             if config.ema_decay:
                 self.average = optimizers.MovingAverage(list(self.trained.values()), config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        return model_output(self.module(*pass_arguments(batch, temperature, entropy)))
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
     def step_if_finite(self) -> float:
         assert isinstance(self.config, TrainingConfig)
-        limit = self.config.max_grad_norm or float("inf")
-        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), limit))
+        norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.config.max_grad_norm or math.inf))
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -51,8 +45,7 @@ class TorchEngine(TrainEngine):
         return True
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named.items():
-            yield name, parameter.detach()
+        yield from ((name, parameter.detach()) for name, parameter in self.named.items())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
@@ -63,14 +56,7 @@ class TorchEngine(TrainEngine):
             yield name, {"weight": parameter.detach(), **optimizers.moments_of(self.optimizer, parameter)}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.trained.items():
-            yield name, parameter.detach()
-
-    def start_loading(self, steps: int) -> None:
-        self.steps = steps
-
-    def needed_slice(self, name: str, part: str) -> slice:
-        return slice(None)
+        yield from ((name, parameter.detach()) for name, parameter in self.trained.items())
 
     def load_state(self, name: str, state: TensorState) -> None:
         parameter = self.trained[name]

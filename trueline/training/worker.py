@@ -26,64 +26,22 @@ from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, i
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, base_weights, dequantize, merge_adapters, scale_adapters
-from trueline.models.probe import Probe
-from trueline.models.ring_attention import RingGroup
+from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
-from trueline.models.scorer import Scorer
-from trueline.models.weight_names import WeightNames
+from trueline.models.scorer import Probe, Scorer
+from trueline.models.weight_names import Named, WeightNames
 from trueline.monitoring.heartbeat import WORK
+from trueline.runtime import transport
 from trueline.runtime.actors import Target
-from trueline.runtime.fingerprints import bit_sum
+from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum, wrap_int64
 from trueline.runtime.host import build
-from trueline.runtime.transport import Address, Rendezvous
 from trueline.training import report as reports
+from trueline.training import saving
 from trueline.training.checkpoints import SaveResult, save_tensors
 from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report
-from trueline.training.saving import FIXED, SavedState, Saver, contents, describe_model, load_state, snapshot_bytes
-from trueline.training.weight_sender import WeightSender
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """The ranks of a model: data outermost, then context parallel (a ring), tensor innermost.
-
-    Ranks with different data places see different samples; the others work on the same samples.
-    """
-
-    world: int
-    ring: int = 1
-    tensor: int = 1
-
-    @property
-    def width(self) -> int:
-        """Return how many ranks work on the same samples."""
-        return self.ring * self.tensor
-
-    @property
-    def data(self) -> int:
-        return self.world // self.width
-
-    def data_place(self, rank: int) -> int:
-        return rank // self.width
-
-    def ring_ranks(self, data: int, tensor: int) -> list[int]:
-        return [(data * self.ring + place) * self.tensor + tensor for place in range(self.ring)]
-
-    def join_ring(self, rank: int) -> RingGroup | None:
-        """Join this rank's context-parallel ring; every rank must call this: torch makes all groups on all ranks."""
-        if self.ring == 1:
-            return None
-        found = None
-        for data in range(self.data):
-            for tensor in range(self.tensor):
-                ranks = self.ring_ranks(data, tensor)
-                group = dist.new_group(ranks)
-                if rank in ranks:
-                    found = RingGroup(ranks.index(rank), self.ring, group)
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,69 +61,58 @@ class WorkerSpec:
         return Mesh(self.world, self.model.context_parallel, self.model.tensor_parallel)
 
 
-class Worker(WeightSender):
+class Worker:
     """A rank. Rank 0 first returns its address from `listen`; then all ranks `start` with that address."""
 
     engine: TrainEngine
+    channel: transport.Channel | None = None  # to the rollout engines
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.rank, self.rendezvous = spec.rank, Rendezvous()
+        self.rank, self.rendezvous, ranks = spec.rank, transport.Rendezvous(), spec.ranks
         self.adapter_only = spec.model.lora.adapter_only()
-        ranks = spec.ranks
         self.router_coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
-    def listen(self) -> Address:
+    def listen(self) -> transport.Address:
         """Return the address of rank 0, for the other ranks and later for the engines."""
         return self.rendezvous.open()
 
-    def start(self, address: Address) -> None:
+    def start(self, address: transport.Address) -> None:
         """Join the other ranks, load the model, and check that it computes as expected."""
-        torch.manual_seed(self.spec.seed)
-        self._join_ranks(address)
-        share_out = self._share_out()
-        self._load_model(share_out)
-        is_whole = share_out is None and self._fits()
-        if is_whole or share_out is not None:
-            self.model.to(self.device)
-        speaks = self.spec.head == "language" and self.spec.distillation_target is None
-        probe = Probe(self.model, self.device, self.spec.ranks.packing, speaks and is_whole)
-        self.scorer = self._make_scorer()
-        self._make_engine()
-        if speaks and not is_whole:
-            with self.scorer.plainly():  # layers are gathered one by one, or stay split
-                probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
-        probe.compare(self._forward, self.model.get_input_embeddings())
-
-    def _join_ranks(self, address: Address) -> None:
-        spec = self.spec
-        if not TRAIN_ENGINES[spec.ranks.engine].several_ranks or dist.is_initialized():  # a process joins once
-            return
-        store = self.rendezvous.store(address, spec.world, spec.timeout_seconds)
-        timeout = datetime.timedelta(seconds=spec.timeout_seconds)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
-
-    def _share_out(self) -> ShareOut | None:
-        """Return what shards a model over the ranks while it is read, or None.
-
-        AutoTP splits whole layers, so such a model is sharded after it is read.
-        """
         spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
-        shared = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
-        return build(row.share_out, [spec]) if shared else None
-
-    def _load_model(self, share_out: ShareOut | None) -> None:
-        spec, config = self.spec, self.spec.model
-        dtype = DTYPES[config.dtype]
-        self.model = load_model(config, dtype, spec.head, packed=spec.ranks.packing, share_out=share_out)
+        torch.manual_seed(spec.seed)
+        if row.several_ranks and not dist.is_initialized():  # a process joins once
+            store = self.rendezvous.store(address, spec.world, spec.timeout_seconds)
+            timeout = datetime.timedelta(seconds=spec.timeout_seconds)
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
+        # AutoTP splits whole layers, so such a model is sharded after it is read.
+        is_sharded = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
+        share_out: ShareOut | None = build(row.share_out, [spec]) if is_sharded else None
+        config, packing = spec.model, spec.ranks.packing
+        self.model = load_model(config, DTYPES[config.dtype], spec.head, packed=packing, share_out=share_out)
         self.names = WeightNames(self.model)
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
         if share_out is not None:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
                 share_out(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
+        is_whole = share_out is None and self._fits()
+        if is_whole or share_out is not None:
+            self.model.to(self.device)
+        speaks = spec.head == "language" and spec.distillation_target is None
+        probe = Probe(self.model, self.device, packing, speaks and is_whole)
+        self.scorer = self._make_scorer()
+        self.engine = build(row.path, [self.scorer, spec, self.device])
+        self.names.restore_buffers()
+        self.release()  # before lasting small tensors settle in memory that was needed only to start
+        held = partial(saving.contents, self.engine, self.names, self.adapter is not None)
+        self.saver = saving.Saver(spec.rank, spec.world, held)
+        if speaks and not is_whole:
+            with self.scorer.plainly():  # layers are gathered one by one, or stay split
+                probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
+        probe.compare(self._forward, self.model.get_input_embeddings())
 
     def _fits(self) -> bool:
         """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
@@ -189,14 +136,6 @@ class Worker(WeightSender):
             scorer.replay = Replay(self.model, follows=spec.ranks.replay_routing is True)
         return scorer
 
-    def _make_engine(self) -> None:
-        spec = self.spec
-        self.engine = build(TRAIN_ENGINES[spec.ranks.engine].path, [self.scorer, spec, self.device])
-        self.names.restore_buffers()
-        self.release()  # before lasting small tensors settle in memory that was needed only to start
-        held = partial(contents, self.engine, self.names, self.adapter is not None)
-        self.saver = Saver(spec.rank, spec.world, held, partial(held, model=False))
-
     def ready(self) -> None:
         """Do nothing: calls run in order, so this returns after all earlier calls."""
 
@@ -208,10 +147,7 @@ class Worker(WeightSender):
     def score(
         self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
     ) -> np.ndarray:
-        """Return log-probs or scores of all tokens of this rank's samples, in the plan's order.
-
-        As `reference`, a model with adapters computes them without its adapters.
-        """
+        """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters."""
         rows: list[Tensor] = []
         without = adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
         with self.eval_mode(), without:
@@ -233,10 +169,18 @@ class Worker(WeightSender):
 
     def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         """Make one optimizer step on this rank's share of a minibatch, or none if memory runs out."""
-        work = partial(self.accumulate, packed, passes, loss, settings)
-        report = work() if self.spec.world > 1 else reports.run_or_discard(work, self.engine.discard)
-        if report.out_of_memory:
-            return report
+        problem = None
+        try:
+            report = self.accumulate(packed, passes, loss, settings)
+        except torch.OutOfMemoryError as error:
+            if self.spec.world > 1:  # the others wait for this rank in a collective
+                raise
+            problem = str(error)  # without the traceback, which keeps tensors in memory
+        if problem is not None:
+            if not self.engine.discard():
+                raise torch.OutOfMemoryError(problem)
+            self.release()
+            return Report({}, {}, {}, out_of_memory=problem)
         with WORK.doing("part", "optimizer step"):
             report.step = self.engine.step() | reports.memory_metrics(self.device)
         return report
@@ -253,18 +197,18 @@ class Worker(WeightSender):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             logprobs += rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
             entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
-            total = (reports.weights_of(values, batch) * values.values).sum()
             more: dict[str, Tensor] = draw_sums(output, batch) if settings.draws else {}
             if self.scorer.replay:
                 more |= {reports.AGREED: output.agreed.sum(), reports.REPORTED: output.reported.sum()}
             if settings.expert_counts:
                 more["router_loss"] = router_loss(output, batch, settings.expert_counts, self.scorer.top_k)
+            total = sums.add(values, batch, **more)
+            if settings.expert_counts:
                 total = total + self.router_coefficient * more["router_loss"]
             # A loss that is not finite may have a finite gradient; no rank may step on it.
             total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
             self.engine.backward(total, last=number == len(passes))
             WORK.move()
-            sums.add(values, batch, **more)
         report = sums.report()
         report.logprobs = torch.cat(logprobs).cpu().numpy() if logprobs else report.logprobs
         report.entropies = torch.cat(entropies).float().cpu().numpy() if entropies else report.entropies
@@ -301,31 +245,91 @@ class Worker(WeightSender):
             batch.old_logprobs = output.logprobs.detach()
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
-    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def plain_weights(self) -> Named:
+        """Yield the weights with their names on disk, on every rank; adapters are merged unless sent separately."""
         weights = self.engine.weights()
         if self.adapter is None:
             return self.names.file_tensors(weights)
         if self.spec.model.lora.quantize:
             weights = dequantize(weights, self.model)
-        return self.names.file_tensors(
-            base_weights(weights) if self.adapter_only else merge_adapters(weights, self.spec.model.lora.scale())
-        )
+        scale = self.spec.model.lora.scale()
+        return self.names.file_tensors(base_weights(weights) if self.adapter_only else merge_adapters(weights, scale))
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def adapter_weights(self) -> Named:
         if self.adapter_only:
             return scale_adapters(self.engine.weights(), self.spec.model.lora.scale())
         return self.engine.masters() if self.adapter is not None else iter(())
+
+    def sent_weights(self) -> Named:
+        return self.adapter_weights() if self.adapter_only else self.plain_weights()
+
+    def weight_specs(self, dtype: str) -> list[transport.TensorSpec]:
+        """Return names, shapes and types of the weights as engines receive them."""
+        specs = []
+        for name, tensor in self.sent_weights():  # what training does not change keeps the precision of its file
+            fixed = name in self.names.fixed and tensor.dtype == torch.float32
+            specs.append(transport.TensorSpec(name, tuple(tensor.shape), "float32" if fixed else dtype))
+        return specs
+
+    def share_memory(self, nbytes: int) -> dict[str, list[transport.SharedMemory]]:
+        """Make two buffers for engines on this GPU, and return their handles."""
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return {transport.gpu_name(self.device): [transport.shared_memory(buffer) for buffer in self.buffers]}
+
+    def connect(self, link: transport.Link) -> str:
+        """Join the engines' group, and return why NCCL cannot form it, or nothing."""
+        # Every rank joins with shared GPU memory; otherwise rank 0 alone, which sends to all.
+        shares_gpu = link.transport == "ipc"
+
+        def join() -> None:
+            group = link.join(self.rank, self.device, self.rendezvous)
+            self.channel = transport.GpuPair(group, self.buffers) if shares_gpu else group
+
+        return transport.try_join(join) if self.rank == 0 or shares_gpu else ""
+
+    def send_weights(self, buckets: list[transport.Bucket]) -> list[int]:
+        """Gather the weights on every rank; ranks with a channel send them, and return a fingerprint per bucket."""
+        weights = self.sent_weights()
+        prints: list[Tensor] = []
+        failure: RuntimeError | None = None  # an engine is gone; the other ranks still gather weights with this one
+        for bucket in buckets:
+            buffer = transport.bucket_buffer(bucket) if self.channel is None else self.channel.next_buffer(bucket)
+            for name, view in transport.bucket_views(bucket, buffer):
+                sent, tensor = next(weights)
+                assert sent == name, f"the order of weights has changed: {sent} instead of {name}"
+                if self.channel is not None:
+                    view.copy_(tensor)
+            if self.channel is not None:
+                prints.append(transport.bucket_print(bucket, buffer))
+                try:
+                    self.channel.send(buffer)
+                except RuntimeError as error:
+                    failure, self.channel = error, None
+        next(weights, None)  # lets the last gather end
+        if failure is not None:
+            raise failure
+        return as_numbers(prints)
+
+    def weight_bits(self, dtype: str) -> LiveSums:
+        """Return the bit sums of what engines should hold: weights, adapters and fixed numbers."""
+        wire, fixed = transport.WIRE_DTYPES[dtype], self.names.fixed
+        plain = {name: bit_sum(tensor.to(wire)) for name, tensor in self.plain_weights()}
+        adapters = (bit_sum(tensor.to(wire) if self.adapter_only else tensor) for _, tensor in self.adapter_weights())
+        trained = (bits for name, bits in plain.items() if name not in fixed)
+        kept = (plain[name] for name in fixed)
+        return LiveSums(*(wrap_int64(sum(as_numbers(bits))) for bits in (trained, adapters, kept)))
+
+    def copy_weights(self) -> list[tuple[str, Tensor]]:
+        """Return copies of the weights, for an engine in the same process."""
+        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
 
     def annotate(self, facts: dict[str, float]) -> None:
         for name, value in facts.items():
             setattr(self.model.config, name, value)
 
     def prepare_saving(self, sharers: int) -> None:
-        """Begin to allocate host memory for checkpoints, on a machine with this many ranks.
-
-        Rank 0 reads the tokenizer, which is saved as well.
-        """
-        _ = self.tokenizer if self.rank == 0 else None
+        """Begin to allocate host memory for checkpoints, on a machine with this many ranks."""
+        _ = self.tokenizer if self.rank == 0 else None  # read now, and saved by rank 0
         ranks, dtype, world = self.spec.ranks, self.spec.model.dtype, self.spec.world
         weights = 0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[dtype].itemsize
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
@@ -333,7 +337,7 @@ class Worker(WeightSender):
         stage = TRAIN_ENGINES[ranks.engine].stage(ranks, dtype)
         moments = 8 * elements / (world if stage else 1)  # allocated by the first step
         coming = moments if self.device.type == "cpu" else 0.0
-        self.saver.allocate(snapshot_bytes(weights, elements, world, averaged), sharers, coming)
+        self.saver.allocate(saving.snapshot_bytes(weights, elements, world, averaged), sharers, coming)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -343,10 +347,7 @@ class Worker(WeightSender):
         return tokenizer
 
     def save(self, folder: str, model: bool = True) -> None:
-        """Copy this rank's share of a Hugging Face folder and of the training state; a thread writes them.
-
-        Without `model`, the folder has no weights of the model.
-        """
+        """Copy this rank's share of the training state and, with `model`, of the weights; a thread writes them."""
         target, states, config = Path(folder), {"cpu": torch.get_rng_state()}, copy.deepcopy(self.model.config)
         if torch.cuda.is_available():
             states["cuda"] = torch.cuda.get_rng_state()
@@ -355,9 +356,9 @@ class Worker(WeightSender):
         def describe() -> None:
             save_tensors(target / f"random-{self.rank}.safetensors", states, {})
             if self.rank == 0 and self.names.buffers:
-                save_tensors(target / FIXED, dict(self.names.on_disk(iter(self.names.buffers.items()))), {})
+                save_tensors(target / saving.FIXED, dict(self.names.on_disk(iter(self.names.buffers.items()))), {})
             if self.rank == 0:
-                describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
+                saving.describe_model(target / "model", self.model, config, self.adapter, self.tokenizer)
 
         self.saver.save(target, self.engine.steps, describe, model)
 
@@ -365,11 +366,23 @@ class Worker(WeightSender):
         return self.saver.result(wait=wait)
 
     def load(self, folder: str) -> None:
-        saved = SavedState(Path(folder))
+        saved, config = saving.SavedState(Path(folder)), self.spec.ranks
         parts = saved.by_name()
-        self._check_names(folder, {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()})
-        self._check_moments(folder, {name: keys.keys() - {"weight", "average"} for name, keys in parts.items()})
-        load_state(self.engine, saved)
+        shapes = {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()}
+        if wrong := sorted(shapes.items() ^ self._trained_shapes().items()):
+            raise ConfigError(
+                f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
+                "in one of the two); resume with the configuration that wrote it"
+            )
+        assert isinstance(config, TrainingConfig)
+        for name, keys in parts.items():
+            found = keys.keys() - {"weight", saving.AVERAGE}
+            if found and found != set(MOMENTS[stepped_by(name, len(shapes[name]), config)]):
+                raise ConfigError(
+                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
+                    f"{', '.join(sorted(found))}); resume with that optimizer, or start a new run from its model"
+                )
+        saving.load_state(self.engine, saved)
         mine = Path(folder) / f"random-{self.rank}.safetensors"
         if mine.exists():
             states = load_file(mine)
@@ -379,24 +392,6 @@ class Worker(WeightSender):
 
     def _trained_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-
-    def _check_names(self, folder: str, saved: dict[str, tuple[int, ...]]) -> None:
-        wrong = sorted(set(saved.items()) ^ set(self._trained_shapes().items()))
-        if wrong:
-            raise ConfigError(
-                f"{folder}: a checkpoint of another model or task ({wrong[0][0]} of shape {list(wrong[0][1])} is only "
-                "in one of the two); resume with the configuration that wrote it"
-            )
-
-    def _check_moments(self, folder: str, saved: dict[str, set[str]]) -> None:
-        config = self.spec.ranks
-        assert isinstance(config, TrainingConfig)
-        for name, found in saved.items():
-            if found and found != set(MOMENTS[stepped_by(name, len(self.shapes[name]), config)]):
-                raise ConfigError(
-                    f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
-                    f"{', '.join(sorted(found))}); resume with that optimizer, or start a new run from its model"
-                )
 
     def fingerprints(self) -> dict[str, int]:
         """Return a checksum of each trained tensor, to see whether training changes it."""

@@ -13,8 +13,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.models.attention import NAME, Current, PackedLayout, packed_attention
 from trueline.models.loading import load_model
-from trueline.models.probe import Probe
-from trueline.models.scorer import Scorer
+from trueline.models.scorer import Probe, Scorer
 
 CPU = torch.device("cpu")
 LENGTHS = [11, 3, 1, 20, 6]
@@ -196,9 +195,8 @@ def test_a_head_of_several_layers_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma"])
 def test_a_model_that_trains_as_it_speaks_passes(kind: str) -> None:
     model = make_model(kind, NAME)
-    Probe(model, CPU, packed=True, has_language_head=True).compare(
-        scorer_of(model, packed=True), model.get_input_embeddings()
-    )
+    probe = Probe(model, CPU, packed=True, has_language_head=True)
+    probe.compare(scorer_of(model, packed=True), model.get_input_embeddings())
 
 
 def make_sharp_model() -> tuple[Any, Probe]:
@@ -220,18 +218,13 @@ def test_the_rounding_of_a_sharp_model_is_no_fault() -> None:
     assert not model.get_input_embeddings()._forward_hooks
 
 
-def test_neighbours_that_see_each_other_are_noticed_in_a_sharp_model() -> None:
+def test_neighbours_that_see_each_other_and_numbers_that_are_not_finite_are_noticed() -> None:
     model, probe = make_sharp_model()
-    forward = scorer_of(model, packed=True)
+    forward, embeddings = scorer_of(model, packed=True), model.get_input_embeddings()
     with pytest.raises(ConfigError, match="influence each other"):
-        probe.compare(lambda tokens, lengths: forward(tokens, [len(tokens)]), model.get_input_embeddings())
-
-
-def test_numbers_that_are_not_finite_are_refused() -> None:
-    model, probe = make_sharp_model()
-    forward = scorer_of(model, packed=True)
+        probe.compare(lambda tokens, lengths: forward(tokens, [len(tokens)]), embeddings)
     with pytest.raises(ConfigError, match="influence each other"):
-        probe.compare(lambda tokens, lengths: forward(tokens, lengths) * torch.nan, model.get_input_embeddings())
+        probe.compare(lambda tokens, lengths: forward(tokens, lengths) * torch.nan, embeddings)
 
 
 def scorer_of(model: Any, *, packed: bool) -> Callable[[Tensor, list[int]], Tensor]:
@@ -243,12 +236,7 @@ def scorer_of(model: Any, *, packed: bool) -> Callable[[Tensor, list[int]], Tens
 def test_what_cannot_be_packed_is_refused_when_it_is_loaded(kind: str, tmp_path: Path) -> None:
     make_model(kind, "eager", **({"rotary_dim": 4} if kind == "gptj" else {})).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"training\.packing=false"):
-        Probe(
-            load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True),
-            CPU,
-            packed=True,
-            has_language_head=True,
-        )
+        Probe(load_model(ModelConfig(path=str(tmp_path)), torch.float32, packed=True), CPU, True, True)
 
 
 HEADS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.models.attention_blocks import Attended, Spans, block_backward, block_forward, merge, takes_flash
+from trueline.models.ring_attention import Attended, Spans, block_backward, block_forward, merge, takes_flash
 
 SIZE, SCALE = 16, 0.3
 SPANS = [

@@ -12,13 +12,14 @@ from tests.support.tiny import make_tiny_mixture, make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.models.loading import (
+    SHAPE,
+    SHAPES,
     check_model,
-    intermediate_size,
+    check_settings,
     load_chat,
     load_model,
     load_tokenizer,
     padding_token,
-    stop_tokens,
 )
 from trueline.models.suitability import TOKENIZER_FILES
 
@@ -47,12 +48,13 @@ def test_facts_are_told_without_loading(model_folder: Path) -> None:
     assert facts.intermediate_size == model.model.layers[0].mlp.up_proj.out_features
 
 
-def test_the_mlps_width_counts_every_expert_that_sees_a_token() -> None:
-    assert intermediate_size({"hidden_size": 8}) == 32
-    assert intermediate_size({"hidden_size": 8, "intermediate_size": 20}) == 20
-    experts = {"hidden_size": 8, "intermediate_size": 20, "num_experts_per_tok": 2}
-    assert intermediate_size(experts) == 40
-    assert intermediate_size(experts | {"moe_intermediate_size": 5}) == 10
+def test_the_mlps_width_counts_every_expert_that_sees_a_token(tmp_path: Path) -> None:
+    def width(**more: int) -> int:
+        settings = dict(zip(SHAPE, (2, 8, 1, 9), strict=True)) | more
+        return check_settings(ModelConfig(), tmp_path, settings).intermediate_size
+
+    assert (width(), width(intermediate_size=20), width(intermediate_size=20, num_experts_per_tok=2)) == (32, 20, 40)
+    assert width(intermediate_size=20, num_experts_per_tok=2, moe_intermediate_size=5) == 10
 
 
 def test_no_path_and_no_folder_are_refused(tmp_path: Path) -> None:
@@ -126,11 +128,11 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_settings(
 ) -> None:
     config, end = ModelConfig(path=str(copied)), tokenizer.eos_token_id
     change(copied / "generation_config.json", eos_token_id=[17, end])
-    assert stop_tokens(config, tokenizer) == sorted([17, end])
+    assert load_chat(config, "auto").stop_ids == {17, end}
     change(copied / "generation_config.json", eos_token_id=19)
-    assert stop_tokens(config, tokenizer) == sorted([19, end])
+    assert load_chat(config, "auto").stop_ids == {19, end}
     (copied / "generation_config.json").unlink()
-    assert stop_tokens(config, tokenizer) == [end]
+    assert load_chat(config, "auto").stop_ids == {end}
 
 
 def test_dropout_is_off_even_in_training(copied: Path) -> None:
@@ -258,3 +260,51 @@ def test_weights_are_shared_out_as_they_are_read(kind: str, head: str, tmp_path:
         torch.equal(buffer, found)
         for buffer, found in zip(model.buffers(), load_model(config, torch.float32, head).buffers(), strict=True)
     )
+
+
+PUBLISHED = {  # parameters of the safetensors files, tied tables once
+    "smollm2-135m": 134_515_008,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_the_parameters_of_the_published_weights(name: str) -> None:
+    facts = check_model(ModelConfig(path=f"shape:{name}"))
+    assert facts.parameters == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_a_shape_is_told_from_its_row() -> None:
+    facts = check_model(ModelConfig(path="shape:llama-70b"))
+    assert (facts.hidden_size, facts.layers, facts.heads, facts.key_heads, facts.head_size) == (8192, 80, 64, 8, 128)
+    assert (facts.intermediate_size, facts.vocabulary, facts.context) == (28672, 128256, 131072)
+
+
+def test_an_unknown_shape_is_answered_with_the_table() -> None:
+    with pytest.raises(ConfigError, match=r"--model-shape llama-7 is unknown: choose from .*llama-8b.*--model FOLDER"):
+        check_model(ModelConfig(path="shape:llama-7"))
+
+
+def test_of_a_folder_the_configuration_is_enough(model_folder: Path, tmp_path: Path) -> None:
+    """And where there are weights, they are counted."""
+    settings = json.loads((model_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    whole, bare = (check_model(ModelConfig(path=f"shape:{folder}")) for folder in (model_folder, tmp_path))
+    assert whole == check_model(ModelConfig(path=str(model_folder)))
+    assert bare.parameters == pytest.approx(whole.parameters, rel=0.05)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        check_model(ModelConfig(path=str(tmp_path)))  # a run needs the rest

@@ -211,65 +211,38 @@ def test_transformers_opens_the_saved_folder(model_folder: Path, tmp_path: Path)
     torch.testing.assert_close(logits(opened), logits(model), rtol=1e-5, atol=1e-5)
 
 
-def test_a_saved_adapter_is_read_back_under_its_names(model_folder: Path, tmp_path: Path) -> None:
-    model = saved(model_folder, tmp_path / "adapter")
+EVERY_HEAD = pytest.mark.parametrize("head", ["language", "reward", "steps"])
+
+
+@EVERY_HEAD
+def test_a_saved_adapter_is_read_back_under_its_names(model_folder: Path, tmp_path: Path, head: str) -> None:
+    expected = trained(saved(model_folder, tmp_path / "adapter", head))
     tensors, described = load_adapter(tmp_path / "adapter")
-    expected = trained(model)
     assert tensors.keys() == expected.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     assert (described.r, described.lora_alpha, described.base_model_name_or_path) == (3, 12.0, str(model_folder))
 
 
-def test_a_folder_is_merged_with_the_base_that_it_names(model_folder: Path, tmp_path: Path) -> None:
-    model = saved(model_folder, tmp_path / "adapter")
-    plain = merged_model(tmp_path / "adapter", torch.float32)
+@EVERY_HEAD
+def test_a_folder_is_merged_with_the_base_that_it_names(model_folder: Path, tmp_path: Path, head: str) -> None:
+    model = saved(model_folder, tmp_path / "adapter", head)
+    torch.manual_seed(99)
+    plain = merged_model(tmp_path / "adapter", torch.float32).eval()
     assert not any("lora" in name for name, _ in plain.named_parameters())
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
 
 
-SCORING = pytest.mark.parametrize("head", ["reward", "steps"])
-
-
-@SCORING
-def test_a_new_scoring_head_is_trained_whole(model_folder: Path, head: str) -> None:
-    names = [name for name in trained(adapted(model_folder, head=head)[0]) if "lora" not in name]
-    assert names == ["score.weight"] + (["score.bias"] if head == "steps" else [])
-
-
-@SCORING
-def test_peft_opens_a_saved_scoring_head(model_folder: Path, tmp_path: Path, head: str) -> None:
+@pytest.mark.parametrize("head", ["reward", "steps"])
+def test_a_new_scoring_head_is_trained_whole_and_opened_by_peft(model_folder: Path, tmp_path: Path, head: str) -> None:
     """The base model of whoever opens it has another random head, which the saved one must replace."""
     model = saved(model_folder, tmp_path / "adapter", head)
+    names = [name for name in trained(model) if "lora" not in name]
+    assert names == ["score.weight"] + (["score.bias"] if head == "steps" else [])
     torch.manual_seed(99)
-    plain = getattr(transformers, CLASSES[head]).from_pretrained(
-        model_folder, num_labels=LABELS[head], dtype=torch.float32
-    )
+    kind, labels = getattr(transformers, CLASSES[head]), LABELS[head]
+    plain = kind.from_pretrained(model_folder, num_labels=labels, dtype=torch.float32)
     opened = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(opened), logits(model), rtol=1e-5, atol=1e-5)
-
-
-@SCORING
-def test_a_scoring_folder_is_merged(model_folder: Path, tmp_path: Path, head: str) -> None:
-    model = saved(model_folder, tmp_path / "adapter", head)
-    torch.manual_seed(99)
-    plain = merged_model(tmp_path / "adapter", torch.float32).eval()
-    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-4)
-
-
-@SCORING
-def test_a_scoring_adapter_is_read_back_under_its_names(model_folder: Path, tmp_path: Path, head: str) -> None:
-    model = saved(model_folder, tmp_path / "adapter", head)
-    assert load_adapter(tmp_path / "adapter")[0].keys() == trained(model).keys()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_frozen_weights_are_held_in_four_bits(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "wide", tied=False)  # bitsandbytes rounds in blocks of 64
-    lora = LoraConfig(rank=2, quantize=True)
-    model = load_model(ModelConfig(path=str(folder), lora=lora), torch.float32, packed=True).train()
-    add_lora(model, lora, "language", str(folder))
-    assert model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
-    assert all("lora" in name for name in trained(model))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")

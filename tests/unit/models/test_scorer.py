@@ -155,24 +155,18 @@ def saved_head(scorer: Scorer, folder: Path, head: str) -> Any:
     return HEADS[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
+@pytest.mark.parametrize("head", ["steps", "reward"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_step_scores_are_those_of_token_classification(model_folder: Path, tmp_path: Path, packed: bool) -> None:
-    scorer = make_scorer(model_folder, packed=packed, head="steps")
+def test_scores_are_those_of_plain_classification(model_folder: Path, tmp_path: Path, packed: bool, head: str) -> None:
+    """A reward is the score of the last token."""
+    scorer = make_scorer(model_folder, packed=packed, head=head)
     scores = scorer(TOKENS, MASK, LENGTHS, 1.0)["scores"]
-    model = saved_head(scorer, tmp_path, "steps")
-    theirs = torch.cat([model(input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)])
-    assert scores.shape == (TOTAL, 2)
-    torch.testing.assert_close(scores, theirs, **CLOSE)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_reward_is_that_of_sequence_classification(model_folder: Path, tmp_path: Path, packed: bool) -> None:
-    scorer = make_scorer(model_folder, packed=packed, head="reward")
-    scores = scorer(TOKENS, MASK, LENGTHS, 1.0)["scores"]
-    model = saved_head(scorer, tmp_path, "reward")
-    theirs = torch.stack([model(input_ids=part[None]).logits[0, 0] for part in TOKENS.split(LENGTHS)])
-    assert scores.shape == (TOTAL, 1)
-    torch.testing.assert_close(scores[torch.tensor(LENGTHS).cumsum(0) - 1, 0], theirs, **CLOSE)
+    model = saved_head(scorer, tmp_path, head)
+    found = [model(input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)]
+    theirs = torch.cat([logits.view(-1, scores.shape[1]) for logits in found])
+    assert scores.shape == (TOTAL, 2 if head == "steps" else 1)
+    ours = scores if head == "steps" else scores[torch.tensor(LENGTHS).cumsum(0) - 1]
+    torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_plain_transformers_finds_the_same_reward_in_a_padded_batch(model_folder: Path, tmp_path: Path) -> None:

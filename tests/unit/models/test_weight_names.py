@@ -99,7 +99,5 @@ def test_a_conversion_that_needs_the_whole_model_is_refused(tmp_path: Path, monk
 
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", entangled)
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, tied=True))
-    with pytest.raises(
-        ConfigError, match="LlamaForCausalLM: its weights cannot be saved a few at a time, because extra"
-    ):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM: its weights cannot be saved a few .* because extra"):
         WeightNames(model)

@@ -16,9 +16,8 @@ from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.reward import RewardPartConfig
-from trueline.data.chat import ChatFormat
 from trueline.data.types import Sample
-from trueline.models.loading import load_tokenizer, stop_tokens
+from trueline.models.loading import load_chat, load_tokenizer
 from trueline.rewards.base import RewardFailure
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.training.group import ModelGroup
@@ -56,9 +55,7 @@ def call(reply: str, prompt: str = "2+3=") -> dict[str, Any]:
 
 
 def model_reward(folder: Path, group: ModelGroup, *, batch: int = 64, **settings: Any) -> ModelReward:
-    config = ModelConfig(path=str(folder))
-    tokenizer = load_tokenizer(config)
-    chat = ChatFormat(tokenizer, True, stop_tokens(config, tokenizer))
+    chat = load_chat(ModelConfig(path=str(folder)), "auto")
     part = RewardPartConfig(function=str(folder), **settings)
     return ModelReward(group.score, chat, part, max_tokens=CONTEXT, batch=batch)
 

@@ -26,6 +26,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import LossOutput, Sample
+from trueline.models.ring_attention import Mesh
 from trueline.monitoring.timing import Timer
 from trueline.rl.models import DeviceSharing
 from trueline.rl.trainer import RLTrainer
@@ -37,7 +38,6 @@ from trueline.runtime.actors import ActorDeath
 from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
-from trueline.training.worker import Mesh
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 

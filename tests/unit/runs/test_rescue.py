@@ -27,7 +27,7 @@ from trueline.rollout.hf_engine import HFEngine
 from trueline.runs.rescue import MemoryWatch, SaveOnFailure
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
-from trueline.training import worker as worker_module
+from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.torch_engine import TorchEngine
 from trueline.training.worker import Worker
@@ -253,7 +253,7 @@ def test_a_signal_during_an_update_saves_the_step_before_its_evaluation(
 def test_a_checkpoint_that_cannot_be_described_costs_that_checkpoint_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    describe, calls = worker_module.describe_model, []
+    describe, calls = saving.describe_model, []
 
     def failing(*args: Any) -> None:
         calls.append(1)
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_cannot_be_described_costs_that_checkpoint_alone(
             raise ConfigError("its tokenizer cannot be loaded")
         describe(*args)
 
-    monkeypatch.setattr(worker_module, "describe_model", failing)
+    monkeypatch.setattr(saving, "describe_model", failing)
     assert run_letters(tmp_path, "grpo", "steps=2", "checkpoint.every=1") == 0
     said = capsys.readouterr().out
     assert "warning: step_000001 could not be saved (rank 0: its tokenizer cannot be loaded); the run continues" in said

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -24,18 +25,11 @@ def write_nothing(folder: Path) -> PollSave:
     return done
 
 
-def save(
-    checkpoints: Checkpoints,
-    step: int,
-    state: dict[str, Any],
-    write: Callable[[Path], PollSave],
-    metrics: dict[str, float] | None = None,
-) -> Path | None:
-    """Save, wait for it, and return the checkpoint of this step where there is one."""
-    checkpoints.save(step, state, write, metrics)
+def save(checkpoints: Checkpoints, step: int, *contents: Any) -> Path:
+    """Save, wait for it, and return where the checkpoint of this step is, if it could be saved."""
+    checkpoints.save(step, *contents)
     checkpoints.settle(wait=True)
-    target = checkpoints.folder / f"step_{step:06d}"
-    return target if target.exists() else None
+    return checkpoints.folder / f"step_{step:06d}"
 
 
 def warn(notes: list[str]) -> Callable[[str], None]:
@@ -50,7 +44,6 @@ def names(checkpoints: Checkpoints) -> list[str]:
 def test_a_checkpoint_is_named_by_its_step_and_keeps_its_state(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     saved = save(checkpoints, 50, {"step": 50, "groups": 7}, write_nothing)
-    assert saved is not None
     assert saved == tmp_path / "checkpoints" / "step_000050" == checkpoints.newest()
     assert checkpoints.read_state(saved) == {"step": 50, "groups": 7}
     assert (saved / "model" / "weights").read_text() == "w"
@@ -99,13 +92,11 @@ def test_files_are_on_disk_before_the_name_and_the_name_before_an_older_one_goes
     save(checkpoints, 1, {}, write_nothing)
     calls = recorded(monkeypatch)
     saved = save(checkpoints, 2, {"step": 2}, write_nothing)
-    assert saved is not None
     aside = str(saved.with_suffix(".unfinished"))
     named = calls.index(("rename", aside, 0))
     inside = [saved, *saved.rglob("*")]
-    whole = {
-        ("flush", str(path).replace(str(saved), aside), 0 if path.is_dir() else path.stat().st_size) for path in inside
-    }
+    sizes = {str(path).replace(str(saved), aside): 0 if path.is_dir() else path.stat().st_size for path in inside}
+    whole = {("flush", path, size) for path, size in sizes.items()}
     assert len(whole) == 6  # the folder, model, weights, state, metrics and manifest
     assert set(calls[:named]) == whole
     older = ("rename", str(checkpoints.folder / "step_000001"), 0)
@@ -125,7 +116,7 @@ def test_a_checkpoint_is_saved_even_if_an_older_one_cannot_be_removed(
     save(checkpoints, 1, {"step": 1}, write_nothing)
     monkeypatch.setattr(Checkpoints, "rotate", lambda self: fail(self.folder))
     saved = save(checkpoints, 2, {"step": 2}, write_nothing)
-    assert saved is not None and saved == checkpoints.newest()
+    assert saved == checkpoints.newest()
     assert checkpoints.failures == 0
     assert "cannot remove older checkpoints ([Errno 28]" in notes[0]
 
@@ -134,10 +125,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> Non
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
     first = save(checkpoints, 1, {"step": 1}, write_nothing)
-    assert save(checkpoints, 2, {"step": 2}, fail) is None
+    assert not save(checkpoints, 2, {"step": 2}, fail).exists()
     assert checkpoints.failures == 1
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_000001"]
-    assert first is not None
     assert checkpoints.read_state(first) == {"step": 1}
     (note,) = notes
     for part in ("step_000002 could not be saved", "No space left on device", "the run continues", str(first)):
@@ -146,7 +136,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(tmp_path: Path) -> Non
 
 def test_without_an_older_checkpoint_the_note_says_so(tmp_path: Path) -> None:
     notes: list[str] = []
-    assert save(Checkpoints(tmp_path, CheckpointConfig(), warn(notes)), 1, {}, fail) is None
+    assert not save(Checkpoints(tmp_path, CheckpointConfig(), warn(notes)), 1, {}, fail).exists()
     assert "There is no checkpoint yet. Make room on the disk" in notes[0]
 
 
@@ -154,8 +144,7 @@ def test_a_step_whose_save_failed_can_be_saved_later(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 2, {}, fail)
     saved = save(checkpoints, 2, {}, write_nothing)
-    assert saved is not None
-    assert not (saved / "stale").exists()
+    assert saved.exists() and not (saved / "stale").exists()
     assert names(checkpoints) == ["step_000002"]
 
 
@@ -171,7 +160,6 @@ def test_what_a_kill_left_behind_is_ignored_and_written_anew(tmp_path: Path) -> 
         save(checkpoints, 2, {}, killed)
     assert names(checkpoints) == ["step_000001"]
     saved = save(checkpoints, 2, {}, write_nothing)
-    assert saved is not None
     assert not (saved / "stale").exists()
 
 
@@ -190,10 +178,11 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     assert names(checkpoints) == ["step_000100", "step_000101"]
 
 
-def save_scored(checkpoints: Checkpoints, scores: list[float | None], name: str = "evaluation/loss") -> None:
+def save_scored(checkpoints: Checkpoints, scores: list[float | None]) -> None:
     """One checkpoint per score; None has none."""
     for step, score in enumerate(scores, 1):
-        save(checkpoints, step, {}, write_nothing, {"loss": 0.5} | ({} if score is None else {name: score}))
+        found = {} if score is None else {"evaluation/loss": score}
+        save(checkpoints, step, {}, write_nothing, {"loss": 0.5} | found)
 
 
 def steps(checkpoints: Checkpoints) -> list[int]:
@@ -207,28 +196,21 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.best()] == ["step_000002", "step_000003"]
 
 
-def test_a_minus_makes_more_the_better(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=2, metric="-evaluation/accuracy"))
-    save_scored(checkpoints, [0.9, 0.2, 0.5, 0.1], "evaluation/accuracy")
-    assert steps(checkpoints) == [1, 3, 4]
-
-
-def test_of_equals_the_earlier_stays(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=1))
-    save_scored(checkpoints, [0.5, 0.5, 0.5])
-    assert steps(checkpoints) == [1, 3]
-
-
-def test_a_metric_that_is_not_there_keeps_nothing(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=2, metric="nonsense"))
-    save_scored(checkpoints, [0.3, 0.2, 0.1])
-    assert steps(checkpoints) == [3]
-
-
-def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=1))
-    save_scored(checkpoints, [float("nan"), 0.5, float("nan"), 0.7])
-    assert steps(checkpoints) == [2, 4]
+@pytest.mark.parametrize(
+    ("best", "metric", "scores", "kept"),
+    [
+        (2, "-evaluation/loss", [0.9, 0.2, 0.5, 0.1], [1, 3, 4]),  # a minus makes more the better
+        (1, "evaluation/loss", [0.5, 0.5, 0.5], [1, 3]),  # of equals, the earlier
+        (2, "nonsense", [0.3, 0.2, 0.1], [3]),  # a metric that is not there keeps nothing
+        (1, "evaluation/loss", [math.nan, 0.5, math.nan, 0.7], [2, 4]),  # what is no number is never the best
+    ],
+)
+def test_the_metric_tells_the_best(
+    best: int, metric: str, scores: list[float | None], kept: list[int], tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=best, metric=metric))
+    save_scored(checkpoints, scores)
+    assert steps(checkpoints) == kept
 
 
 def test_the_best_are_found_again_by_another_process(tmp_path: Path) -> None:
@@ -242,7 +224,6 @@ def test_the_best_are_found_again_by_another_process(tmp_path: Path) -> None:
 def test_metrics_are_saved_with_a_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     saved, bare = save(checkpoints, 1, {}, write_nothing, {"loss": 0.25}), save(checkpoints, 2, {}, write_nothing)
-    assert saved is not None and bare is not None
     assert json.loads((saved / "metrics.json").read_text()) == {"loss": 0.25}
     assert json.loads((bare / "metrics.json").read_text()) == {}
 
@@ -275,7 +256,6 @@ def test_a_step_is_saved_once_and_its_counters_are_renewed(tmp_path: Path) -> No
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     save(checkpoints, 4, {"step": 4, "groups": 8}, write_nothing)
     again = save(checkpoints, 4, {"step": 4, "groups": 20}, never)
-    assert again is not None
     assert Checkpoints(tmp_path, CheckpointConfig()).read_state(again) == {"step": 4, "groups": 20}
     assert sorted(path.name for path in again.iterdir()) == ["manifest.json", "metrics.json", "model", "state.json"]
 
@@ -290,7 +270,6 @@ def test_a_kill_at_any_moment_of_a_renewal_leaves_one_of_the_two(
     """Before the nth thing that is done to the disk; the files are whole and agree with each other."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
     saved = save(checkpoints, 4, OLD, write_nothing)
-    assert saved is not None
     done = 0
 
     def counted(act: Any) -> Any:
@@ -314,37 +293,24 @@ def test_a_kill_at_any_moment_of_a_renewal_leaves_one_of_the_two(
     assert checkpoints.read_state(saved) == NEW
 
 
-def test_counters_that_the_disk_refuses_stay_what_they_were(tmp_path: Path) -> None:
-    notes: list[str] = []
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
-    saved = save(checkpoints, 4, OLD, write_nothing)
-    assert saved is not None
-    with files_up_to(5):
-        assert save(checkpoints, 4, NEW, never) == saved
-    assert checkpoints.read_state(saved) == OLD
-    assert len(notes) == 1 and "cannot write the counters of step_000004" in notes[0]
-
-
-def test_what_is_told_to_a_full_disk_costs_only_that(tmp_path: Path) -> None:
+def test_what_the_disk_refuses_stays_what_it_was(tmp_path: Path) -> None:
     notes: list[str] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), warn(notes))
     saved = save(checkpoints, 4, OLD, write_nothing, {"loss": 1.0})
-    assert saved is not None
     with files_up_to(5):
+        assert save(checkpoints, 4, NEW, never) == saved
         checkpoints.add_metrics(4, {"evaluation/reward": 0.5})
     assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0}
     assert checkpoints.read_state(saved) == OLD
-    assert len(notes) == 1 and "cannot write the metrics of step_000004" in notes[0]
+    assert len(notes) == 2 and "cannot write the counters of step_000004" in notes[0]
+    assert "cannot write the metrics of step_000004" in notes[1]
 
 
 def test_due_every_so_many_steps_or_never(tmp_path: Path) -> None:
     every = Checkpoints(tmp_path, CheckpointConfig(every=3))
     assert [step for step in range(1, 10) if every.due(step)] == [3, 6, 9]
     assert not any(Checkpoints(tmp_path, CheckpointConfig(every=0)).due(step) for step in range(1, 10))
-
-
-def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path, CheckpointConfig()).newest() is None
+    assert every.newest() is None
 
 
 @pytest.mark.parametrize("text", [None, "{"])
@@ -357,41 +323,28 @@ def test_a_folder_without_readable_state_is_named(tmp_path: Path, text: str | No
         Checkpoints(tmp_path, CheckpointConfig()).read_state(folder)
 
 
-def test_a_manifest_cut_short_is_named(tmp_path: Path) -> None:
-    saved = save(Checkpoints(tmp_path, CheckpointConfig()), 1, {}, write_nothing)
-    assert saved is not None
+def test_a_manifest_cut_short_is_named_and_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    saved = save(checkpoints, 1, {"step": 1}, write_nothing)
+    (saved / "state.json").write_text(json.dumps({"step": 2}))
+    with pytest.raises(ConfigError, match=r"state\.json is missing or has changed"):
+        checkpoints.read_state(saved)
     manifest = saved / "manifest.json"
     manifest.write_text(manifest.read_text()[:-5])
     with pytest.raises(ConfigError, match=r"step_000001: not a checkpoint of this run .*; remove it to resume"):
-        Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
-
-
-def test_counters_are_guarded_like_any_other_file(tmp_path: Path) -> None:
-    saved = save(Checkpoints(tmp_path, CheckpointConfig()), 1, {"step": 1}, write_nothing)
-    assert saved is not None
-    (saved / "state.json").write_text(json.dumps({"step": 2}))
-    with pytest.raises(ConfigError, match=r"state\.json is missing or has changed"):
-        Checkpoints(tmp_path, CheckpointConfig()).read_state(saved)
+        checkpoints.read_state(saved)
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
 def test_a_damaged_checkpoint_is_named_with_its_file(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path, CheckpointConfig())
-
-    def write(folder: Path) -> PollSave:
-        (folder / "model").mkdir()
-        (folder / "model" / "weights").write_bytes(b"0123456789")
-        return done
-
-    saved = save(checkpoints, 1, {"step": 1}, write)
-    assert saved is not None
-    weights = saved / "model" / "weights"
+    weights = save(checkpoints, 1, {"step": 1}, write_nothing) / "model" / "weights"
     if damage == "missing":
         weights.unlink()
     else:
-        weights.write_bytes(b"0123456788" if damage == "altered" else b"01234")
+        weights.write_text("v" if damage == "altered" else "")
     with pytest.raises(ConfigError, match=r"step_000001: model/weights is missing or has changed"):
-        checkpoints.read_state(saved)
+        checkpoints.read_state(weights.parent.parent)
 
 
 def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
@@ -399,7 +352,6 @@ def test_what_is_told_later_decides_which_is_best(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, config)
     for step, reward in ((1, 0.9), (2, 0.1), (3, 0.2)):
         saved = save(checkpoints, step, {"step": step}, lambda folder: done, {"loss": 1.0})
-        assert saved is not None
         checkpoints.add_metrics(step, {"evaluation/reward": reward})
         assert json.loads((saved / "metrics.json").read_text()) == {"loss": 1.0, "evaluation/reward": reward}
         assert checkpoints.read_state(saved) == {"step": step}
@@ -421,22 +373,10 @@ def test_a_metric_that_the_run_does_not_have_is_named_once(tmp_path: Path) -> No
 
 def test_a_metric_of_training_is_looked_for_at_once(tmp_path: Path) -> None:
     notes: list[str] = []
-    save(
-        Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="los"), warn(notes)),
-        1,
-        {},
-        write_nothing,
-        {"loss": 1.0},
-    )
-    assert len(notes) == 1
-    save(
-        Checkpoints(tmp_path, CheckpointConfig(keep_best=1, metric="loss"), warn(notes)),
-        2,
-        {},
-        write_nothing,
-        {"loss": 1.0},
-    )
-    assert len(notes) == 1
+    for step, metric in ((1, "los"), (2, "loss")):
+        config = CheckpointConfig(keep_best=1, metric=metric)
+        save(Checkpoints(tmp_path, config, warn(notes)), step, {}, write_nothing, {"loss": 1.0})
+        assert len(notes) == 1
 
 
 class Slow:
@@ -463,10 +403,8 @@ def test_a_checkpoint_under_way_has_no_name_and_the_next_waits_for_it(tmp_path: 
     slow.ready = True
     checkpoints.settle()
     assert names(checkpoints) == ["step_000001"] and not slow.waited
-    assert (
-        json.loads((checkpoints.folder / "step_000001" / "manifest.json").read_text())["weights"]
-        == slow.look(False).digests["weights"]
-    )  # type: ignore[union-attr]
+    manifest = json.loads((checkpoints.folder / "step_000001" / "manifest.json").read_text())
+    assert manifest["weights"] == "as the rank says"
     assert re.fullmatch(r"saved +step_000001 in 2 s \(training paused .* s\)", notes[0])
     second, third = Slow(), Slow()
     checkpoints.save(2, {"step": 2}, second)

@@ -29,7 +29,7 @@ class Recorded:
         )
         engine: Any = object.__new__(DeepSpeedEngine)
         engine.config, engine.total_steps, engine.steps, engine.plain = COURSE, STEPS, 4, plain
-        engine.optimizer, engine.engine = self.optimizer, self
+        engine.optimizer, engine.module = self.optimizer, self
         engine.trained = {"weight": SimpleNamespace(grad="gradient")}
         engine.cuts = SimpleNamespace(norm=lambda grads: self.norm if grads == {"weight": "gradient"} else math.nan)
         engine.average = SimpleNamespace(update=lambda: self.calls.append("average")) if average else None

@@ -20,7 +20,7 @@ from trueline.data.types import Sample
 from trueline.models.loading import check_folder
 from trueline.runtime.actors import LocalActor
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.export import Export, export, find_checkpoint
+from trueline.training.export import export, find_checkpoint
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
@@ -69,16 +69,16 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
-def refused(source: Path, target: Path, wanted: Export) -> str:
+def refused(source: Path, target: Path, **wanted: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        export(source, target, wanted)
+        export(source, target, **wanted)
     assert not target.exists() or list(target.iterdir()) == []
     return str(caught.value)
 
 
 def test_a_plain_export_is_the_trained_model(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run")
-    made = export(checkpoint, tmp_path / "deep" / "model", Export())
+    made = export(checkpoint, tmp_path / "deep" / "model")
     assert made == tmp_path / "deep" / "model"
     assert same(weights(made), weights(checkpoint / "model"))
     assert not same(weights(made), weights(model_folder))
@@ -94,10 +94,10 @@ def test_a_checkpoint_without_a_model_becomes_one(
     whole = make_run(model_folder, tmp_path / "whole", decay=0.75)
     bare = make_run(model_folder, tmp_path / "bare", decay=0.75, whole=False)
     assert not list((bare / "model").glob("*.safetensors*"))
-    for wanted in (Export(), Export(average=True), Export(dtype="bfloat16")):
-        name = repr(wanted)
-        made = export(bare, tmp_path / "made" / name, wanted)
-        expected = export(whole, tmp_path / "expected" / name, wanted)
+    wishes: list[dict[str, Any]] = [{}, {"average": True}, {"dtype": "bfloat16"}]
+    for number, wanted in enumerate(wishes):
+        made = export(bare, tmp_path / f"made_{number}", **wanted)
+        expected = export(whole, tmp_path / f"expected_{number}", **wanted)
         assert same(weights(made, dtype="auto"), weights(expected, dtype="auto"))
         assert (len(list(made.glob("*.safetensors"))) > 1) == (file_bytes < 2**32)
     with pytest.raises(ConfigError, match=r"trueline export .*step_000002 FOLDER"):
@@ -110,7 +110,7 @@ def test_a_run_goes_on_from_a_checkpoint_without_a_model(model_folder: Path, tmp
     again = make_group(model_folder, LoraConfig(), 0.0)
     again.call(Worker.load, str(bare))
     write_models({"": again}, tmp_path)(True)
-    assert same(weights(tmp_path / "model"), weights(export(bare, tmp_path / "made", Export())))
+    assert same(weights(tmp_path / "model"), weights(export(bare, tmp_path / "made")))
     adapted = make_run(model_folder, tmp_path / "adapted", LORA, whole=False)
     assert (adapted / "model" / "adapter_model.safetensors").is_file()
 
@@ -118,15 +118,15 @@ def test_a_run_goes_on_from_a_checkpoint_without_a_model(model_folder: Path, tmp
 def test_of_a_run_the_newest_checkpoint_is_taken(model_folder: Path, tmp_path: Path) -> None:
     newest = make_run(model_folder, tmp_path / "run")
     assert newest.name == "step_000002"
-    assert same(weights(export(tmp_path / "run", tmp_path / "out", Export())), weights(newest / "model"))
+    assert same(weights(export(tmp_path / "run", tmp_path / "out")), weights(newest / "model"))
     older = newest.with_name("step_000001")
-    assert same(weights(export(older, tmp_path / "old", Export())), weights(older / "model"))
+    assert same(weights(export(older, tmp_path / "old")), weights(older / "model"))
 
 
 def test_the_average_is_exported_in_place_of_the_weights(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run", decay=0.75)
     first, second = weights(checkpoint.with_name("step_000001") / "model"), weights(checkpoint / "model")
-    found = weights(export(checkpoint, tmp_path / "out", Export(average=True)))
+    found = weights(export(checkpoint, tmp_path / "out", average=True))
     for name, start in weights(model_folder).items():
         after_one = 0.75 * start + 0.25 * first[name]
         torch.testing.assert_close(found[name], 0.75 * after_one + 0.25 * second[name], rtol=1e-5, atol=1e-6)
@@ -134,7 +134,7 @@ def test_the_average_is_exported_in_place_of_the_weights(model_folder: Path, tmp
 
 def test_weights_are_exported_in_another_type(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run")
-    made = export(checkpoint, tmp_path / "out", Export(dtype="bfloat16"))
+    made = export(checkpoint, tmp_path / "out", dtype="bfloat16")
     assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
     found = weights(made, dtype="auto")
     expected = {name: tensor.bfloat16() for name, tensor in weights(checkpoint / "model").items()}
@@ -143,7 +143,7 @@ def test_weights_are_exported_in_another_type(model_folder: Path, tmp_path: Path
 
 def test_an_adapter_is_exported_as_an_adapter(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run", LORA)
-    made = export(checkpoint, tmp_path / "out", Export())
+    made = export(checkpoint, tmp_path / "out")
     assert not (made / "model.safetensors").exists()
     assert torch.equal(logits(made), logits(checkpoint / "model"))
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -155,8 +155,8 @@ def test_an_adapter_is_exported_as_an_adapter(model_folder: Path, tmp_path: Path
 @pytest.mark.parametrize("average", [False, True])
 def test_a_merged_export_says_what_the_adapter_says(model_folder: Path, tmp_path: Path, average: bool) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run", LORA, decay=0.5)
-    adapter = export(checkpoint, tmp_path / "adapter", Export(average=average))
-    made = export(checkpoint, tmp_path / "merged", Export(merge=True, average=average))
+    adapter = export(checkpoint, tmp_path / "adapter", average=average)
+    made = export(checkpoint, tmp_path / "merged", merge=True, average=average)
     assert not list(made.glob("adapter*"))
     assert weights(made).keys() == weights(model_folder).keys()
     torch.testing.assert_close(logits(made), logits(adapter), rtol=1e-4, atol=1e-4)
@@ -165,13 +165,13 @@ def test_a_merged_export_says_what_the_adapter_says(model_folder: Path, tmp_path
 
 def test_the_average_of_an_adapter_differs_from_the_adapter(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run", LORA, decay=0.5)
-    last, average = (export(checkpoint, tmp_path / str(flag), Export(average=flag)) for flag in (False, True))
+    last, average = (export(checkpoint, tmp_path / str(flag), average=flag) for flag in (False, True))
     assert not torch.allclose(logits(last), logits(average), atol=1e-3)
 
 
 def test_a_merged_export_has_the_wanted_type(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run", LORA)
-    made = export(checkpoint, tmp_path / "out", Export(merge=True, dtype="bfloat16"))
+    made = export(checkpoint, tmp_path / "out", merge=True, dtype="bfloat16")
     assert {tensor.dtype for tensor in weights(made, dtype="auto").values()} == {torch.bfloat16}
     assert json.loads((made / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -179,14 +179,14 @@ def test_a_merged_export_has_the_wanted_type(model_folder: Path, tmp_path: Path)
 def test_what_cannot_be_exported_is_refused(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run")
     (tmp_path / "there").mkdir()
-    assert f"{tmp_path / 'there'} exists: name a new folder" in refused(checkpoint, tmp_path / "there", Export())
-    assert "has no adapter (model.lora.rank=0)" in refused(checkpoint, tmp_path / "out", Export(merge=True))
-    assert "(training.ema_decay=0): leave out --average" in refused(checkpoint, tmp_path / "out", Export(average=True))
+    assert f"{tmp_path / 'there'} exists: name a new folder" in refused(checkpoint, tmp_path / "there")
+    assert "has no adapter (model.lora.rank=0)" in refused(checkpoint, tmp_path / "out", merge=True)
+    assert "(training.ema_decay=0): leave out --average" in refused(checkpoint, tmp_path / "out", average=True)
     empty = tmp_path / "there"
-    assert f"{empty}: neither a checkpoint nor the folder of a run" in refused(empty, tmp_path / "out", Export())
-    assert "is a folder: name a run or a checkpoint" in refused(tmp_path / "nothing", tmp_path / "out", Export())
+    assert f"{empty}: neither a checkpoint nor the folder of a run" in refused(empty, tmp_path / "out")
+    assert "is a folder: name a run or a checkpoint" in refused(tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "file").touch()
-    assert "file is not a folder and cannot be created" in refused(checkpoint, tmp_path / "file" / "out", Export())
+    assert "file is not a folder and cannot be created" in refused(checkpoint, tmp_path / "file" / "out")
 
 
 def test_a_run_is_named_in_many_ways(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +205,8 @@ def test_of_rounds_the_last_one_is_taken(model_folder: Path, tmp_path: Path) -> 
 
 def test_a_refusal_leaves_nothing_behind(model_folder: Path, tmp_path: Path) -> None:
     checkpoint = make_run(model_folder, tmp_path / "run")
-    for wanted in (Export(merge=True), Export(average=True)):
-        refused(checkpoint, tmp_path / "out", wanted)
+    refused(checkpoint, tmp_path / "out", merge=True)
+    refused(checkpoint, tmp_path / "out", average=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, tmp_path: Path
     checkpoint = make_run(model_folder, tmp_path / "run")
     file = checkpoint / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
-    assert "model/model.safetensors is missing or has changed" in refused(checkpoint, tmp_path / "out", Export())
+    assert "model/model.safetensors is missing or has changed" in refused(checkpoint, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "glm4_moe"])
@@ -223,11 +223,11 @@ def test_a_mixture_is_exported_under_its_names_on_disk(kind: str, tmp_path: Path
     folder = make_model(tmp_path / "model", kind)
     checkpoint = make_run(folder, tmp_path / "bare", whole=False)
     whole = make_run(folder, tmp_path / "whole", decay=0.5)
-    bare = export(checkpoint, tmp_path / "exported", Export())
+    bare = export(checkpoint, tmp_path / "exported")
     saved, start = load_file(whole / "model" / "model.safetensors"), load_file(folder / "model.safetensors")
     assert same(load_file(bare / "model.safetensors"), saved)
     assert saved.keys() == start.keys()
-    average = load_file(export(whole, tmp_path / "average", Export(average=True)) / "model.safetensors")
+    average = load_file(export(whole, tmp_path / "average", average=True) / "model.safetensors")
     assert average.keys() == start.keys()
     expert = next(name for name in start if (".experts.0." in name and "w2" in name) or ".experts.0.down" in name)
     assert not torch.equal(average[expert], saved[expert])

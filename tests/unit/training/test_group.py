@@ -1,15 +1,16 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.tiny import make_samples
 from trueline.config.model import RanksConfig
-from trueline.data.types import Sample
+from trueline.data.types import Batch, LossOutput, Sample
+from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
 from trueline.training.group import ModelGroup, reduce_reports
-from trueline.training.report import Report
-from trueline.training.worker import Mesh
+from trueline.training.report import LossAccumulator, Report
 
 
 class Echo:
@@ -19,9 +20,7 @@ class Echo:
         starts = packed.lengths.cumsum() - packed.lengths
         rows = [at for micro_batch in passes for at in micro_batch if at >= 0]
         pieces = [packed.arrays["tokens"][starts[at] : starts[at] + packed.lengths[at]] for at in rows]
-        return (
-            torch.cat([torch.tensor(piece) for piece in pieces]).float().numpy() if pieces else torch.zeros(0).numpy()
-        )
+        return np.concatenate([np.zeros(0), *pieces]).astype(np.float32)
 
 
 def make_group(mesh: Mesh, tokens: int = 30) -> ModelGroup:
@@ -70,3 +69,23 @@ def test_tensor_ranks_are_neighbours_and_data_is_outermost() -> None:
 
 def test_without_a_ring_nobody_is_joined() -> None:
     assert Mesh(4).join_ring(0) is None
+
+
+def batch(share: float) -> Batch:
+    """Two sequences of two tokens, of which the second is learnt; the last sequence fills up and weighs nothing."""
+    mask = torch.tensor([False, True, False, True])
+    return Batch(torch.arange(4), mask, [2, 2], torch.tensor([share, 0.0]), torch.zeros(2))
+
+
+def loss(value: float, largest: float) -> LossOutput:
+    values = torch.tensor([9.0, value, 9.0, 9.0])
+    return LossOutput(values, {"mean": 10 * values}, {"largest": torch.tensor([99.0, largest, 99.0, 99.0])})
+
+
+def test_passes_add_up_and_maxima_are_those_of_tokens_that_count() -> None:
+    tally = LossAccumulator()
+    for value, largest, share in ((1.0, 5.0, 0.25), (2.0, 3.0, 0.75)):
+        tally.add(loss(value, largest), batch(share))
+    report = tally.report()
+    assert report.sums == pytest.approx({"mean": 10 * 1.75, "loss": 1.75, "weight": 1.0})
+    assert report.maxima == {"largest": 5.0}

@@ -22,49 +22,41 @@ def config(**settings: Any) -> TrainingConfig:
     return TrainingConfig(learning_rate=0.1, **settings)
 
 
+def rates(count: int, total: int, **settings: Any) -> list[float]:
+    return [learning_rate_at(step, config(**settings), total) for step in range(count)]
+
+
 def test_constant_stays_where_it_is() -> None:
-    assert [learning_rate_at(step, config(), 5) for step in range(8)] == [0.1] * 8
+    assert rates(8, 5) == [0.1] * 8
 
 
 def test_warm_up_rises_in_equal_steps_and_never_starts_at_zero() -> None:
-    rates = [learning_rate_at(step, config(warmup_steps=4), 10) for step in range(6)]
-    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
+    assert rates(6, 10, warmup_steps=4) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1])
 
 
 def test_linear_falls_in_equal_steps_to_zero_at_the_end() -> None:
-    rates = [learning_rate_at(step, config(schedule="linear", warmup_steps=2), 12) for step in range(13)]
-    assert rates[2:] == pytest.approx([0.1 * (10 - past) / 10 for past in range(11)])
+    found = rates(13, 12, schedule="linear", warmup_steps=2)
+    assert found[2:] == pytest.approx([0.1 * (10 - past) / 10 for past in range(11)])
 
 
 def test_cosine_is_half_a_wave() -> None:
-    rates = [learning_rate_at(step, config(schedule="cosine", warmup_steps=2), 12) for step in range(13)]
-    assert rates[2:] == pytest.approx([0.05 * (1 + math.cos(math.pi * past / 10)) for past in range(11)])
-    assert rates[7] == pytest.approx(0.05)  # half way
+    found = rates(13, 12, schedule="cosine", warmup_steps=2)
+    assert found[2:] == pytest.approx([0.05 * (1 + math.cos(math.pi * past / 10)) for past in range(11)])
+    assert found[7] == pytest.approx(0.05)  # half way
 
 
 def test_wsd_stays_then_falls_in_equal_steps_to_zero() -> None:
     """After 2 steps of warm-up 20 remain; the last quarter of them, 5, falls."""
-    settings = config(schedule="wsd", warmup_steps=2, decay_share=0.25)
-    rates = [learning_rate_at(step, settings, 22) for step in range(23)]
-    assert rates[:2] == pytest.approx([0.05, 0.1])
-    assert rates[2:18] == pytest.approx([0.1] * 16)
-    assert rates[18:] == pytest.approx([0.08, 0.06, 0.04, 0.02, 0.0])
-
-
-def test_wsd_that_falls_all_the_way_is_linear() -> None:
-    wsd = [learning_rate_at(step, config(schedule="wsd", decay_share=1.0, warmup_steps=3), 17) for step in range(20)]
-    linear = [learning_rate_at(step, config(schedule="linear", warmup_steps=3), 17) for step in range(20)]
-    assert wsd == pytest.approx(linear)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_after_the_end_it_stays_at_zero(schedule: str) -> None:
-    assert learning_rate_at(50, config(schedule=schedule), 10) == pytest.approx(0.0)
+    found = rates(23, 22, schedule="wsd", warmup_steps=2, decay_share=0.25)
+    assert found == pytest.approx([0.05, 0.1, *[0.1] * 16, 0.08, 0.06, 0.04, 0.02, 0.0])
+    linear = rates(20, 17, schedule="linear", warmup_steps=3)
+    assert rates(20, 17, schedule="wsd", decay_share=1.0, warmup_steps=3) == pytest.approx(linear)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
-def test_a_run_that_is_all_warm_up_is_possible(schedule: str) -> None:
+def test_a_run_may_be_all_warm_up_and_its_end_stays(schedule: str) -> None:
     assert learning_rate_at(2, config(schedule=schedule, warmup_steps=5), 5) == pytest.approx(0.06)
+    assert learning_rate_at(50, config(schedule=schedule), 10) == pytest.approx(0.1 * (schedule == "constant"))
 
 
 def test_weight_decay_is_for_matrices() -> None:

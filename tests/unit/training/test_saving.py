@@ -18,14 +18,15 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
+from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
-from trueline.training.export import Export, export
+from trueline.training.export import export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
 from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver
-from trueline.training.worker import Mesh, Worker, WorkerSpec
+from trueline.training.worker import Worker, WorkerSpec
 
 TENSORS = {
     MODEL: {"big": torch.arange(60.0).view(6, 10).bfloat16(), "odd": torch.arange(7.0), "one": torch.tensor(3.0)},
@@ -39,7 +40,7 @@ TENSORS = {
 }
 
 
-def contents() -> Iterator[Content]:
+def contents(model: bool = True) -> Iterator[Content]:
     yield from ((stem, key, tensor) for stem, named in TENSORS.items() for key, tensor in named.items())
 
 
@@ -150,7 +151,7 @@ def test_a_file_of_another_kind_that_cannot_be_made_is_told_and_not_raised(
 def test_copying_that_breaks_off_leaves_no_writer_waiting(tmp_path: Path) -> None:
     broken = [False]
 
-    def breaking() -> Iterator[Content]:
+    def breaking(model: bool) -> Iterator[Content]:
         for number, entry in enumerate(contents()):
             if broken[0] and number == 4:
                 raise ValueError("broken")
@@ -259,6 +260,6 @@ def test_a_model_in_several_files_is_exported(model_folder: Path, tmp_path: Path
     checkpoints.save(1, {"step": 1}, lambda folder: write_models({"": group}, folder))
     checkpoints.settle(wait=True)
     averages = {key: tensor for key, tensor in state_of(group).items() if "/" not in key}
-    made = export(tmp_path, tmp_path / "out", Export(average=True, dtype="bfloat16"))
+    made = export(tmp_path, tmp_path / "out", average=True, dtype="bfloat16")
     found = dict(AutoModelForCausalLM.from_pretrained(made, dtype="auto").named_parameters())
     assert same(found, {key: tensor.bfloat16() for key, tensor in averages.items()})
