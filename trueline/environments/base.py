@@ -37,6 +37,10 @@ class Structure:
     end: str = ""
 
 
+# Makes the message by which others know a reply from its text with special tokens, say with its calls taken apart.
+Wording = Callable[[str], Message]
+
+
 def as_said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
@@ -45,24 +49,20 @@ class Policy(Protocol):
     """The policy in one episode. All that it samples is recorded and trained on."""
 
     async def reply(
-        self,
-        messages: list[Message],
-        tools: Sequence[Tool] = (),
-        worded: Callable[[str], Message] = as_said,
-        stop: Sequence[str] = (),
+        self, messages: list[Message], tools: Sequence[Tool] = (), worded: Wording = as_said, stop: Sequence[str] = ()
     ) -> Reply:
         """Return the next turn of a conversation, up to one of the texts in `stop`, or raise OutOfBudget.
 
-        Where it goes on from one that this policy has seen, only what is new becomes tokens. `worded` makes the message
-        by which others know the reply from its text with special tokens, say with its tool calls taken apart.
+        Where it goes on from one that this policy has seen, only what is new becomes tokens.
         """
+        return (await self.replies(1, messages, tools, worded, stop))[0]
 
     async def replies(
         self,
         count: int,
         messages: list[Message],
         tools: Sequence[Tool] = (),
-        worded: Callable[[str], Message] = as_said,
+        worded: Wording = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
         template_arguments: dict[str, Any] | None = None,

@@ -17,18 +17,11 @@ from trueline.environments.tools.formats import Parse
 
 Content = dict[str, Any]  # of a body in JSON
 Decode = Callable[[list[int]], str]
-ROLES = {  # of a request -> the role that chat templates know
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-OBEYED = {
+# Roles of a request, and what chat templates call them.
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+KNOWN = {  # parameters that are obeyed, refused or, those of the last row, unrelated to sampling
     *("messages", "tools", "tool_choice", "response_format", "n", "logprobs", "stop", "stream", "stream_options"),
-    "chat_template_kwargs",
-}
-UNRELATED = {  # to sampling
+    *("chat_template_kwargs", "functions"),
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
 }
 NEUTRAL = {  # values that ask for nothing; any other, of any parameter not named here, is not obeyed
@@ -46,6 +39,13 @@ class RequestError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+def require(is_right: Any, what: str, value: Any, param: str | None = None) -> Any:
+    """Return a value that is what it must be, and refuse another."""
+    if not is_right:
+        raise RequestError(f"{what}, found {value!r:.80}", param)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,93 +66,75 @@ class CompletionRequest:
     overridden: list[str]  # parameters that are not obeyed
 
 
-# Requests
-
-
 def read_completion_request(content: Any, model: str) -> CompletionRequest:
     """Check a request and take what can be obeyed from it; `model` is its default."""
-    if not isinstance(content, dict):
-        raise RequestError(f"the body must be an object, found {content!r:.80}")
+    require(isinstance(content, dict), "the body must be an object", content)
     given = {name: value for name, value in content.items() if value is not None}
-    check_characters(given)
+    try:  # half characters, which JSON can write and no tokenizer takes
+        json.dumps(given, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise RequestError(f"the body holds half a character, or is nested too deep: {error}; replace it") from None
     if functions := given.get("functions"):  # an agent relies on them, so that they must not be ignored
         raise RequestError(f"functions={functions!r:.80} is not obeyed: use tools, which replace it", "functions")
-    known = OBEYED | UNRELATED | {"functions"}
     options, tools = read_typed(given, "stream_options", dict, {}), offered_tools(given)
+    n = given.get("n", 1)
+    is_count = type(n) is int and 1 <= n <= MOST_REPLIES
     return CompletionRequest(
         messages=read_messages(given.get("messages")),
         tools=tools,
         forced=forced_tools(given.get("tool_choice"), tools),
         schema=read_format(given.get("response_format", {"type": "text"}), tools),
         model=str(given.get("model", model)),
-        replies=read_n(given.get("n", 1)),
+        replies=require(is_count, f"n must be a whole number from 1 to {MOST_REPLIES}", n, "n"),
         stop=read_stop(given.get("stop", [])),
         logprobs=read_typed(given, "logprobs", bool, False),
         stream=read_typed(given, "stream", bool, False),
         stream_usage=read_typed(options, "include_usage", bool, False),
         template_arguments=read_typed(given, "chat_template_kwargs", dict, {}),
-        overridden=[name for name, value in given.items() if name not in known and value != NEUTRAL.get(name)],
+        overridden=[name for name, value in given.items() if name not in KNOWN and value != NEUTRAL.get(name)],
     )
-
-
-def check_characters(given: Content) -> None:
-    """Refuse half characters, which JSON can write and no tokenizer takes."""
-    try:
-        json.dumps(given, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError) as error:
-        raise RequestError(f"the body holds half a character, or is nested too deep: {error}; replace it") from None
 
 
 def read_typed(given: Content, name: str, kind: type, default: Any) -> Any:
     value = given.get(name, default)
-    if not isinstance(value, kind):
-        raise RequestError(f"{name} must be of type {kind.__name__}, found {value!r:.80}", name)
-    return value
-
-
-def read_n(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MOST_REPLIES:
-        raise RequestError(f"n must be a whole number from 1 to {MOST_REPLIES}, found {value!r:.80}", "n")
-    return value
+    return require(isinstance(value, kind), f"{name} must be of type {kind.__name__}", value, name)
 
 
 def read_stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"stop must be a text or a list of texts, found {value!r:.80}", "stop")
+    are_texts = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    require(are_texts, "stop must be a text or a list of texts", value, "stop")
     return texts
 
 
 def read_messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"messages must be a list of at least one message, found {value!r:.80}", "messages")
-    try:
-        return [read_message(entry, f"messages[{at}]") for at, entry in enumerate(value)]
-    except ConfigError as error:
-        raise RequestError(str(error), "messages") from None
-
-
-def read_message(entry: Any, where: str) -> Message:
-    """Read a message as the readers of datasets do, but allow an empty text, as a reply may be."""
-    if not isinstance(entry, dict):
-        raise RequestError(f"{where} must be an object, found {entry!r:.80}", "messages")
-    fields = {name: value for name, value in entry.items() if value not in (None, [])}
-    role, content = fields.pop("role", None), join_text(fields.pop("content", ""), where)
-    if not isinstance(role, str) or role not in ROLES:
-        raise RequestError(f"{where}: role must be one of {', '.join(ROLES)}, found {role!r:.80}", "messages")
-    if not isinstance(content, str):
-        raise RequestError(
-            f"{where}: content must be text, null or a list of text parts, found {content!r:.80}", "messages"
-        )
-    calls = parse_calls(fields.pop("tool_calls", None), where)
-    return {"role": ROLES[role], "content": content, **fields} | ({"tool_calls": calls} if calls else {})
+    """Read messages as the readers of datasets do, but allow an empty text, as a reply may be."""
+    is_list, messages, shape = isinstance(value, list) and value, [], "text, null or a list of text parts"
+    require(is_list, "messages must be a list of at least one message", value, "messages")
+    for at, entry in enumerate(value):
+        where = f"messages[{at}]"
+        require(isinstance(entry, dict), f"{where} must be an object", entry, "messages")
+        fields = {name: value for name, value in entry.items() if value not in (None, [])}
+        try:
+            role, content = fields.pop("role", None), join_text(fields.pop("content", ""), where)
+            is_known = isinstance(role, str) and role in ROLES
+            require(is_known, f"{where}: role must be one of {', '.join(ROLES)}", role, "messages")
+            require(isinstance(content, str), f"{where}: content must be {shape}", content, "messages")
+            calls = parse_calls(fields.pop("tool_calls", None), where)
+        except ConfigError as error:
+            raise RequestError(str(error), "messages") from None
+        messages.append({"role": ROLES[role], "content": content, **fields, **({"tool_calls": calls} if calls else {})})
+    return messages
 
 
 def offered_tools(given: Content) -> list[Tool]:
     """Return the tools that the policy may call; it does not see others."""
     tools = read_typed(given, "tools", list, [])
+    shape = '{"type": "function", "function": {"name": text, ...}}'
     for at, tool in enumerate(tools):
-        check_tool(tool, f"tools[{at}]")
+        function = tool.get("function") if isinstance(tool, dict) else None
+        right = isinstance(function, dict) and isinstance(function.get("name"), str)
+        require(right, f"tools[{at}] must be of the form {shape}", tool, "tools")
     return [] if given.get("tool_choice") == "none" else tools
 
 
@@ -165,9 +147,8 @@ def forced_tools(choice: Any, tools: list[Tool]) -> list[Tool]:
     forced = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
     if not forced:
         known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
-        raise RequestError(
-            f"tool_choice={choice!r:.80}: use auto, none, required or one of the tools ({known})", "tool_choice"
-        )
+        choices = f"auto, none, required or one of the tools ({known})"
+        raise RequestError(f"tool_choice={choice!r:.80}: use {choices}", "tool_choice")
     return forced
 
 
@@ -178,28 +159,13 @@ def read_format(value: Any, tools: list[Tool]) -> Content | None:
         return None
     about = value.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
     schema = about.get("schema") if isinstance(about, dict) else None
-    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
-        shape = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
-        raise RequestError(
-            f"response_format must be text, json_object or {shape}, found {value!r:.80}", "response_format"
-        )
+    right = kind in ("json_object", "json_schema") and isinstance(schema, dict)
+    shape = '{"type": "json_schema", "json_schema": {"schema": {...}}}'
+    require(right, f"response_format must be text, json_object or {shape}", value, "response_format")
     if tools:
-        raise RequestError(
-            "response_format and tools exclude each other, for JSON of that format calls no tool: leave out one of "
-            "them, or set tool_choice=none",
-            "response_format",
-        )
+        why = "for JSON of that format calls no tool: leave out one of them, or set tool_choice=none"
+        raise RequestError(f"response_format and tools exclude each other, {why}", "response_format")
     return schema
-
-
-def check_tool(tool: Any, where: str) -> None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        shape = '{"type": "function", "function": {"name": text, ...}}'
-        raise RequestError(f"{where} must be of the form {shape}, found {tool!r:.80}", "tools")
-
-
-# Responses
 
 
 def completion_content(request: CompletionRequest, replies: list[Reply], decode: Decode) -> Content:
@@ -241,30 +207,26 @@ def logprobs_content(completion: Completion, decode: Decode) -> Content:
     """Return the log-probs of all sampled tokens, the one that ends the reply included."""
     tokens = completion.tokens.tolist()
     texts = {token: decode([token]) for token in set(tokens)}
-    pairs = zip(tokens, completion.logprobs.tolist(), strict=True)
-    return {"content": [token_content(texts[token], logprob) for token, logprob in pairs], "refusal": None}
-
-
-def token_content(text: str, logprob: float) -> Content:
-    is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character, whose bytes the text does not show
-    content = None if is_part else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": content, "top_logprobs": []}
+    content = []
+    for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True):
+        is_part = "\N{REPLACEMENT CHARACTER}" in texts[token]  # of a character, whose bytes the text does not show
+        known = None if is_part else list(texts[token].encode())
+        logprob = max(logprob, LEAST_LOGPROB)
+        content.append({"token": texts[token], "logprob": logprob, "bytes": known, "top_logprobs": []})
+    return {"content": content, "refusal": None}
 
 
 def server_events(completion: Content, *, with_usage: bool) -> str:
-    """Return a completion as server-sent events."""
     head = {name: completion[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [head | {"choices": [part]} for choice in completion["choices"] for part in choice_parts(choice)]
+    chunks: list[Content] = []
+    for choice in completion["choices"]:
+        last = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
+        others = last | {"logprobs": None, "finish_reason": None}
+        parts = [*(others | {"delta": delta} for delta in deltas(choice["message"])), last | {"delta": {}}]
+        chunks += [head | {"choices": [part]} for part in parts]
     if with_usage:
         chunks.append(head | {"choices": [], "usage": completion["usage"]})
     return "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"])
-
-
-def choice_parts(choice: Content) -> Iterator[Content]:
-    last = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
-    others = last | {"logprobs": None, "finish_reason": None}
-    yield from (others | {"delta": delta} for delta in deltas(choice["message"]))
-    yield last | {"delta": {}}
 
 
 def deltas(message: Message) -> Iterator[Content]:

@@ -21,16 +21,9 @@ from starlette.routing import Route
 from trueline.config.base import ConfigError
 from trueline.data.messages import Tool
 from trueline.data.template import TEMPLATE_ARGUMENTS
-from trueline.environments.base import OutOfBudget, Policy, Reply, Structure
-from trueline.environments.chat_completions import (
-    CompletionRequest,
-    Decode,
-    RequestError,
-    completion_content,
-    read_completion_request,
-    reply_message,
-    server_events,
-)
+from trueline.environments import chat_completions
+from trueline.environments.base import OutOfBudget, Policy, Structure
+from trueline.environments.chat_completions import CompletionRequest, Decode, RequestError
 from trueline.environments.tools.calls import Spelling
 from trueline.environments.tools.formats import Parse
 from trueline.usercode.http_server import QuietServer, as_json, open_port, parse_json, read_request
@@ -75,17 +68,12 @@ def call_schema(tools: list[Tool], spelling: Spelling) -> Schema:
 
 @dataclass(eq=False, slots=True)
 class EndpointResponse:
-    """The response to a request, in progress or sent."""
-
     request: bytes  # the digest of the request's body
     task: asyncio.Task[Response]
     kept_until: float = math.inf
 
     def keep(self, task: asyncio.Task[Response]) -> None:
         self.kept_until = time.monotonic() + KEPT_SECONDS
-
-    def is_kept(self) -> bool:
-        return time.monotonic() < self.kept_until
 
 
 class EpisodeSession:
@@ -124,21 +112,20 @@ class EpisodeSession:
         """Return when the last request ended, or None while the agent waits for the policy."""
         return None if self.waiting else self.quiet_since
 
-    def find_response(self, body: bytes) -> EndpointResponse | None:
-        """Return a response to the same request, or None; of several, others get it last."""
-        digest = hashlib.sha256(body).digest()
-        found = next((one for one in self.responses if one.request == digest and one.is_kept()), None)
-        if found:
-            self.responses.remove(found)
-            self.responses.append(found)
-        return found
-
-    def start_response(self, body: bytes, work: Coroutine[Any, Any, Response]) -> EndpointResponse:
-        """Respond in a task of its own, which continues when the client is gone."""
-        response = EndpointResponse(hashlib.sha256(body).digest(), asyncio.create_task(work))
-        response.task.add_done_callback(response.keep)
-        self.responses = [*filter(EndpointResponse.is_kept, self.responses), response]
-        return response
+    def find_response(
+        self, body: bytes, again: bool, respond: Callable[[], Coroutine[Any, Any, Response]]
+    ) -> "asyncio.Task[Response]":
+        """Return the response that is kept for a request sent again, or start one, which outlives its client."""
+        digest, now = hashlib.sha256(body).digest(), time.monotonic()
+        self.responses = [one for one in self.responses if now < one.kept_until]
+        response = next((one for one in self.responses if again and one.request == digest), None)
+        if response is not None:
+            self.responses.remove(response)  # of several to the same request, others get it last
+        else:
+            response = EndpointResponse(digest, asyncio.create_task(respond()))
+            response.task.add_done_callback(response.keep)
+        self.responses.append(response)
+        return response.task
 
     async def wait_for(self, task: asyncio.Task[Response]) -> Response:
         await asyncio.wait([task])
@@ -149,26 +136,21 @@ class EpisodeSession:
             return task.result()
         self.failure = self.failure or error
         # Not a 5xx, which clients send again by default: the episode has failed and would only fail once more.
-        said = f"the policy's engine failed and the episode with it, do not retry: {type(error).__name__}: {error}"
-        return error_response(said, kind="server_error", code="engine_failure")
+        message = f"the policy's engine failed and the episode with it, do not retry: {type(error).__name__}: {error}"
+        return error_response(message, kind="server_error", code="engine_failure")
 
 
 class PolicyEndpoint:
-    """A server on the running event loop, with a seat for each episode. `decode` turns tokens into text.
-
-    `structures` are those that engines can enforce, None where they cannot.
-    """
+    """A server on the running event loop, with a seat for each episode. `decode` turns tokens into text."""
 
     def __init__(self, *, model: str, decode: Decode, structures: Structures | None = None) -> None:
-        self.model, self.decode, self.structures = model, decode, structures
+        self.model, self.decode, self.structures = model, decode, structures  # None where engines can enforce none
         self.seats: dict[bytes, EpisodeSession] = {}  # by fingerprint, for the time of a look-up reveals no key then
         self.url: str
         self.serving: asyncio.Task[None]
-        routes = [
-            Route("/v1/chat/completions", self._completions, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-        ]
-        self.server = QuietServer(routes, unknown=reply_unknown, refused=refuse)
+        completions = Route("/v1/chat/completions", self._completions, methods=["POST"])
+        models = Route("/v1/models", self._models, methods=["GET"])
+        self.server = QuietServer([completions, models], unknown=refuse, refused=refuse)
 
     async def start(self) -> None:
         listener = open_port(HOST, 0)
@@ -201,17 +183,22 @@ class PolicyEndpoint:
             if seat is None or self._seat(request) is None:  # closed while it was read
                 raise HTTPException(401, UNKNOWN_KEY)
             content, again = parse_json(body), request.headers.get(RETRY_HEADER, "0") != "0"
-            response = (again and seat.find_response(body)) or seat.start_response(body, self._respond(seat, content))
-            return await seat.wait_for(response.task)
+            return await seat.wait_for(seat.find_response(body, again, partial(self._respond, seat, content)))
 
     async def _respond(self, seat: EpisodeSession, content: Any) -> Response:
         try:
-            request = read_completion_request(content, self.model)
+            request = chat_completions.read_completion_request(content, self.model)
             structure = await self._structure(seat, request)
             seat.overridden.update(request.overridden)
-            replies = await sample(seat.policy, request, seat.parse, structure)
+            worded = partial(chat_completions.reply_message, parse=seat.parse, tools=request.tools)
+            conversation, arguments = (request.messages, request.tools, worded), request.template_arguments
+            replies = await seat.policy.replies(request.replies, *conversation, request.stop, structure, arguments)
             seat.structured += len(replies) if structure else 0
-            return self._response(request, replies)
+            completion = chat_completions.completion_content(request, replies, self.decode)
+            if not request.stream:
+                return as_json(200, completion)
+            events = chat_completions.server_events(completion, with_usage=request.stream_usage)
+            return Response(events, media_type="text/event-stream")
         except RequestError as error:
             return error_response(str(error), param=error.param)
         except OutOfBudget as error:
@@ -236,40 +223,21 @@ class PolicyEndpoint:
             raise RequestError(f"{param} has a schema that the engine cannot enforce: {problem}", param)
         return structure
 
-    def _response(self, request: CompletionRequest, replies: list[Reply]) -> Response:
-        completion = completion_content(request, replies, self.decode)
-        if not request.stream:
-            return as_json(200, completion)
-        return Response(server_events(completion, with_usage=request.stream_usage), media_type="text/event-stream")
-
-
-async def sample(policy: Policy, request: CompletionRequest, parse: Parse, structure: Structure | None) -> list[Reply]:
-    worded = partial(reply_message, parse=parse, tools=request.tools)
-    return await policy.replies(
-        request.replies, request.messages, request.tools, worded, request.stop, structure, request.template_arguments
-    )
-
 
 def fingerprint(authorization: str) -> bytes:
     return hashlib.sha256(authorization.encode()).digest()
 
 
-async def reply_unknown(request: Request, error: Exception) -> Response:
-    said = f"{request.url.path}: there are POST /v1/chat/completions and GET /v1/models"
-    return error_response(said, status=404, code=CODES[404])
-
-
 async def refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(error.detail, status=error.status_code, code=CODES.get(error.status_code))
+    status, message = error.status_code, error.detail
+    if status in (404, 405):
+        status, message = 404, f"{request.url.path}: there are POST /v1/chat/completions and GET /v1/models"
+    return error_response(message, status=status, code=CODES.get(status))
 
 
 def error_response(
-    message: str,
-    *,
-    status: int = 400,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
+    message: str, *, status: int = 400, kind: str = "invalid_request_error", **at: str | None
 ) -> Response:
-    return as_json(status, {"error": {"message": message, "type": kind, "param": param, "code": code}})
+    """Return an error in OpenAI's form; `at` may give the `param` that is at fault, and a `code`."""
+    return as_json(status, {"error": {"message": message, "type": kind, "param": None, "code": None, **at}})

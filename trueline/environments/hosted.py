@@ -7,32 +7,25 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cache, partial
 from typing import Any
 
 import httpx
 
 from trueline.data.messages import TEMPLATE_ROLES, Message, Tool
-from trueline.environments.tools.toolbox import call_contained
+from trueline.environments.tools.toolbox import call_user
 from trueline.monitoring.user_files import PICKLED
 from trueline.usercode.failures import NoSuchFunction, ProgramEnded, WrongResult
 from trueline.usercode.host import EpisodeCode
 from trueline.usercode.loading import Parameters, finite_number, load_function, select_arguments
 
 Values = dict[str, Any]  # what a row gives: prompt, messages, label and columns
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 STEP = (
     "a text to continue, a number to end with that reward, or a dict such as "
     '{"messages": "...", "reward": 0.0, "done": False, "metrics": {}}'
 )
-
-
-async def call_user(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a plain function in a thread, and await a coroutine function."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args, **named)
-    returned = await asyncio.to_thread(call_contained, partial(function, *args), named)
-    return await returned if inspect.isawaitable(returned) else returned
 
 
 class StepCode:
@@ -44,15 +37,17 @@ class StepCode:
 
     def describe(self) -> dict[str, Any]:
         has = members_of(self.kind)
-        missing = [name for name in ("reset", "step") if not callable(has.get(name))]
-        if missing:
+        if missing := [name for name in ("reset", "step") if not callable(has.get(name))]:
             raise NoSuchFunction(f"{self.kind.__name__} has no method {missing[0]!r}: it needs `reset` and `step`")
-        unset = [name for name in Parameters.of(self.kind).required if name not in self.options]
-        if unset:
+        if unset := [name for name in Parameters.of(self.kind).required if name not in self.options]:
             raise NoSuchFunction(f"{self.kind.__name__} takes {unset[0]!r}: set it in environment.options")
         check_options(self.kind, self.options)
-        if inspect.isfunction(has["step"]) and not takes_reply(has["step"]):
-            raise NoSuchFunction(f"`step` of {self.kind.__name__} is given the reply: write def step(self, reply)")
+        try:
+            if inspect.isfunction(has["step"]):
+                inspect.signature(has["step"]).bind("self", "reply")
+        except TypeError:
+            message = f"`step` of {self.kind.__name__} is given the reply: write def step(self, reply)"
+            raise NoSuchFunction(message) from None
         return {"plays": "steps", "required": Parameters.of(has["reset"]).required[1:]}
 
     async def reset(self, episode: str, values: Values) -> list[Message]:
@@ -79,16 +74,14 @@ class AgentCode:
         parameters = Parameters.of(self.function)
         needed = [name for name in parameters.required if name not in CLIENTS and name not in self.options]
         if not any(map(parameters.takes, CLIENTS)):
-            raise NoSuchFunction(
-                f"{self.function.__name__} takes none of {', '.join(CLIENTS)}, so it cannot ask the model for a reply"
-            )
+            clients = f"{', '.join(CLIENTS)}, so it cannot ask the model for a reply"
+            raise NoSuchFunction(f"{self.function.__name__} takes none of {clients}")
         check_options(self.function, self.options)
         return {"plays": "itself", "required": needed}
 
     async def play(self, episode: str, values: Values, url: str, key: str) -> float | None:
-        is_async = inspect.iscoroutinefunction(self.function)
-        names = [name for name in CLIENTS if name in inspect.signature(self.function).parameters]
-        clients = {name: CLIENTS[name](url, key, is_async) for name in names}
+        is_async, named = inspect.iscoroutinefunction(self.function), inspect.signature(self.function).parameters
+        clients = {name: make(url, key, is_async) for name, make in CLIENTS.items() if name in named}
         given = select_arguments(self.function, {**values, **self.options, **clients})
         reward = await call_user(self.function, **given)
         return None if reward is None else number_of(reward, "the reward that it returned")
@@ -135,63 +128,45 @@ def load_code(specification: list[str], options: dict[str, Any]) -> EpisodeCode:
     return StepCode(found, options) if inspect.isclass(found) else AgentCode(found, options)
 
 
-# What agents are given
-
-UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-
-
 @cache
-def plain_http() -> httpx.Client:
+def http_client(is_async: bool) -> Any:
     """Return the one client of this process; making one takes longer than a request."""
-    return httpx.Client(timeout=None, trust_env=False, limits=UNLIMITED)
-
-
-@cache
-def async_http() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=None, trust_env=False, limits=UNLIMITED)
+    return (httpx.AsyncClient if is_async else httpx.Client)(timeout=None, trust_env=False, limits=UNLIMITED)
 
 
 class OutOfTurns(Exception):
     """The episode may have no more replies; user code need not catch it."""
 
 
-def request_of(messages: list[Message] | str, tools: list[Tool]) -> dict[str, Any]:
-    listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return {"model": "policy", "messages": listed, **({"tools": tools} if tools else {})}
+class RemotePolicy:
+    """The policy as a function, which takes a list of messages or a text, and returns a text; async code awaits it."""
 
-
-def message_of(response: httpx.Response) -> Message:
-    found = response.json()
-    if response.status_code != 200:
-        raise OutOfTurns(found["error"]["message"])
-    message: Message = found["choices"][0]["message"]
-    return message
-
-
-class AsyncRemotePolicy:
-    """The policy as a function: `await policy(messages)` takes a list of messages or a text, and returns a text."""
-
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, is_async: bool) -> None:
         self.url, self.headers = f"{url}/chat/completions", {"Authorization": f"Bearer {key}"}
+        self.is_async = is_async
 
-    async def __call__(self, messages: list[Message] | str) -> str:
-        return str((await self.message(messages))["content"] or "")
+    def __call__(self, messages: list[Message] | str) -> str | Awaitable[str]:
+        return self._request(messages, None, lambda message: str(message["content"] or ""))
 
-    async def message(self, messages: list[Message] | str, tools: list[Tool] | None = None) -> Message:
+    def message(self, messages: list[Message] | str, tools: list[Tool] | None = None) -> Message | Awaitable[Message]:
         """Return the whole message, with the tools that it calls."""
-        request = request_of(messages, tools or [])
-        return message_of(await async_http().post(self.url, json=request, headers=self.headers))
+        return self._request(messages, tools, lambda message: message)
 
+    def _request(self, messages: list[Message] | str, tools: list[Tool] | None, read: Callable[[Message], Any]) -> Any:
+        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        request = {"model": "policy", "messages": listed, **({"tools": tools} if tools else {})}
+        post = partial(http_client(self.is_async).post, self.url, json=request, headers=self.headers)
 
-class RemotePolicy(AsyncRemotePolicy):
-    """The same for functions that are not asynchronous."""
+        def read_response(response: httpx.Response) -> Any:
+            found = response.json()
+            if response.status_code != 200:
+                raise OutOfTurns(found["error"]["message"])
+            return read(found["choices"][0]["message"])
 
-    def __call__(self, messages: list[Message] | str) -> str:  # type: ignore[override]
-        return str(self.message(messages)["content"] or "")
+        async def read_later() -> Any:
+            return read_response(await post())
 
-    def message(self, messages: list[Message] | str, tools: list[Tool] | None = None) -> Message:  # type: ignore[override]
-        request = request_of(messages, tools or [])
-        return message_of(plain_http().post(self.url, json=request, headers=self.headers))
+        return read_later() if self.is_async else read_response(post())
 
 
 @cache
@@ -203,7 +178,7 @@ def openai_client(url: str, is_async: bool) -> Any:
 
 
 CLIENTS: dict[str, Callable[[str, str, bool], Any]] = {  # parameters of a function that plays an episode
-    "policy": lambda url, key, is_async: (AsyncRemotePolicy if is_async else RemotePolicy)(url, key),
+    "policy": RemotePolicy,
     "client": lambda url, key, is_async: openai_client(url, is_async).with_options(api_key=key),
     "base_url": lambda url, key, is_async: url,
     "api_key": lambda url, key, is_async: key,
@@ -217,18 +192,9 @@ def members_of(kind: type) -> dict[str, Any]:
 
 def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None:
     parameters = Parameters.of(function)
-    unknown = [name for name in options if not parameters.takes(name)]
-    if unknown:
+    if unknown := [name for name in options if not parameters.takes(name)]:
         known = ", ".join(name for name in parameters.names if name not in CLIENTS) or "none"
         raise NoSuchFunction(f"environment.options.{unknown[0]}: there is no such option; there are {known}")
-
-
-def takes_reply(step: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(step).bind("self", "reply")
-    except TypeError:
-        return False
-    return True
 
 
 def as_messages(returned: Any, otherwise: list[Message], method: str = "step") -> list[Message]:
@@ -237,14 +203,12 @@ def as_messages(returned: Any, otherwise: list[Message], method: str = "step") -
         return otherwise
     if isinstance(returned, str):
         return [{"role": "user", "content": returned}]
-    if isinstance(returned, list) and all(
-        isinstance(one, dict) and one.get("role") in TEMPLATE_ROLES for one in returned
-    ):
+    is_list = isinstance(returned, list)
+    if is_list and all(isinstance(one, dict) and one.get("role") in TEMPLATE_ROLES for one in returned):
         return returned
-    raise WrongResult(
-        f"`{method}` returned {returned!r:.80} of type {type(returned).__name__} as messages: return a text or a list "
-        'of {"role": "user", "content": "..."}, with the roles ' + ", ".join(TEMPLATE_ROLES)
-    )
+    kind, roles = type(returned).__name__, ", ".join(TEMPLATE_ROLES)
+    shape = f'a text or a list of {{"role": "user", "content": "..."}}, with the roles {roles}'
+    raise WrongResult(f"`{method}` returned {returned!r:.80} of type {kind} as messages: return {shape}")
 
 
 def as_step(returned: Any) -> dict[str, Any]:
@@ -255,14 +219,12 @@ def as_step(returned: Any) -> dict[str, Any]:
         returned = {"reward": returned, "done": True}
     if returned.get("reward", 0.0) is None or isinstance(returned.get("reward"), tuple | list):
         raise WrongResult(f"`step` returned {returned['reward']!r:.80}: return {STEP}")
-    unknown = sorted(map(str, set(returned) - {"messages", "reward", "done", "metrics"}))
-    if unknown:
+    if unknown := sorted(map(str, set(returned) - {"messages", "reward", "done", "metrics"})):
         raise WrongResult(f"`step` returned a dict with {', '.join(map(repr, unknown))}: return {STEP}")
     done, messages = bool(returned.get("done", False)), as_messages(returned.get("messages"), [])
     if not done and not messages:
-        raise WrongResult(
-            f"`step` returned {returned!r:.200}: without messages and without done=True nothing can follow"
-        )
+        problem = "without messages and without done=True nothing can follow"
+        raise WrongResult(f"`step` returned {returned!r:.200}: {problem}")
     metrics = returned.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise WrongResult(f"`step` returned the metrics {metrics!r:.80}: return a dict of numbers by name")

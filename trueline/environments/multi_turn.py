@@ -1,6 +1,7 @@
 """Environments of several turns: a user's class, tools, and agents."""
 
 import asyncio
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable
 from statistics import fmean
@@ -19,11 +20,12 @@ from trueline.rewards.combined import CombinedReward
 from trueline.usercode.failures import PolicyError, ToolRaised, UserCodeFailure, WrongResult
 from trueline.usercode.host import EpisodeHosts, EpisodePlace
 
+OWN_METRICS = "environment/"  # prefix of user metrics, so that none has the name of one of the run
+
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return the values of a prompt for user code, by name."""
-    row = reward_call(prompt, "")
-    return {name: value for name, value in row.items() if name not in ("reply", "turns")}
+    return {name: value for name, value in reward_call(prompt, "").items() if name not in ("reply", "turns")}
 
 
 class HostedEnvironment(Environment):
@@ -75,33 +77,25 @@ def check_earned(earned: float | None, place: EpisodePlace, rewarded: bool) -> f
     return earned or 0.0
 
 
-OWN_METRICS = "environment/"  # prefix of user metrics, so that none has the name of one of the run
-
-
 class StepEnvironment(HostedEnvironment):
     """A user's class with `reset` and `step`."""
 
     async def take_turns(self, place: EpisodePlace, policy: Policy, prompt: Prompt) -> float:
-        self.reports: dict[str, list[float]] = {}
+        reports: dict[str, list[float]] = {}
         messages = await place.call(StepCode.reset, values=row_of(prompt))
         while True:
             reply = await policy.reply(messages, prompt.tools)
             step = await place.call(StepCode.step, reply=reply.text)
-            self._report(step["metrics"])
+            for name, value in step["metrics"].items():  # the last of a name, and the mean of several in the episode
+                values = reports.setdefault(f"{OWN_METRICS}{name}", [])
+                values.append(value)
+                self.metrics[f"{OWN_METRICS}{name}"] = value
+                self.metrics |= {f"{OWN_METRICS}{name}/mean": fmean(values)} if len(values) > 1 else {}
             if step["done"]:
                 policy.hear(step["messages"])
                 return float(step["reward"])
             messages = [*messages, reply.message, *step["messages"]]
             policy.add_reward(step["reward"])
-
-    def _report(self, metrics: dict[str, float]) -> None:
-        """Record a step's metrics: the last value of a name, and the mean of several in the episode."""
-        for name, value in metrics.items():
-            values = self.reports.setdefault(name, [])
-            values.append(value)
-            self.metrics[f"{OWN_METRICS}{name}"] = value
-            if len(values) > 1:
-                self.metrics[f"{OWN_METRICS}{name}/mean"] = fmean(values)
 
 
 class ToolEnvironment(HostedEnvironment):
@@ -127,40 +121,30 @@ class ToolEnvironment(HostedEnvironment):
             messages = [*messages, reply.message, *await self._answers(place, parsed, reply)]
 
     async def _answers(self, place: EpisodePlace, parsed: Parsed, reply: Reply) -> list[Message]:
-        named = reply.message["tool_calls"]
         if parsed.error:
             self.metrics["tools/mistakes"] += 1
-            return [
-                {"role": "tool", "tool_call_id": named[0]["id"], "name": "error", "content": f"error: {parsed.error}"}
-            ]
-        texts = await asyncio.gather(*(self._answer(place, call) for call in parsed.calls))
+            answers = [("error", f"error: {parsed.error}")]
+        else:
+            texts = await asyncio.gather(*(self._answer(place, call) for call in parsed.calls))
+            answers = [(call.name, text) for call, text in zip(parsed.calls, texts, strict=True)]
         return [
-            {"role": "tool", "tool_call_id": made["id"], "name": call.name, "content": text}
-            for made, call, text in zip(named, parsed.calls, texts, strict=True)
+            {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
+            for call, (name, text) in zip(reply.message["tool_calls"], answers, strict=True)
         ]
 
     async def _answer(self, place: EpisodePlace, call: ToolCall) -> str:
         self.metrics["tools/calls"] += 1
         try:
             return str(await place.call(Toolbox.call, name=call.name, arguments=call.arguments))
-        except PolicyError as mistake:
-            self.metrics["tools/mistakes"] += 1
-            return f"error: {mistake}"
-        except ToolRaised as raised:
-            self.metrics["tools/errors"] += 1
-            return f"error: {raised}"
+        except (PolicyError, ToolRaised) as error:
+            self.metrics["tools/mistakes" if isinstance(error, PolicyError) else "tools/errors"] += 1
+            return f"error: {error}"
 
 
 def number_names(name: str) -> Callable[[], str]:
     """Return a function that makes unique names of nine letters and digits, which some templates require."""
-    count = 0
-
-    def next_name() -> str:
-        nonlocal count
-        count += 1
-        return f"{name}{count:0{9 - len(name)}d}"
-
-    return next_name
+    numbers = itertools.count(1)
+    return lambda: f"{name}{next(numbers):0{9 - len(name)}d}"
 
 
 class AgentEnvironment(HostedEnvironment):

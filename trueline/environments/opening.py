@@ -1,11 +1,12 @@
-"""The environment of a run: checked before the start, and opened with its processes."""
+"""The environment of a run: checked and tried before the start, and opened with its processes."""
 
 import asyncio
 import importlib.util
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,29 +14,28 @@ from typing import Any
 from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.data.chat import ChatFormat
-from trueline.data.messages import Tool
+from trueline.data.messages import Message, Talk, Tool
 from trueline.data.template import PROBE_TOOL, REMEDY
-from trueline.data.types import Prompt
-from trueline.environments.base import Environment
+from trueline.data.types import Completion, Prompt
+from trueline.environments import multi_turn
+from trueline.environments.base import Environment, OutOfBudget, Policy, Reply, Structure, Wording, as_said
 from trueline.environments.endpoint import PolicyEndpoint, Structures
 from trueline.environments.hosted import AgentCommand, load_code
-from trueline.environments.multi_turn import (
-    AgentEnvironment,
-    HostedEnvironment,
-    StepEnvironment,
-    ToolEnvironment,
-    row_of,
-)
+from trueline.environments.multi_turn import AgentEnvironment, StepEnvironment
 from trueline.environments.single_turn import SingleTurn
+from trueline.environments.tools import formats
 from trueline.environments.tools.calls import SPELLINGS
-from trueline.environments.tools.formats import ChosenFormat, Parse, check_format, choose_format, open_parser
+from trueline.environments.tools.formats import ChosenFormat
 from trueline.environments.tools.toolbox import MCP, Toolbox
-from trueline.environments.trial import last_lines, try_episode
 from trueline.monitoring.findings import Finding
 from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.combined import CombinedReward
-from trueline.usercode.failures import UserCodeFailure
+from trueline.usercode.failures import PolicyError, UserCodeFailure, WrongResult
 from trueline.usercode.host import EpisodeCode, EpisodeHosts, Host, UserCode
+
+TRIAL_SECONDS, CLOSE_SECONDS = 10.0, 2.0
+MADE_UP = "I do not know."  # the reply in a trial
+LAST_LINES = 400  # characters of a log
 
 
 def user_code_of(config: EnvironmentConfig) -> UserCode | None:
@@ -45,33 +45,21 @@ def user_code_of(config: EnvironmentConfig) -> UserCode | None:
         return None
     load: Callable[[list[str], dict[str, Any]], EpisodeCode] = load_code
     specification = [config.function or config.agent]
+    place, separator, name = config.agent.rpartition(":")  # of a function, unless the agent is a command
+    is_function = config.agent.endswith(PICKLED) or (separator and name.isidentifier() and " " not in place)
     if key == "tools":
         load, specification = Toolbox, config.tools
-    elif key == "agent" and not is_function(config.agent):
-        load, specification = AgentCommand, split_command(config.agent)
+    elif key == "agent" and not is_function:
+        try:
+            load, specification = AgentCommand, shlex.split(config.agent)
+        except ValueError as error:
+            raise ConfigError(f"environment.agent={config.agent}: {error}; close its quotation marks") from None
     limits = config.timeout_seconds, config.memory_gib, config.episodes_per_process
     return UserCode(load, specification, config.options, "environment", key, *limits)
 
 
-def is_function(named: str) -> bool:
-    """Return whether it is a function, `file.py:name`, `package.module:name` or a pickle, or else a command."""
-    if named.endswith(PICKLED):
-        return True
-    place, separator, name = named.rpartition(":")
-    return bool(separator) and name.isidentifier() and " " not in place
-
-
-def split_command(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"environment.agent={text}: {error}; close its quotation marks") from None
-
-
 @dataclass(frozen=True, slots=True)
 class EnvironmentCheck:
-    """What a check has found of an environment."""
-
     tools: list[Tool] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
 
@@ -84,22 +72,114 @@ def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bo
     code = user_code_of(config)
     if code is None:
         return EnvironmentCheck()
-    check_format(config.tool_format)
-    with ThreadPoolExecutor(1) as thread:  # a notebook runs an event loop in this one
-        return thread.submit(asyncio.run, load_and_try(config, code, list(examples), rewarded)).result()
+    formats.check_format(config.tool_format)
+
+    async def load_and_try(log: Path) -> EnvironmentCheck:
+        hosts, warnings = EpisodeHosts(code, 1, log), []
+        try:
+            await hosts.hosts[0].start()
+            about = hosts.hosts[0].about
+            check_parameters(hosts.hosts[0], examples)
+            if config.trial and not config.tools:
+                warnings = await try_episode(hosts, examples[0], rewarded=rewarded)
+        except UserCodeFailure as error:
+            served = any(tool.startswith(MCP) for tool in config.tools)
+            raise ConfigError(f"{error}{last_lines(hosts) if served else ''}") from None
+        finally:
+            await hosts.stop()
+        found = [Finding("watch", "environment_trial", text, key=f"environment.{code.key}") for text in warnings]
+        return EnvironmentCheck(about.get("schemas", []), found)
+
+    # In a thread, because a notebook runs an event loop in this one.
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, load_and_try(Path(folder, "environment.log"))).result()
 
 
-def check_parameters(host: Host, examples: list[Prompt]) -> None:
+def check_parameters(host: Host, examples: Sequence[Prompt]) -> None:
     """Refuse parameters without a value; options are for the class of an environment, not for its `reset`."""
     options = {} if host.about["plays"] == "steps" else host.code.options
     for example in examples:
-        given = {*row_of(example), *options}
-        missing = [name for name in host.about["required"] if name not in given]
-        if missing:
-            raise ConfigError(
-                f"{host.code.name()}: no value for its parameter {missing[0]!r}; it is given "
-                f"{', '.join(sorted(given))}: rename it, give it a default, or set environment.options"
-            )
+        given = {*multi_turn.row_of(example), *options}
+        if missing := [name for name in host.about["required"] if name not in given]:
+            names = f"{', '.join(sorted(given))}: rename it, give it a default, or set environment.options"
+            raise ConfigError(f"{host.code.name()}: no value for its parameter {missing[0]!r}; it is given {names}")
+
+
+class MadeUpPolicy(Policy):
+    """Replies once, and not where a format is required."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+
+    async def replies(
+        self,
+        count: int,
+        messages: list[Message],
+        tools: Sequence[Tool] = (),
+        worded: Wording = as_said,
+        stop: Sequence[str] = (),
+        structure: Structure | None = None,
+        template_arguments: dict[str, Any] | None = None,
+    ) -> list[Reply]:
+        before, self.was_asked = self.was_asked, True
+        if before or structure is not None:
+            raise OutOfBudget("a trial has one reply, in no format")
+        return [Reply(MADE_UP, worded(MADE_UP), Completion.of([0], [0.0], 0, "stop"), 1)] * count
+
+    def add_reward(self, reward: float) -> None: ...
+    def hear(self, messages: list[Message]) -> None: ...
+
+    def talk(self) -> Talk:
+        return Talk()
+
+
+async def try_episode(hosts: EpisodeHosts, prompt: Prompt, *, rewarded: bool) -> list[str]:
+    """Refuse an environment that fails before its first reply or returns what none may; return other failures."""
+    name, policy = hosts.code.name(), MadeUpPolicy()
+    async with open_environment(hosts) as environment:
+        try:
+            async with asyncio.timeout(min(TRIAL_SECONDS, hosts.code.timeout_seconds)):
+                place = await environment.place()
+                earned = await environment.take_turns(place, policy, prompt)
+            multi_turn.check_earned(earned, place, rewarded or not policy.was_asked)
+        except (TimeoutError, OutOfBudget, PolicyError):  # it needs longer, continues, or blames the reply
+            return []
+        except WrongResult as failure:
+            raise ConfigError(str(failure)) from None
+        except UserCodeFailure as failure:
+            if not policy.was_asked:
+                raise ConfigError(f"{name}: {failure.reason}{last_lines(hosts)}") from None
+            why = failure.reason.strip().rpartition("\n")[2]
+            return [f"{name} failed on the made-up reply {MADE_UP!r}: {why}; such episodes have no reward"]
+    if not policy.was_asked:
+        raise ConfigError(f"{name}: a trial episode ended before it asked the model for a reply{last_lines(hosts)}")
+    return []
+
+
+@asynccontextmanager
+async def open_environment(hosts: EpisodeHosts) -> AsyncIterator[StepEnvironment | AgentEnvironment]:
+    """Open the environment of one episode as a run does, and give its place back."""
+    rewards, endpoint = CombinedReward({}, 0.0), None
+    environment: StepEnvironment | AgentEnvironment = StepEnvironment(hosts, rewards)
+    if hosts.hosts[0].about["plays"] == "itself":
+        every = Structures(SPELLINGS["json"], lambda structure: "")  # which of them an engine can follow is the run's
+        endpoint = PolicyEndpoint(model="policy", decode=str, structures=every)
+        await endpoint.start()
+        environment = AgentEnvironment(hosts, rewards, endpoint, formats.Parser(formats.UNKNOWN))
+    try:
+        yield environment
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await environment.close()
+        if endpoint is not None:
+            await endpoint.stop()
+
+
+def last_lines(hosts: EpisodeHosts) -> str:
+    """Return what the user's code printed last; the log of a trial is removed."""
+    printed = hosts.log.read_text(errors="replace").strip()[-LAST_LINES:]
+    return f"; it printed: {printed}" if printed else ""
 
 
 def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int, engine: str) -> list[str]:
@@ -109,10 +189,8 @@ def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: i
         return []
     limits = f"{config.processes} processes, {config.timeout_seconds:g} s a step"
     turns = f"turns      up to {config.max_turns} in sequences of up to {context} tokens"
-    lines = [f"{turns}: {code.name()} ({limits})"]
-    if not config.function:
-        lines.append(f"tool calls {format_of(config, chat, engine).words()}")
-    return lines
+    calls = [] if config.function else [f"tool calls {format_of(config, chat, engine).words()}"]
+    return [f"{turns}: {code.name()} ({limits})", *calls]
 
 
 def turn_findings(config: EnvironmentConfig, chat: ChatFormat) -> list[Finding]:
@@ -123,45 +201,20 @@ def turn_findings(config: EnvironmentConfig, chat: ChatFormat) -> list[Finding]:
     if kind := chat.rewrites():
         what = f"the chat template rewrites earlier turns ({kind}): each turn becomes a training sequence of its own"
         found.append(Finding("watch", "template_rewrites_turns", what, key=key))
-    if lost := lost_parts(config, chat):
+    try:  # agents may bring tools, whose calls are tried too
+        lost = ", ".join(chat.lost_parts([PROBE_TOOL] if config.kind() == "agent" else ()))
+    except ConfigError as error:
+        lost = f"parts ({error})"
+    if lost:
         what = f"the chat template leaves out {lost} of a conversation"
         found.append(Finding("watch", "template_drops_turn_parts", what, REMEDY, key))
     return found
 
 
-def lost_parts(config: EnvironmentConfig, chat: ChatFormat) -> str:
-    """Say what the template leaves out of several turns; agents may bring tools, whose calls are tried too."""
-    try:
-        return ", ".join(chat.lost_parts([PROBE_TOOL] if config.kind() == "agent" else ()))
-    except ConfigError as error:
-        return f"parts ({error})"
-
-
-async def load_and_try(
-    config: EnvironmentConfig, code: UserCode, examples: list[Prompt], rewarded: bool
-) -> EnvironmentCheck:
-    with tempfile.TemporaryDirectory() as folder:
-        hosts = EpisodeHosts(code, 1, Path(folder, "environment.log"))
-        host, warnings = hosts.hosts[0], []
-        try:
-            await host.start()
-            about = host.about
-            check_parameters(host, examples)
-            if config.trial and not config.tools:
-                warnings = await try_episode(hosts, examples[0], rewarded=rewarded)
-        except UserCodeFailure as error:
-            served = any(tool.startswith(MCP) for tool in config.tools)
-            raise ConfigError(str(error) + (last_lines(hosts) if served else "")) from None
-        finally:
-            await hosts.stop()
-        found = [Finding("watch", "environment_trial", text, key=f"environment.{code.key}") for text in warnings]
-        return EnvironmentCheck(about.get("schemas", []), found)
-
-
 def format_of(config: EnvironmentConfig, chat: ChatFormat, engine: str) -> ChosenFormat:
     """Return how the model writes calls, and what reads them: vLLM's parsers take seconds to import."""
     vllm = engine == "vllm" and importlib.util.find_spec("vllm") is not None
-    return choose_format(config.tool_format, chat.tokenizer.chat_template, vllm=vllm)
+    return formats.choose_format(config.tool_format, chat.tokenizer.chat_template, vllm=vllm)
 
 
 def structures_of(config: EnvironmentConfig, chat: ChatFormat) -> Structures:
@@ -187,7 +240,7 @@ class OpenEnvironment:
         self.config, self.rewards, self.chat = config, rewards, chat
         self.structures = structures  # whether engines can hold replies to some
         self.chosen = format_of(config, chat, engine)
-        self.parse: Parse
+        self.parse: formats.Parse
         self.remark = ""  # why another reader of calls is used than the plan says
         code = user_code_of(config)
         self.hosts = EpisodeHosts(code, config.processes, logs / "environment.log") if code else None
@@ -200,7 +253,7 @@ class OpenEnvironment:
         first = self.hosts.hosts[0]
         await first.start()
         if self.config.tools or first.about["plays"] == "itself":
-            parser = await asyncio.to_thread(open_parser, self.chosen, self.chat.tokenizer)
+            parser = await asyncio.to_thread(formats.open_parser, self.chosen, self.chat.tokenizer)
             self.parse, self.remark = parser, parser.remark
         if first.about["plays"] == "itself":
             structures = await asyncio.to_thread(structures_of, self.config, self.chat) if self.structures else None
@@ -210,17 +263,15 @@ class OpenEnvironment:
     def __call__(self) -> Environment:
         if self.hosts is None:
             return SingleTurn(self.rewards)
+        environment: multi_turn.HostedEnvironment = StepEnvironment(self.hosts, self.rewards)
         if self.endpoint is not None:
-            environment: HostedEnvironment = AgentEnvironment(self.hosts, self.rewards, self.endpoint, self.parse)
+            environment = AgentEnvironment(self.hosts, self.rewards, self.endpoint, self.parse)
         elif self.config.tools:
-            environment = ToolEnvironment(self.hosts, self.rewards, self.parse)
-        else:
-            environment = StepEnvironment(self.hosts, self.rewards)
+            environment = multi_turn.ToolEnvironment(self.hosts, self.rewards, self.parse)
         environment.drop_truncated = self.config.truncated == "drop"
         return environment
 
     async def stop(self) -> None:
-        if self.hosts is not None:
-            await self.hosts.stop()
-        if self.endpoint is not None:
-            await self.endpoint.stop()
+        for part in (self.hosts, self.endpoint):
+            if part is not None:
+                await part.stop()

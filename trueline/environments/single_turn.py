@@ -15,8 +15,7 @@ class SingleTurn(Environment):
         self.rewards = rewards
 
     async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
-        reply = await policy.reply(prompt.messages, prompt.tools)
-        return await score_reply(self.rewards, prompt, reply.text)
+        return await score_reply(self.rewards, prompt, (await policy.reply(prompt.messages, prompt.tools)).text)
 
 
 async def score_reply(

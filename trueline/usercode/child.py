@@ -22,17 +22,9 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from trueline.usercode.failures import (
-    NoSuchFunction,
-    PolicyError,
-    ProgramEnded,
-    ToolRaised,
-    WrongResult,
-    explain,
-)
+from trueline.usercode.failures import NoSuchFunction, PolicyError, ProgramEnded, ToolRaised, WrongResult, explain
 from trueline.usercode.linux import die_with_parent
 
-Request = dict[str, Any]  # id, method, arguments
 # Failures whose message is enough, by the names that both sides know; all others are sent with their traceback.
 SENT_AS: dict[type[Exception], str] = {
     PolicyError: "policy_error",
@@ -63,17 +55,20 @@ class UserCodeServer:
                 self.reply({"id": request["id"], "result": self.run(request["method"], request["arguments"])})
 
     async def serve_together(self, threads: int) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(start_threads(threads))
-        reader = ThreadPoolExecutor(1)
+        loop, reader, pool = asyncio.get_running_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        together = threading.Barrier(threads + 1)
+        for _ in range(threads):  # they start now, so that their stacks are no part of the memory that is limited later
+            pool.submit(together.wait)
+        together.wait()
+        loop.set_default_executor(pool)
         while line := await loop.run_in_executor(reader, self.requests.readline):
             task = asyncio.create_task(self.answer(json.loads(line)))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def answer(self, request: Request) -> None:
+    async def answer(self, request: dict[str, Any]) -> None:
+        method, arguments = request["method"], request["arguments"]
         with self.reporting(request["id"]):
-            method, arguments = request["method"], request["arguments"]
             if method == "open":
                 result = await asyncio.to_thread(self.run, method, arguments)
             else:
@@ -87,8 +82,11 @@ class UserCodeServer:
     def open(self, specification: list[str], options: dict[str, Any]) -> Any:
         """Load the code, and return what it says of itself."""
         self.code = self.load(specification, options)
-        about = self.code.describe()
-        limit_memory(self.memory_gib)
+        about, statm = self.code.describe(), Path("/proc/self/statm")
+        if statm.exists():  # memory beyond what there is by now: a leak ends in an error, not in the kernel's killer
+            used = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            limit = used + int(self.memory_gib * 2**30)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return about
 
     def ping(self) -> None:
@@ -118,23 +116,6 @@ class UserCodeServer:
 OWN_METHODS: dict[str, Callable[..., Any]] = {
     method.__name__: method for method in (UserCodeServer.open, UserCodeServer.ping, UserCodeServer.log_to)
 }
-
-
-def start_threads(count: int) -> ThreadPoolExecutor:
-    """Return threads that run already, so that their stacks are no part of the memory that is limited later."""
-    threads, together = ThreadPoolExecutor(count), threading.Barrier(count + 1)
-    for _ in range(count):
-        threads.submit(together.wait)
-    together.wait()
-    return threads
-
-
-def limit_memory(gib: float) -> None:
-    """Limit memory beyond what the process has by now, so that a leak ends in an error, not in the kernel's killer."""
-    if Path("/proc/self/statm").exists():
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limit = used + int(gib * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main(loader: str, memory_gib: float, threads: int) -> None:

@@ -81,14 +81,11 @@ class ChildProcess:
 
     def _popen(self) -> subprocess.Popen[bytes]:
         self.line, theirs = socket.socketpair()
+        variables = {**FEW_ARENAS, **os.environ, MARK: self.mark}
         with theirs, self.log.open("a") as log:
+            stdin = stdout = theirs.fileno()
             return subprocess.Popen(
-                self.command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=log,
-                start_new_session=True,
-                env={**FEW_ARENAS, **os.environ, MARK: self.mark},
+                self.command, stdin=stdin, stdout=stdout, stderr=log, env=variables, start_new_session=True
             )
 
     def kill(self) -> None:
@@ -160,7 +157,12 @@ class Host:
                 await self._open()
             elif self.reader is None:  # another event loop has started it
                 await self._connect()
-                await self._take_over_log()
+                before, self.life = self.child.log, self.life + 1
+                await self._call("", "log_to", {"file": str(self.log)}, START_SECONDS)
+                with self.log.open("ab") as log:
+                    log.write(before.read_bytes())
+                before.unlink()
+                self.child.log = self.log
 
     async def _open(self) -> None:
         if self.reader is not None:
@@ -180,17 +182,8 @@ class Host:
                 self.child.kill()
 
     async def _connect(self) -> None:
-        line = self.child.line.dup()
-        reader, self.writer = await asyncio.open_connection(sock=line, limit=LONGEST_LINE)
+        reader, self.writer = await asyncio.open_connection(sock=self.child.line.dup(), limit=LONGEST_LINE)
         self.reader = asyncio.create_task(self._read(reader))
-
-    async def _take_over_log(self) -> None:
-        before, self.life = self.child.log, self.life + 1
-        await self._call("", "log_to", {"file": str(self.log)}, START_SECONDS)
-        with self.log.open("ab") as log:
-            log.write(before.read_bytes())
-        before.unlink()
-        self.child.log = self.log
 
     async def release(self) -> ChildProcess:
         """Hand the process over to another event loop; one that is busy is killed."""
@@ -206,22 +199,21 @@ class Host:
         self, method: Method, given: dict[str, Any], place: "EpisodePlace | None" = None, since: Since | None = None
     ) -> Any:
         """Call once a thread is free; a caller that is cancelled leaves the call its thread and its deadline."""
+
+        async def call_in_thread() -> Any:
+            try:
+                await self.start()
+                if place is not None:
+                    place.settle()
+                episode = place.episode if place else ""
+                return await self._call(episode, method.__name__, given, self.code.timeout_seconds, since)
+            finally:
+                self.free_threads.release()
+
         await self.free_threads.acquire()
-        called = asyncio.ensure_future(self._call_in_thread(method, given, place, since))
+        called = asyncio.ensure_future(call_in_thread())
         called.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller may be gone
         return await asyncio.shield(called)
-
-    async def _call_in_thread(
-        self, method: Method, given: dict[str, Any], place: "EpisodePlace | None", since: Since | None
-    ) -> Any:
-        try:
-            await self.start()
-            if place is not None:
-                place.settle()
-            episode = place.episode if place else ""
-            return await self._call(episode, method.__name__, given, self.code.timeout_seconds, since)
-        finally:
-            self.free_threads.release()
 
     async def _call(
         self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None = None
@@ -236,8 +228,11 @@ class Host:
         what = "its import" if method == "open" else f"`{method}`" if self.code.threads else "a call"
         with self._pending(episode, what) as (number, reply):
             await self._send(number, method, given)
-            while not await is_settled(reply, seconds, silent):
-                if (silent() or math.inf) + seconds <= time.monotonic():
+            while not reply.done():
+                quiet = silent()
+                left = seconds if quiet is None else max(quiet + seconds - time.monotonic(), 0.0)
+                await asyncio.wait({reply}, timeout=left)
+                if not reply.done() and (silent() or math.inf) + seconds <= time.monotonic():
                     await self._blame(number, f"took more than {seconds:g} s{key} and was killed")
             return reply.result()
 
@@ -263,8 +258,7 @@ class Host:
 
     async def _read(self, lines: asyncio.StreamReader) -> None:
         process, writer = self.child.process, self.writer
-        kind: type[UserCodeFailure] = UserCodeFailure
-        why = ""
+        why, kind = "", UserCodeFailure
         try:
             with contextlib.suppress(ConnectionError):
                 while line := await lines.readline():
@@ -288,11 +282,9 @@ class Host:
         elif "result" in message:
             call.reply.set_result(message["result"])
         else:
-            call.settle(self._failure_of(message["failed"], message["text"]))
-
-    def _failure_of(self, name: str, text: str) -> Exception:
-        kind = next((kind for kind, sent in SENT_AS.items() if sent == name), UserCodeFailure)
-        return self.failure(text, kind) if issubclass(kind, UserCodeFailure) else kind(text)
+            text = message["text"]
+            kind = next((kind for kind, name in SENT_AS.items() if name == message["failed"]), UserCodeFailure)
+            call.settle(self.failure(text, kind) if issubclass(kind, UserCodeFailure) else kind(text))
 
     async def _blame(self, number: int, why: str) -> None:
         """Kill the process for a call that is overdue, or for all at work if the process does not reply to anything."""
@@ -315,13 +307,11 @@ class Host:
         self.end = f"{self.code.name()}: its process was killed because of another episode: {why}"
         is_known = len({self.pending[number].episode for number in suspects}) == 1
         for number, call in self.pending.items():
-            is_suspect = number in suspects
-            lost = ProcessLost(self.end, suspect=is_suspect)
-            call.settle(self.failure(why, kind) if is_suspect and is_known else lost)
+            lost = ProcessLost(self.end, suspect=number in suspects)
+            call.settle(self.failure(why, kind) if lost.suspect and is_known else lost)
 
     def failure(self, reason: str, kind: type[UserCodeFailure] = UserCodeFailure) -> UserCodeFailure:
-        log = self.log.name if kind is ProgramEnded else ""
-        return kind(reason, self.code.name(), log=log)
+        return kind(reason, self.code.name(), log=self.log.name if kind is ProgramEnded else "")
 
     async def stop(self) -> None:
         self.end, self.is_stopped = f"{self.code.name()}: its process was stopped", True
@@ -332,19 +322,10 @@ class Host:
             await asyncio.wait([self.reader])  # it reads to the end
 
 
-async def is_settled(reply: "asyncio.Future[Any]", seconds: float, since: Since) -> bool:
-    """Wait for a reply as long as it may take, and return whether it is there."""
-    begun = since()
-    left = seconds if begun is None else max(begun + seconds - time.monotonic(), 0.0)
-    await asyncio.wait({reply}, timeout=left)
-    return reply.done()
-
-
 class EpisodeCode(Protocol):
     """What serves the episodes of a process; `episode` names whose state is meant."""
 
     def describe(self) -> dict[str, Any]: ...
-
     async def close(self, episode: str) -> None: ...
 
 
@@ -383,8 +364,6 @@ class EpisodeHosts:
 
 
 class EpisodePlace:
-    """An episode's place in a host."""
-
     def __init__(self, host: Host, hosts: EpisodeHosts) -> None:
         self.host, self.hosts, self.episode, self.life = host, hosts, uuid.uuid4().hex, 0
         self.is_suspect = False  # whether it may have been what ended the process

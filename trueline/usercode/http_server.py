@@ -28,17 +28,14 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 def open_port(host: str, port: int) -> socket.socket:
     """Open a socket that listens; port 0 takes any free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         why = str(error)
         if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
             why = os.strerror(error.errno or 0)  # its text repeats the address
-        raise ConfigError(
-            f"host={host}, port={port}: cannot listen there ({why}): choose a host that is an address of this machine, "
-            "and a port that is free, or 0 for any"
-        ) from None
+        remedy = "choose a host that is an address of this machine, and a port that is free, or 0 for any"
+        raise ConfigError(f"host={host}, port={port}: cannot listen there ({why}): {remedy}") from None
 
 
 class QuietServer(uvicorn.Server):
@@ -55,19 +52,28 @@ class QuietServer(uvicorn.Server):
 
 
 async def read_request(request: Request, *, known: bool) -> bytes:
-    """Return the body of a request, or refuse one that is too large or whose sender is not known."""
-    headers = request.headers
+    """Return the body of a request, or refuse one that is too large or whose sender is not known.
+
+    A body that is not kept is read too: a connection closed with bytes unread is reset.
+    """
+    headers, body, size, now = request.headers, bytearray(), 0, asyncio.get_running_loop().time
+    too_large = HTTPException(413, f"a request of more than {MAX_BYTES} bytes: send less at a time")
     sized = "content-length" in headers and "transfer-encoding" not in headers  # else in chunks
     if sized and int(headers["content-length"]) > MAX_BYTES:
-        raise too_large()
-    body = await read_body(request, keep=known)
+        raise too_large
+    try:
+        async with asyncio.timeout(IDLE_SECONDS) as silence:
+            async for piece in request.stream():
+                size += len(piece)
+                if size > MAX_BYTES:
+                    raise too_large
+                body += piece if known else b""
+                silence.reschedule(now() + IDLE_SECONDS)
+    except (ClientDisconnect, TimeoutError):
+        raise HTTPException(408, f"the request broke off, or nothing came for {IDLE_SECONDS} seconds") from None
     if not known:
         raise HTTPException(401, "the token is missing or wrong: send Authorization: Bearer TOKEN")
-    return body
-
-
-def too_large() -> HTTPException:
-    return HTTPException(413, f"a request of more than {MAX_BYTES} bytes: send less at a time")
+    return bytes(body)
 
 
 def parse_json(body: bytes) -> Any:
@@ -75,22 +81,6 @@ def parse_json(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"not valid JSON: {error}") from None
-
-
-async def read_body(request: Request, *, keep: bool) -> bytes:
-    """Read a body that is not too large, also where it is not kept: a connection closed with bytes unread is reset."""
-    body, size, now = bytearray(), 0, asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout(IDLE_SECONDS) as silence:
-            async for piece in request.stream():
-                size += len(piece)
-                if size > MAX_BYTES:
-                    raise too_large()
-                body += piece if keep else b""
-                silence.reschedule(now() + IDLE_SECONDS)
-    except (ClientDisconnect, TimeoutError):
-        raise HTTPException(408, f"the request broke off, or nothing came for {IDLE_SECONDS} seconds") from None
-    return bytes(body)
 
 
 def as_json(status: int, content: dict[str, Any]) -> Response:

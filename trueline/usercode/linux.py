@@ -1,12 +1,17 @@
-"""Linux only: children that end with their parent, and a filter of system calls (seccomp)."""
+"""Linux only: children that end with their parent, a filter of system calls (seccomp), and Landlock.
+
+By Landlock a process, even of root, gives up all files except those that it names.
+"""
 
 import ctypes
 import os
 import platform
 import signal
+import stat
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
@@ -96,40 +101,38 @@ CLONE_THREAD, SOCKET_TYPES, STREAM, AF_INET, AF_INET6, THIS_PROCESS = 0x10000, 0
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 4, 22, 38, 2
 CAPABILITIES_OF_THIS_PROCESS = struct.pack("Ii", 0x20080522, 0)  # linux/capability.h, version 3
 
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # system calls, by the same numbers on every machine
+VERSION_ONLY, PATH_BENEATH = 1, 1
+# linux/landlock.h: executing, reading a file and listing a folder; writing a file; all that can be done with a file
+# alone; and how many kinds of access there are, by the version of Landlock.
+READ, WRITE, OF_FILES = 0b1101, 0b10, 0b1100_0000_0000_0111
+KINDS = {1: 13, 2: 14, 3: 15, 4: 15}
+NEWEST_KINDS = 16
+SIGNALS_AND_SOCKETS = 0b11  # to processes outside, from version 6 on
+ALL = (1 << NEWEST_KINDS) - 1
+
 Instruction = tuple[int, int, int, int]  # operation, steps to skip if true, and if false, operand
+REFUSE_ELSE_ALLOW: list[Instruction] = [(RETURN, 0, 0, NOT_PERMITTED), (RETURN, 0, 0, ALLOW)]
 LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class FilterProgram(ctypes.Structure):
-    """The kernel's struct sock_fprog."""
-
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, however busy it is."""
-    if sys.platform == "linux":
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def prctl(option: int, *values: int | ctypes.c_void_p) -> None:
-    padded = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in (*values, 0, 0, 0, 0)[:4]]
-    if LIBC.prctl(option, *padded):
+def prctl(option: int, *values: int) -> None:
+    """Set an option of this process; other systems than Linux have none."""
+    padded = map(ctypes.c_ulong, (*values, 0, 0, 0, 0)[:4])
+    if sys.platform == "linux" and LIBC.prctl(option, *padded):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
-
-
-def hide_memory() -> None:
-    """Keep other processes of the same user from tracing this one and from opening its memory in /proc."""
-    if sys.platform == "linux":
-        prctl(PR_SET_DUMPABLE, 0)
 
 
 def drop_capabilities() -> None:
     """Drop every capability irrevocably; no executed program gets one back."""
-    if sys.platform == "linux":
-        prctl(PR_SET_NO_NEW_PRIVS, 1)
-        if LIBC.capset(CAPABILITIES_OF_THIS_PROCESS, bytes(24)):
-            raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if sys.platform == "linux" and LIBC.capset(CAPABILITIES_OF_THIS_PROCESS, bytes(24)):
+        raise OSError(ctypes.get_errno(), f"capset: {os.strerror(ctypes.get_errno())}")
 
 
 def call_filter(*, network: bool, files: bool) -> bytes | None:
@@ -137,13 +140,12 @@ def call_filter(*, network: bool, files: bool) -> bytes | None:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         return None
-    place = list(ARCHITECTURES).index(machine)
-    rules = [(LOAD, 0, 0, ARCHITECTURE), *unless(ARCHITECTURES[machine], KILL), (LOAD, 0, 0, NUMBER)]
-    rules += [(IF_AT_LEAST, 0, 1, X32_NUMBERS), (RETURN, 0, 0, NOT_PERMITTED)]
-    for row in (ALLOWED | (WITH_NETWORK if network else {}) | (WITH_FILES if files else {})).values():
-        rules += on(row[place], [(RETURN, 0, 0, ALLOW)])
-    for name, row in WITH_RULES.items():
-        rules += on(row[place], rules_of(network)[name])
+    place, special = list(ARCHITECTURES).index(machine), rules_of(network)
+    rules = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, ARCHITECTURES[machine]), (RETURN, 0, 0, KILL)]
+    rules += [(LOAD, 0, 0, NUMBER), (IF_AT_LEAST, 0, 1, X32_NUMBERS), (RETURN, 0, 0, NOT_PERMITTED)]
+    for name, row in (ALLOWED | (WITH_NETWORK if network else {}) | (WITH_FILES if files else {}) | WITH_RULES).items():
+        number, then = row[place], special.get(name, [(RETURN, 0, 0, ALLOW)])
+        rules += [] if number is None else [(IF_EQUAL, 0, len(then), number), *then]
     rules += [(IF_AT_LEAST, 0, 1, NEW_CALLS), (RETURN, 0, 0, NO_SUCH_CALL), (RETURN, 0, 0, NOT_PERMITTED)]
     return b"".join(struct.pack("HBBI", *rule) for rule in rules)
 
@@ -165,24 +167,55 @@ def rules_of(network: bool) -> dict[str, list[Instruction]]:
     }
 
 
-REFUSE_ELSE_ALLOW: list[Instruction] = [(RETURN, 0, 0, NOT_PERMITTED), (RETURN, 0, 0, ALLOW)]
-
-
 def only(argument: int, values: Collection[int], otherwise: int = NOT_PERMITTED) -> list[Instruction]:
     """Let a call through where an argument has one of these values."""
     looks = [(IF_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
     return [(LOAD, 0, 0, argument), *looks, (RETURN, 0, 0, otherwise), (RETURN, 0, 0, ALLOW)]
 
 
-def on(number: int | None, then: list[Instruction]) -> list[Instruction]:
-    return [] if number is None else [(IF_EQUAL, 0, len(then), number), *then]
-
-
-def unless(value: int, verdict: int) -> list[Instruction]:
-    return [(IF_EQUAL, 1, 0, value), (RETURN, 0, 0, verdict)]
-
-
 def install_filter(instructions: bytes) -> None:
     """Install a filter for this process, which has no privileges, and all its programs, irrevocably."""
-    program = FilterProgram(len(instructions) // struct.calcsize("HBBI"), instructions)
-    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.cast(ctypes.pointer(program), ctypes.c_void_p))
+    rules, count = ctypes.create_string_buffer(instructions), len(instructions) // struct.calcsize("HBBI")
+    program = ctypes.create_string_buffer(struct.pack("HP", count, ctypes.addressof(rules)))  # struct sock_fprog
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def landlock_version() -> int:
+    """Return the version of this machine's Landlock, or 0 where it has none."""
+    with suppress(OSError):
+        return call_landlock(CREATE_RULESET, None, 0, VERSION_ONLY) if sys.platform == "linux" else 0
+    return 0
+
+
+@contextmanager
+def allow_only(paths: Mapping[str, int]) -> Iterator[int]:
+    """Yield a ruleset of Landlock as an open file: the access to each path and below. Missing paths are skipped."""
+    handled = (1 << KINDS.get(landlock_version(), NEWEST_KINDS)) - 1
+    attributes = struct.pack("QQQ", handled, 0, SIGNALS_AND_SOCKETS if landlock_version() >= 6 else 0)
+    with closing_file(call_landlock(CREATE_RULESET, attributes, len(attributes), 0)) as ruleset:
+        for path, access in paths.items():
+            with suppress(FileNotFoundError, PermissionError), closing_file(os.open(path, os.O_PATH)) as place:
+                kinds = access & handled & (ALL if stat.S_ISDIR(os.fstat(place).st_mode) else OF_FILES)
+                call_landlock(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", kinds, place), 0)
+        yield ruleset
+
+
+@contextmanager
+def closing_file(file: int) -> Iterator[int]:
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def restrict_files(ruleset: int) -> None:
+    """Restrict this process and its programs to a ruleset, irrevocably."""
+    call_landlock(RESTRICT_SELF, ruleset, 0)
+
+
+def call_landlock(number: int, *arguments: int | bytes | None) -> int:
+    wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in (number, *arguments)]
+    result = int(LIBC.syscall(*wide))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
+    return result

@@ -32,11 +32,8 @@ class Parameters:
     def of(cls, function: Function) -> "Parameters":
         parameters = inspect.signature(function).parameters.values()
         named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-        return cls(
-            names=[one.name for one in named],
-            required=[one.name for one in named if one.default is one.empty],
-            takes_any=any(one.kind is one.VAR_KEYWORD for one in parameters),
-        )
+        required = [one.name for one in named if one.default is one.empty]
+        return cls([one.name for one in named], required, any(one.kind is one.VAR_KEYWORD for one in parameters))
 
     def takes(self, name: str) -> bool:
         return self.takes_any or name in self.names
@@ -67,31 +64,29 @@ def load_function(specification: str, built_in: Mapping[str, Function], *, guest
         return load_pickled(Path(specification))
     place, separator, name = specification.rpartition(":")
     if specification.endswith(".py") and Path(specification).is_file():
-        there = public_names(load_file(Path(specification), guest))
-        raise NoSuchFunction(f"name a function of it, as {specification}:FUNCTION; it has {', '.join(there) or 'none'}")
+        names = public_names(load_file(Path(specification), guest))
+        raise NoSuchFunction(f"name a function of it, as {specification}:FUNCTION; it has {names}")
     if not separator:
-        raise NoSuchFunction(
-            f"not a built-in ({', '.join(built_in)}), nor file.py:function, package.module:function or a folder"
-        )
+        forms = "file.py:function, package.module:function or a folder"
+        raise NoSuchFunction(f"not a built-in ({', '.join(built_in)}), nor {forms}")
     with importing_from(os.getcwd(), guest):
         module = load_file(Path(place), guest) if place.endswith(".py") else importlib.import_module(place)
     function = vars(module).get(name)
     if not callable(function):
-        there = public_names(module)
-        raise NoSuchFunction(f"{place} has no function {name!r}; it has {', '.join(there) or 'none'}")
+        raise NoSuchFunction(f"{place} has no function {name!r}; it has {public_names(module)}")
     return function
 
 
-def public_names(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+def public_names(module: Any) -> str:
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    return ", ".join(names) or "none"
 
 
 def pickle_function(function: Function) -> bytes:
     """Return a function as the content of a file, with the folders that it may import from."""
     import cloudpickle  # noqa: PLC0415  (only who sends a function needs it)
 
-    places = [os.path.abspath(place) for place in sys.path]
-    return pickle.dumps((places, cloudpickle.dumps(function)))
+    return pickle.dumps(([os.path.abspath(place) for place in sys.path], cloudpickle.dumps(function)))
 
 
 def load_pickled(file: Path) -> Function:
@@ -100,10 +95,8 @@ def load_pickled(file: Path) -> Function:
     with file.open("rb") as stream:
         about = os.fstat(stream.fileno())
         if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise NoSuchFunction(
-                f"{file} is not loaded, because a pickle can run any code: the file must belong to the user of the run "
-                "and be writable by nobody else (chmod go-w)"
-            )
+            remedy = "the file must belong to the user of the run and be writable by nobody else (chmod go-w)"
+            raise NoSuchFunction(f"{file} is not loaded, because a pickle can run any code: {remedy}")
         places, function = pickle.load(stream)
     sys.path += [place for place in places if place not in sys.path]
     return pickle.loads(function)

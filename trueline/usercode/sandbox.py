@@ -9,13 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trueline.usercode import landlock
-from trueline.usercode.linux import call_filter, die_with_parent, drop_capabilities, hide_memory, install_filter
+from trueline.usercode import linux
 
 CODE_SECONDS = 10.0  # for the program of one completion, unless options set another limit
 START_SECONDS = 60.0  # for Python without a program
@@ -43,8 +41,7 @@ NAMES_AND_CERTIFICATES = [  # with the network
     *("/etc/ssl/certs", "/etc/pki", "/etc/ca-certificates", "/usr/share/ca-certificates"),
 ]
 
-Stream = IO[bytes] | int
-Streams = tuple[Stream, Stream, Stream]
+Streams = tuple[IO[bytes] | int, IO[bytes] | int, IO[bytes] | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +100,31 @@ def other_user() -> dict[str, Any]:
 
 def start_confined(program: Path, streams: Streams, limits: ProgramLimits) -> subprocess.Popen[bytes]:
     """Start a program within its limits; it ends with the thread that started it, at the latest."""
-    instructions = call_filter(network=limits.network, files=limits.files)
+    instructions = linux.call_filter(network=limits.network, files=limits.files)
     if instructions is None and not limits.network:
         raise RuntimeError(NO_FILTER.format(place=limits.place))
-    if not limits.files and not landlock.version():
+    if not limits.files and not linux.landlock_version():
         raise RuntimeError(NO_LANDLOCK.format(place=limits.place))
+    command, (stdin, stdout, stderr) = [sys.executable, "-I", "-B", "-X", "utf8", str(program)], streams
+    options = {"cwd": program.parent, "env": ENVIRONMENT, "start_new_session": True, **other_user()}
     bounds = resource_limits(limits)
-    hide_memory()
-    rules = landlock.allow_only(reachable(program.parent, limits)) if landlock.version() else contextlib.nullcontext()
-    with rules as ruleset:
+    # Other processes of the same user, such as the program, can then not trace this one nor open its memory in /proc.
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    paths = reachable(program.parent, limits)
+    with linux.allow_only(paths) if linux.landlock_version() else contextlib.nullcontext() as ruleset:
 
         def confine() -> None:  # between fork and exec
             for kind, most in bounds.items():
                 resource.setrlimit(kind, (most, most))
-            drop_capabilities()
-            die_with_parent()
+            linux.drop_capabilities()
+            linux.die_with_parent()
             if ruleset is not None:
-                landlock.restrict(ruleset)
+                linux.restrict_files(ruleset)
             if instructions is not None:
-                install_filter(instructions)
+                linux.install_filter(instructions)
 
         try:
-            return start(program, streams, confine)
+            return subprocess.Popen(command, stdin=stdin, stdout=stdout, stderr=stderr, preexec_fn=confine, **options)
         except subprocess.SubprocessError:  # the limits are within this process's own, so that only the filter can fail
             if instructions is None:
                 raise
@@ -132,29 +132,11 @@ def start_confined(program: Path, streams: Streams, limits: ProgramLimits) -> su
 
 
 def reachable(folder: Path, limits: ProgramLimits) -> dict[str, int]:
-    """Return the access rights of a program by path; all other paths are closed.
-
-    Even with all rights, Landlock keeps it from other processes.
-    """
-    if limits.files:
-        return {"/": landlock.ALL}
-    read = dict.fromkeys([*INTERPRETER, *(NAMES_AND_CERTIFICATES if limits.network else ())], landlock.READ)
-    return {**read, os.devnull: landlock.READ | landlock.WRITE, str(folder): landlock.ALL}
-
-
-def start(program: Path, streams: Streams, confine: Callable[[], None]) -> subprocess.Popen[bytes]:
-    stdin, stdout, stderr = streams
-    return subprocess.Popen(
-        [sys.executable, "-I", "-B", "-X", "utf8", str(program)],
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        cwd=program.parent,
-        env=ENVIRONMENT,
-        start_new_session=True,
-        preexec_fn=confine,
-        **other_user(),
-    )
+    """Return the access rights of a program by path; all other paths are closed."""
+    if limits.files:  # even so, Landlock keeps it from other processes
+        return {"/": linux.ALL}
+    read = dict.fromkeys([*INTERPRETER, *(NAMES_AND_CERTIFICATES if limits.network else ())], linux.READ)
+    return {**read, os.devnull: linux.READ | linux.WRITE, str(folder): linux.ALL}
 
 
 def resource_limits(limits: ProgramLimits) -> dict[int, int]:

@@ -1,6 +1,6 @@
 """Tool calls as the chat template of each family writes them, read back by the format that the template chooses.
 
-Covers `trueline.environments.tools.markup`.
+Covers `trueline.environments.tools.calls`.
 """
 
 import time
@@ -11,15 +11,12 @@ import pytest
 from tests.support.templates import families, template_of
 from tests.support.written_calls import CALLS, FORMAT_OF, LOOK, WITHOUT, calls_of, chosen_of, written
 from trueline.data.messages import Tool
+from trueline.environments.tools import formats
 from trueline.environments.tools.calls import Parsed, ToolCall
 from trueline.environments.tools.formats import (
-    CHANNELS,
     FORMATS,
-    LONGEST_FOR_VLLM,
-    UNKNOWN,
     CallFormat,
     Parser,
-    check_format,
     choose_format,
     open_parser,
     recognise_format,
@@ -60,7 +57,7 @@ def test_a_call_that_breaks_off_is_an_error(family: str) -> None:
 
 def test_every_other_template_is_of_no_known_format() -> None:
     sources = families()
-    assert {name for name in sources if recognise_format(sources[name]) is not UNKNOWN} == set(FORMAT_OF)
+    assert {name for name in sources if recognise_format(sources[name]) is not formats.UNKNOWN} == set(FORMAT_OF)
     assert set(WITHOUT) <= set(sources) - set(FORMAT_OF)
     chosen = choose_format("auto", template_of("phi3"), vllm=True)
     said = "hermes, mistral, llama, json tried in turn: the chat template is of no known format"
@@ -69,7 +66,7 @@ def test_every_other_template_is_of_no_known_format() -> None:
 
 def test_a_format_is_chosen_by_name_engine_and_among_several_templates() -> None:
     named = {"default": template_of("llama3"), "tool_use": template_of("qwen3")}
-    assert recognise_format(named).name == "hermes" and recognise_format(None) is UNKNOWN
+    assert recognise_format(named).name == "hermes" and recognise_format(None) is formats.UNKNOWN
     by_vllm = choose_format("auto", template_of("qwen3_6"), vllm=True)
     assert by_vllm.words() == "qwen3_coder (vLLM's parser), by the chat template"
     assert choose_format("hermes", "", vllm=False).words() == "hermes (our reader), by environment.tool_format"
@@ -80,9 +77,9 @@ def test_a_format_is_chosen_by_name_engine_and_among_several_templates() -> None
 
 def test_names_that_this_table_knows_are_checked_without_vllm() -> None:
     for form in FORMATS:
-        check_format(form.name)
-    check_format("llama3_json")
-    check_format("auto")
+        formats.check_format(form.name)
+    formats.check_format("llama3_json")
+    formats.check_format("auto")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +106,7 @@ def test_calls_beside_text(name: str, text: str, content: str) -> None:
     ("name", "text", "reason"),
     [
         ("qwen3_coder", "<tool_call><function=add></tool_call>", "between <function=NAME> and </function>"),
-        (
-            "qwen3_coder",
-            "<tool_call><function=add><parameter=a></function></tool_call>",
-            "an argument of 'add' is not between",
-        ),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a></function></tool_call>", "of 'add' is not between"),
         ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "an argument of 'add' is not between"),
         ("glm45", "<tool_call>{}</tool_call>", "name of a function"),
         ("deepseek_v3", "<\uff5ctool▁calls▁begin\uff5c>", "no <\uff5ctool▁call▁begin\uff5c> follows"),
@@ -186,28 +179,17 @@ def test_a_long_reply_is_read_here_and_a_short_one_by_vllm() -> None:
     parser = Parser(choose_format("hermes", None, vllm=True).form, find)
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     assert parser(call, []).calls == [ADD] and asked == [call]
-    assert parser(call + " " * LONGEST_FOR_VLLM, []).calls == [ADD] and asked == [call]
+    assert parser(call + " " * formats.LONGEST_FOR_VLLM, []).calls == [ADD] and asked == [call]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_what_a_looping_model_writes_is_read_in_no_time(form: CallFormat) -> None:
     """Time that grows with the square of the length would be minutes here."""
     begin = form.begin or "<|channel|>commentary to=functions.f<|message|>"
-    parts = [
-        begin,
-        form.end,
-        "<parameter=a>",
-        "<arg_key>a</arg_key>",
-        "<|message|>",
-        "<|start|>",
-        "f(a=",
-        "[",
-        ",a:",
-        "-",
-    ]
+    pieces = ("<parameter=a>", "<arg_key>a</arg_key>", "<|message|>", "<|start|>", "f(a=", "[", ",a:", "-")
     start = time.process_time()
-    for part in filter(None, parts):
+    for part in filter(None, (begin, form.end, *pieces)):
         text = part * (LOOPED // len(part))
         for reply in (text, f"{begin}{text}{form.end}", f"{begin}<function=f>{text}</function>{form.end}"):
-            assert Parser(form)(reply, []).text == reply or form.thought == CHANNELS
+            assert Parser(form)(reply, []).text == reply or form.thought == formats.CHANNELS
     assert time.process_time() - start < 60

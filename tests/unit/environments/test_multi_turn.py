@@ -121,6 +121,10 @@ def plain(policy, prompt):
     return len(policy(prompt))
 
 
+def by_column(policy, function):
+    return len(policy(function))
+
+
 def main(prompt, client):
     messages = [{"role": "user", "content": prompt}]
     answer = client.chat.completions.create(model="any", messages=messages, temperature=0.3)
@@ -306,10 +310,8 @@ def test_a_class_plays_turns_with_rewards(name: str, stage: Stage) -> None:
     assert played.rewards[played.rewards > 0].tolist() == [0.5, 0.5, 1.0]
     own = {"environment/left": 0.0, "environment/reward/mean": 9.0}
     assert played.metrics == {**own, "episode/turns": 3.0, "episode/sequences": 1.0}
-    opened = stage.table.text(stage.table.engine.asked[0][0])
-    assert opened == ("<s>user\n1+1= yes</s>\n" if name == "Game" else "<s>system\nplay</s>\n<s>user\n1+1=</s>\n") + (
-        "<s>assistant\n"
-    )
+    first = "<s>user\n1+1= yes</s>\n" if name == "Game" else "<s>system\nplay</s>\n<s>user\n1+1=</s>\n"
+    assert stage.table.text(stage.table.engine.asked[0][0]) == f"{first}<s>assistant\n"
     assert stage.closed() == 1
     assert "to its output" in (stage.folder / "environment.log").read_text()
 
@@ -360,6 +362,12 @@ def test_an_episode_by_itself_ends_its_process(stage: Stage) -> None:
 def test_a_function_plays_whole_episodes(name: str, texts: tuple[str, ...], reward: float, stage: Stage) -> None:
     (played,) = stage.play(stage.config("function", name), *texts)
     assert (played.outcome, played.reward, len(played.sequences())) == (Outcome.FINISHED, reward, len(texts))
+
+
+def test_columns_may_have_the_name_of_any_parameter(stage: Stage) -> None:
+    prompt = Prompt(0, ASKED.messages, columns={"function": "x + 1"})
+    (played,) = stage.play(stage.config("function", "by_column"), "four", prompt=prompt)
+    assert (played.error, played.reward) == ("", 4.0)
 
 
 def test_an_agent_asks_through_openais_client(stage: Stage) -> None:
@@ -449,11 +457,8 @@ def test_mistakes_of_the_policy_are_told_to_it(stage: Stage) -> None:
     assert (played.outcome, played.reward) == (Outcome.FINISHED, 1.0)
     told = [turn for turn in played.turns if turn["role"] == "tool"]
     assert all(turn["content"].startswith("error: ") for turn in told)
-    assert [(turn["tool_call_id"], turn["name"]) for turn in told] == [
-        ("call00001", "error"),
-        ("call00002", "add"),
-        ("call00003", "nobody"),
-    ]
+    ids, names = ["call00001", "call00002", "call00003"], ["error", "add", "nobody"]
+    assert ([turn["tool_call_id"] for turn in told], [turn["name"] for turn in told]) == (ids, names)
     assert played.metrics["tools/mistakes"] == 3.0
 
 
@@ -540,58 +545,25 @@ def test_the_plan_says_what_is_played(stage: Stage) -> None:
 
 
 SYSTEM = {"role": "system", "content": "be good"}
-SAID: dict[str, tuple[str, str, dict[str, Any], list[str], list[str], list[str]]] = {
+THREE, TWO = ["a", "go on", "b", "go on", "c"], ["a", "go on", "b", "go on"]
+TOOL, FIRST, LIMIT = ["calculator"], ["be good", "1+1="], {"max_turns": 2}
+SAID: dict[str, tuple[str, str | list[str], dict[str, Any], list[str], list[str], list[str]]] = {
     # what plays -> key, name, other keys, replies, what the model was first asked, and all that followed
-    "reset drops the data's system message": (
-        "function",
-        "Game",
-        {},
-        ["a", "b", "c"],
-        ["1+1= yes"],
-        ["a", "go on", "b", "go on", "c"],
-    ),
-    "reset adds a system message": (
-        "function",
-        "Waits",
-        {},
-        ["a", "b", "c"],
-        ["play", "1+1="],
-        ["a", "go on", "b", "go on", "c"],
-    ),
+    "reset drops the data's system message": ("function", "Game", {}, [*"abc"], ["1+1= yes"], THREE),
+    "reset adds a system message": ("function", "Waits", {}, [*"abc"], ["play", "1+1="], THREE),
     "the end brings messages": ("function", "Farewell", {}, ["a"], ["1+1= yes"], ["a", "bye"]),
-    "a game is out of turns": (
-        "function",
-        "Game",
-        {"max_turns": 2},
-        ["a", "b"],
-        ["1+1= yes"],
-        ["a", "go on", "b", "go on"],
-    ),
-    "tools": ("tools", ["calculator"], {}, ["CALL", "done"], ["be good", "1+1="], ["CALL", "6", "done"]),
-    "tools are out of turns": (
-        "tools",
-        ["calculator"],
-        {"max_turns": 2},
-        ["CALL", "CALL"],
-        ["be good", "1+1="],
-        ["CALL", "6", "CALL", "6"],
-    ),
+    "a game is out of turns": ("function", "Game", LIMIT, [*"ab"], ["1+1= yes"], TWO),
+    "tools": ("tools", TOOL, {}, ["CALL", "done"], FIRST, ["CALL", "6", "done"]),
+    "tools are out of turns": ("tools", TOOL, LIMIT, ["CALL", "CALL"], FIRST, ["CALL", "6", "CALL", "6"]),
     "an agent rewrites": (
         "agent",
         "briefed",
         {},
-        ["x", "y", "z"],
+        [*"xyz"],
         ["Be brief.", "Task: 1+1="],
         ["X", "and?", "Y", "and?", "z"],
     ),
-    "an agent is out of turns": (
-        "agent",
-        "endless",
-        {"max_turns": 2},
-        ["x", "y"],
-        ["1+1="],
-        ["x", "and?", "y", "and?"],
-    ),
+    "an agent is out of turns": ("agent", "endless", LIMIT, [*"xy"], ["1+1="], ["x", "and?", "y", "and?"]),
 }
 
 
@@ -738,9 +710,8 @@ def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage
         endless.cancel()
         await asyncio.wait([endless])
         assert host.free_threads.locked() and host._at_work()
-        assert (
-            await added(EpisodePlace(host, hosts)) == "3" and host.life == 2
-        )  # once the deadline has freed the thread
+        assert await added(EpisodePlace(host, hosts)) == "3"  # once the deadline has freed the thread
+        assert host.life == 2
         await hosts.stop()
 
     asyncio.run(play())
@@ -752,14 +723,11 @@ def test_an_overdue_call_is_blamed_alone_where_its_process_still_answers(
     monkeypatch.setattr(host_module, "PING_SECONDS", 30.0)
 
     async def play() -> None:
-        code = user_code_of(stage.config("tools", ["wait"], timeout_seconds=3))
-        assert code is not None
-        hosts = EpisodeHosts(code, 1, stage.folder / "environment.log")
+        hosts = opened(stage, timeout_seconds=3)
         overdue, other = await hosts.place(alone=False), EpisodePlace(hosts.hosts[0], hosts)
         first = asyncio.create_task(overdue.call(Toolbox.call, name="wait", arguments={}))
-        second = asyncio.create_task(
-            other.call(Toolbox.call, lambda: None, name="wait", arguments={})
-        )  # is never overdue
+        never_overdue = other.call(Toolbox.call, lambda: None, name="wait", arguments={})
+        second = asyncio.create_task(never_overdue)
         with pytest.raises(UserCodeFailure, match=r"`call` took more than 3 s \(environment") as failed:
             await first
         with pytest.raises(ProcessLost, match="its process was killed because of another episode"):
@@ -783,9 +751,7 @@ def test_a_call_that_finds_its_process_dead_leaves_no_other_waiting(
     monkeypatch.setattr(host_module.ChildProcess, "wait_for_end", wait_longer)
 
     async def play() -> None:
-        code = user_code_of(stage.config("tools", ["wait", "add"]))
-        assert code is not None
-        hosts = EpisodeHosts(code, 1, stage.folder / "environment.log")
+        hosts = opened(stage)
         host = hosts.hosts[0]
         waits, late = await hosts.place(alone=False), await hosts.place(alone=False)
         first = asyncio.create_task(waits.call(Toolbox.call, name="wait", arguments={}))
@@ -809,9 +775,8 @@ def test_silence_before_a_process_has_started_is_not_an_agents(stage: Stage) -> 
     async def play() -> None:
         hosts = opened(stage)
         place = await hosts.place(alone=False)
-        asked = asyncio.create_task(
-            place.call(Toolbox.call, lambda: time.monotonic() - 1000, name="wait", arguments={})
-        )
+        call = place.call(Toolbox.call, lambda: time.monotonic() - 1000, name="wait", arguments={})
+        asked = asyncio.create_task(call)
         while not here(stage):
             await asyncio.sleep(0.01)
         await asyncio.wait([asked], timeout=0.5)  # in which it would be killed

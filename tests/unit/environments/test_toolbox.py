@@ -141,9 +141,7 @@ def test_the_schema_of_every_kind_of_hint() -> None:
                     },
                     "lent": {"type": "boolean", "description": "Whether it is lent."},
                 },
-                "required": [
-                    *("title", "pages", "price", "kind", "tags", "ratings", "other", "anything", "size"),
-                ],
+                "required": [*("title", "pages", "price", "kind", "tags", "ratings", "other", "anything", "size")],
             },
         },
     }
@@ -259,12 +257,7 @@ def test_what_a_tool_raises_comes_through(tools: str) -> None:
 @pytest.mark.parametrize(
     ("specifications", "options", "kind", "message"),
     [
-        (
-            ["math"],
-            {},
-            NoSuchFunction,
-            r"'math' is neither python, file.py:function, package",
-        ),
+        (["math"], {}, NoSuchFunction, r"'math' is neither python, file.py:function, package"),
         (["TOOLS:none"], {}, NoSuchFunction, "has no function 'none'; it has .*exact"),
         (["TOOLS:PolicyError"], {}, NoSuchFunction, "is no function but <class"),
         (["TOOLS:undocumented"], {}, ValueError, "the tool undocumented has no docstring"),
@@ -299,13 +292,10 @@ def test_an_mcp_server_that_is_started(tmp_path: Path, monkeypatch: pytest.Monke
     started = set(psutil.Process().children(recursive=True)) - before
 
     async def play() -> None:
-        assert [schema["function"]["name"] for schema in box.describe()["schemas"]] == [
-            "double",
-            "environment",
-            "calculator",
-        ]
-        assert box.describe()["schemas"][0]["function"]["description"] == "Double a number."
-        assert box.describe()["schemas"][0]["function"]["parameters"]["required"] == ["number"]
+        functions = [schema["function"] for schema in box.describe()["schemas"]]
+        assert [function["name"] for function in functions] == ["double", "environment", "calculator"]
+        assert functions[0]["description"] == "Double a number."
+        assert functions[0]["parameters"]["required"] == ["number"]
         assert await asyncio.gather(*(box.call("one", "double", {"number": n}) for n in (1, 2))) == ["2", "4"]
         assert await box.call("one", "environment", {"name": "A_KEY"}) == "of a service"
         with pytest.raises(PolicyError, match="number"):

@@ -10,7 +10,7 @@ import pytest
 from trueline.config.base import ConfigError
 from trueline.config.environment import EnvironmentConfig
 from trueline.data.types import Prompt
-from trueline.environments import trial
+from trueline.environments import opening
 from trueline.environments.opening import EnvironmentCheck, check_environment
 
 CODE = '''
@@ -185,8 +185,8 @@ def test_a_failure_after_the_made_up_reply_is_a_warning(code: Path) -> None:
 
 
 def test_what_takes_longer_is_no_mistake(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "SECONDS", 1.0)
-    monkeypatch.setattr(trial, "CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr(opening, "TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(opening, "CLOSE_SECONDS", 1.0)
     assert look(f"{code}:Game", options={"what": "naps"}) == EnvironmentCheck()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trueline.rewards.code import code
-from trueline.usercode import landlock, linux, sandbox
+from trueline.usercode import linux, sandbox
 from trueline.usercode.sandbox import ProgramLimits, ProgramResult, run_python
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -59,7 +59,7 @@ def test_network_can_be_allowed(port: int) -> None:
 
 
 def test_without_a_filter_code_is_not_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "call_filter", lambda *, network, files: None)  # as on other systems
+    monkeypatch.setattr(linux, "call_filter", lambda *, network, files: None)  # as on other systems
     with pytest.raises(RuntimeError, match=r"reward\.options\.network=true"):
         code(ADD, tests=TESTS)
     assert code(ADD, tests=TESTS, network=True) == 1.0
@@ -77,7 +77,7 @@ def test_every_machine_with_a_filter_has_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_filter_that_the_kernel_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "call_filter", lambda *, network, files: b"\xff" * 8)
+    monkeypatch.setattr(linux, "call_filter", lambda *, network, files: b"\xff" * 8)
     with pytest.raises(RuntimeError, match="seccomp"):
         code(ADD, tests=TESTS)
 
@@ -174,15 +174,15 @@ def test_files_can_be_allowed(secret: Path) -> None:
 
 
 def test_without_landlock_code_is_not_run_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "version", lambda: 0)  # as on older systems
+    monkeypatch.setattr(linux, "landlock_version", lambda: 0)  # as on older systems
     with pytest.raises(RuntimeError, match=r"reward\.options\.files=true"):
         code(ADD, tests=TESTS)
     assert code(ADD, tests=TESTS, files=True) == 1.0
 
 
-@pytest.mark.parametrize("version", range(1, landlock.version() + 1))
+@pytest.mark.parametrize("version", range(1, linux.landlock_version() + 1))
 def test_older_versions_of_landlock_keep_files_too(version: int, secret: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landlock, "version", lambda: version)
+    monkeypatch.setattr(linux, "landlock_version", lambda: version)
     assert "PermissionError" in run(f"open({str(secret)!r})").error
     assert run("open('mine', 'w').write('x')\nprint(open('mine').read())").output == "x\n"
 
@@ -282,7 +282,7 @@ def test_the_kernel_sends_no_signals_in_a_programs_name(
 ) -> None:
     """Landlock keeps them to the sandbox from version 6 on; the filter does so without it."""
     if version is not None:
-        monkeypatch.setattr(landlock, "version", lambda: version)
+        monkeypatch.setattr(linux, "landlock_version", lambda: version)
     with subprocess.Popen(["sleep", "1000"], **sandbox.other_user()) as victim:
         try:
             ended = run(SHOUT.format(victim=victim.pid), **allowed)
@@ -326,12 +326,12 @@ def test_the_table_of_calls_is_that_of_the_kernels_headers() -> None:
 def test_files_that_are_allowed_do_not_lift_landlock(secret: Path) -> None:
     """Whoever may read all files is still kept from other processes' signals and memory."""
     given: list[dict[str, int]] = []
-    own = landlock.allow_only
+    own = linux.allow_only
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landlock, "allow_only", lambda paths: given.append(paths) or own(paths))
+        patch.setattr(linux, "allow_only", lambda paths: given.append(paths) or own(paths))
         script = "import os\nos.mkdir('a')\nos.rename('program.py', 'a/b')\nprint(open({!r}).read())"
         assert run(script.format(str(secret)), files=True).output == "hidden\n"
-    assert given == [{"/": landlock.ALL}]
+    assert given == [{"/": linux.ALL}]
     show = "print([line for line in open('/proc/self/status') if line.startswith(('NoNewPrivs', 'Seccomp:'))])"
     assert run(show, files=True).output == "['NoNewPrivs:\\t1\\n', 'Seccomp:\\t2\\n']\n"
     for attack in ("open(f'/proc/{os.getppid()}/mem', 'rb')", "os.kill(os.getppid(), 0)"):

@@ -2,18 +2,18 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Tool
-from trueline.environments.tools import calls, markup
-from trueline.environments.tools.calls import END_OF_THOUGHT, Parsed, ToolCall
+from trueline.environments.tools import calls
+from trueline.environments.tools.calls import END_OF_THOUGHT, Parsed, Read, ToolCall
 from trueline.environments.tools.schemas import coerce_arguments
 
 Parse = Callable[[str, Sequence[Tool]], Parsed]  # of a reply with its special tokens, and the tools it may call
-Read = Callable[[str], Parsed]
 THINK = ("<think>", END_OF_THOUGHT)  # they stay in the content, where templates that know them look
 CHANNELS = ("", "")  # the reader itself separates the thought
 AUTO = "auto"
@@ -24,8 +24,6 @@ LONGEST_FOR_VLLM = 4000  # characters
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """One way to write tool calls."""
-
     name: str
     signs: tuple[tuple[str, ...], ...] = ()  # a chat template is of this format if it holds all texts of one row
     begin: str = ""  # with what a call, or a list of them, begins
@@ -40,60 +38,39 @@ def try_formats(text: str) -> Parsed:
     return next((parsed for parsed in found if parsed.calls or parsed.error), Parsed(text.strip(), []))
 
 
+def marked_format(
+    name: str, marks: tuple[str, str], read: calls.ReadCalls, *signs: str, thought: tuple[str, str] = THINK
+) -> CallFormat:
+    """Return a format of calls between two marks that vLLM has a parser for, by the same name."""
+    own = calls.find_marked_calls(*marks, read, calls.REMEDIES[name])
+    return CallFormat(name, tuple((sign,) for sign in signs or marks[:1]), *marks, name, own, thought)
+
+
 UNKNOWN = CallFormat("json", own=try_formats)  # for templates of no format below
+DEEPSEEK, ACTION = (calls.CALL, calls.CALL_END), ("<|START_ACTION|>", "<|END_ACTION|>")
+LFM, GEMMA_THOUGHT = ("<|tool_call_start|>", "<|tool_call_end|>"), ("<|channel>thought", "<channel|>")
+LLAMA_SIGNS = (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"'))
 
 # The first that fits is taken: templates of one format may contain the texts of another.
 FORMATS = (
-    CallFormat("qwen3_coder", (("<function=",),), calls.OPEN, calls.CLOSE, "qwen3_coder", markup.qwen3_coder),
-    CallFormat("glm45", (("<arg_key>",),), calls.OPEN, calls.CLOSE, "glm45", markup.glm45),
-    CallFormat(
-        "deepseek_v3", ((markup.CALLS, "```json"),), markup.CALL, markup.CALL_END, "deepseek_v3", markup.deepseek
-    ),
-    CallFormat("deepseek_v31", ((markup.CALLS,),), markup.CALL, markup.CALL_END, "deepseek_v31", markup.deepseek),
-    CallFormat(
-        "gemma4",
-        ((f"{markup.GEMMA_CALL}call:",),),
-        markup.GEMMA_CALL,
-        markup.GEMMA_END,
-        "gemma4",
-        markup.gemma4,
-        ("<|channel>thought", "<channel|>"),
-    ),
+    marked_format("qwen3_coder", calls.TAGS, calls.read_tagged, "<function="),
+    marked_format("glm45", calls.TAGS, calls.read_with_keys, "<arg_key>"),
+    CallFormat("deepseek_v3", ((calls.CALLS, "```json"),), *DEEPSEEK, "deepseek_v3", calls.deepseek),
+    CallFormat("deepseek_v31", ((calls.CALLS,),), *DEEPSEEK, "deepseek_v31", calls.deepseek),
+    marked_format("gemma4", calls.GEMMA, calls.read_gemma, "<|tool_call>call:", thought=GEMMA_THOUGHT),
     # vLLM's parser of it downloads a vocabulary.
-    CallFormat("openai", (("<|channel|>", "to=", "functions."),), own=markup.harmony, thought=CHANNELS),
-    CallFormat(
-        "lfm2",
-        ((markup.LFM_CALLS,), ("<|tool_list_start|>",)),
-        markup.LFM_CALLS,
-        markup.LFM_END,
-        "lfm2",
-        markup.lfm2,
-    ),
-    CallFormat("olmo3", ((markup.OLMO_CALLS,),), markup.OLMO_CALLS, markup.OLMO_END, "olmo3", markup.olmo3),
-    CallFormat(
-        "cohere_command3",
-        ((markup.ACTION,),),
-        markup.ACTION,
-        markup.ACTION_END,
-        "cohere_command3",
-        markup.cohere,
-        ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ),
-    CallFormat("phi4_mini_json", (("<|tool|>",), (markup.FUNCTOOLS,)), "functools[", "", "phi4_mini_json", markup.phi4),
+    CallFormat("openai", (("<|channel|>", "to=", "functions."),), own=calls.harmony, thought=CHANNELS),
+    marked_format("lfm2", LFM, calls.pythonic, LFM[0], "<|tool_list_start|>"),
+    marked_format("olmo3", ("<function_calls>", "</function_calls>"), calls.pythonic),
+    marked_format("cohere_command3", ACTION, calls.read_cohere, thought=("<|START_THINKING|>", "<|END_THINKING|>")),
+    CallFormat("phi4_mini_json", (("<|tool|>",), (calls.FUNCTOOLS,)), "functools[", "", "phi4_mini_json", calls.phi4),
     CallFormat(
         "mistral", ((calls.TOOL_CALLS,),), calls.TOOL_CALLS, "", "mistral", calls.mistral, ("[THINK]", "[/THINK]")
     ),
     # vLLM's parser of it (0.32) takes digits for a number where the tool wants text.
-    CallFormat("muse_glimmer", (("<atem:invoke",),), own=markup.muse, thought=CHANNELS),
-    CallFormat("hermes", ((calls.OPEN,),), calls.OPEN, calls.CLOSE, "hermes", calls.FORMATS["hermes"]),
-    CallFormat(
-        "llama",
-        (("<|start_header_id|>", '"parameters"'), ("<|header_start|>", '"parameters"')),
-        calls.PYTHON_TAG,
-        "",
-        "llama3_json",
-        calls.llama,
-    ),
+    CallFormat("muse_glimmer", (("<atem:invoke",),), own=calls.muse, thought=CHANNELS),
+    CallFormat("hermes", (calls.TAGS[:1],), *calls.TAGS, "hermes", calls.FORMATS["hermes"]),
+    CallFormat("llama", LLAMA_SIGNS, calls.PYTHON_TAG, "", "llama3_json", calls.llama),
     CallFormat("json", own=calls.plain_json),
 )
 
@@ -136,37 +113,24 @@ class Parser:
 
     form: CallFormat
     find: Parse | None = None  # vLLM's parser
-    special: re.Pattern[str] = field(default_factory=lambda: re.compile(r"(?!)"))  # tokens that are no text
+    special: re.Pattern[str] = re.compile(r"(?!)")  # tokens that are no text
     remark: str = ""  # why vLLM's parser, which was chosen, is not used
 
     def __call__(self, text: str, tools: Sequence[Tool]) -> Parsed:
-        thought, answer = self._split_thought(text)
-        parsed = self._find_calls(answer, tools)
-        spoken = thought if self.form.thought == THINK else ""
-        in_channels = self.form.thought == CHANNELS and not parsed.error
-        text = self._remove_special(parsed.content if in_channels else f"{spoken}{answer}")
-        return Parsed(
-            content=(
-                self._remove_special(f"{spoken}{parsed.content}") if parsed.calls or parsed.error else text
-            ).strip(),
-            calls=[coerce_call(call, tools) for call in parsed.calls],
-            error=parsed.error,
-            reasoning=parsed.reasoning or ("" if spoken else self._strip_thought(thought)),
-            text=text,
-        )
-
-    def _split_thought(self, text: str) -> tuple[str, str]:
-        """Return a model's thought, which calls nothing, and the rest of its reply."""
-        end = self.form.thought[1]
-        thought, found, answer = text.rpartition(end) if end else ("", "", text)
-        return thought + found, answer
-
-    def _strip_thought(self, text: str) -> str:
         begin, end = self.form.thought
-        return self._remove_special(text.removesuffix(end).strip().removeprefix(begin)).strip()
-
-    def _remove_special(self, text: str) -> str:
-        return self.special.sub("", text)
+        thought, closed, answer = text.rpartition(end) if end else ("", "", text)  # a thought calls nothing
+        parsed = self._find_calls(answer, tools)
+        spoken = f"{thought}{closed}" if self.form.thought == THINK else ""
+        in_channels = self.form.thought == CHANNELS and not parsed.error
+        remove_special = partial(self.special.sub, "")
+        text = remove_special(parsed.content if in_channels else f"{spoken}{answer}")
+        content = remove_special(f"{spoken}{parsed.content}") if parsed.calls or parsed.error else text
+        unspoken = "" if spoken else remove_special(thought.strip().removeprefix(begin)).strip()
+        found = []
+        for call in parsed.calls:
+            tool = next((one for one in tools if one["function"]["name"] == call.name), None)
+            found.append(ToolCall(call.name, coerce_arguments(call.arguments, tool)))
+        return Parsed(content.strip(), found, parsed.error, parsed.reasoning or unspoken, text)
 
     def _find_calls(self, answer: str, tools: Sequence[Tool]) -> Parsed:
         """Use vLLM's parser; if it finds fewer calls than begin, use the reader here, which says why."""
@@ -183,11 +147,6 @@ class Parser:
             return second
         error = f"a tool call could not be read: {begin} begins none that is closed and well-formed" if begun else ""
         return replace(parsed, calls=[], error=parsed.error or error)
-
-
-def coerce_call(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:
-    tool = next((one for one in tools if one["function"]["name"] == call.name), None)
-    return ToolCall(call.name, coerce_arguments(call.arguments, tool))
 
 
 def open_parser(chosen: ChosenFormat, tokenizer: Any) -> Parser:
@@ -209,10 +168,8 @@ def check_format(name: str) -> None:
         return
     known = vllm_calls().parsers()
     if name not in known:
-        raise ConfigError(
-            f"environment.tool_format={name} is not known: give one of {', '.join(names())}, or one of vLLM's: "
-            f"{', '.join(one for one in known if one not in names())}"
-        )
+        others = f"{', '.join(names())}, or one of vLLM's: {', '.join(one for one in known if one not in names())}"
+        raise ConfigError(f"environment.tool_format={name} is not known: give one of {others}")
 
 
 def vllm_calls() -> ModuleType:
@@ -232,5 +189,4 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     """Return a pattern of the tokens that are no text; marks of a thought stay, because readers know them."""
     added = tokenizer.added_tokens_decoder.values()
     texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    longest_first = sorted(texts - set(THINK), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(texts - set(THINK), key=len, reverse=True))) or r"(?!)")

@@ -10,15 +10,8 @@ from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 
-from trueline.usercode.sandbox import (
-    CODE_SECONDS,
-    START_SECONDS,
-    ProgramLimits,
-    give_to_nobody,
-    start_confined,
-    text_of,
-    wait_or_kill,
-)
+from trueline.usercode import sandbox
+from trueline.usercode.sandbox import ProgramLimits
 
 EPISODE: ContextVar[str] = ContextVar("episode")  # of the call that runs
 PROCESSOR_SECONDS = 3600.0  # of all cells of one interpreter; each cell has its own limit by the clock
@@ -77,7 +70,7 @@ class PythonTool:
     """An interpreter for every episode that calls it; the parameters are options."""
 
     def __init__(
-        self, seconds: float = CODE_SECONDS, memory_gib: float = 1.0, network: bool = False, files: bool = False
+        self, seconds: float = sandbox.CODE_SECONDS, memory_gib: float = 1.0, network: bool = False, files: bool = False
     ) -> None:
         self.limits = ProgramLimits(seconds, memory_gib, network, files, place="environment")
         self.interpreters: dict[str, Interpreter] = {}
@@ -129,12 +122,12 @@ class InterpreterProcess:
         self.output = tempfile.TemporaryFile(dir=self.folder.name, buffering=0)  # noqa: SIM115  (end closes it)
         program = Path(self.folder.name, "program.py")
         program.write_text(CELLS)
-        give_to_nobody(self.folder.name, program, self.output.fileno())
+        sandbox.give_to_nobody(self.folder.name, program, self.output.fileno())
         self.line, theirs = socket.socketpair()
         self.line.setblocking(False)
         with theirs:
             streams = theirs.fileno(), self.output, self.output
-            self.popen = start_confined(program, streams, replace(limits, seconds=PROCESSOR_SECONDS))
+            self.popen = sandbox.start_confined(program, streams, replace(limits, seconds=PROCESSOR_SECONDS))
 
     async def run(self, code: str, seconds: float) -> str:
         """Run a cell and return nothing, or how it has ended the interpreter."""
@@ -147,19 +140,16 @@ class InterpreterProcess:
             return f"The code took longer than {seconds:g} seconds and was ended; what it had defined is lost."
         except ConnectionError:
             pass
-        return await self.describe_end()
+        status = await asyncio.to_thread(sandbox.wait_or_kill, self.popen, END_SECONDS)
+        cause = f" by {signal.Signals(-status).name}" if status is not None and status < 0 else ""
+        return f"Python was ended{cause}; what the code had defined is lost."
 
     async def is_ready(self) -> bool:
         return await asyncio.get_running_loop().sock_recv(self.line, 1) != b""
 
-    async def describe_end(self) -> str:
-        status = await asyncio.to_thread(wait_or_kill, self.popen, END_SECONDS)
-        cause = f" by {signal.Signals(-status).name}" if status is not None and status < 0 else ""
-        return f"Python was ended{cause}; what the code had defined is lost."
-
     def take_output(self) -> str:
         """Take what was printed since the last time; the middle of a long text is left out."""
-        text = text_of(self.output)
+        text = sandbox.text_of(self.output)
         self.output.seek(0)  # for the process too, which has the same place in it
         self.output.truncate()
         left_out, half = len(text) - LONGEST_OUTPUT, LONGEST_OUTPUT // 2
@@ -167,7 +157,7 @@ class InterpreterProcess:
 
     def end(self) -> None:
         if self.popen.returncode is None:  # else its number may be another's by now
-            wait_or_kill(self.popen, 0.0)
+            sandbox.wait_or_kill(self.popen, 0.0)
         self.line.close()
         self.output.close()
         self.folder.cleanup()
@@ -178,12 +168,11 @@ async def start_interpreter(limits: ProgramLimits) -> InterpreterProcess:
     process, ready = InterpreterProcess(limits), False
     try:
         with suppress(TimeoutError):
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(sandbox.START_SECONDS):
                 ready = await process.is_ready()
         if not ready:
-            raise RuntimeError(
-                f"Python does not start in the sandbox: {process.take_output().strip() or 'no sign of it'}"
-            )
+            output = process.take_output().strip() or "no sign of it"
+            raise RuntimeError(f"Python does not start in the sandbox: {output}")
     finally:
         if not ready:
             process.end()

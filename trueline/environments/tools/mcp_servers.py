@@ -14,7 +14,6 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
-from mcp.types import Tool as ServerTool
 
 from trueline.data.messages import Tool
 from trueline.environments.tools.interpreter import EPISODE
@@ -66,15 +65,13 @@ class Address:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
+        first, *others = self.words
         if self.is_url:
-            async with (
-                create_mcp_http_client(headers=self.headers) as http,
-                Client(streamable_http_client(self.words[0], http_client=http)) as client,
-            ):
+            http = create_mcp_http_client(headers=self.headers)
+            async with http, Client(streamable_http_client(first, http_client=http)) as client:
                 yield client
         else:  # with this process's environment, in which keys for services are given
-            command = StdioServerParameters(command=self.words[0], args=self.words[1:], env=dict(os.environ))
-            async with Client(command) as client:
+            async with Client(StdioServerParameters(command=first, args=others, env=dict(os.environ))) as client:
                 yield client
 
 
@@ -110,8 +107,10 @@ class Connection:
             if not work.done() or work.cancelled():
                 raise Broken(self.problem())
             error = work.exception()
-            if error is not None and (self.held.done() or is_closed(error)):
-                raise Broken(self.problem() if self.held.done() else str(error))
+            if error is not None and self.held.done():
+                raise Broken(self.problem())
+            if isinstance(error, MCPError) and (error.error.code == CONNECTION_CLOSED or SESSION_OVER in str(error)):
+                raise Broken(str(error))
             return work.result()
         finally:
             work.cancel()
@@ -130,10 +129,6 @@ class Connection:
         await asyncio.wait({self.held}, timeout=STOP_SECONDS)
 
 
-def is_closed(error: BaseException) -> bool:
-    return isinstance(error, MCPError) and (error.error.code == CONNECTION_CLOSED or SESSION_OVER in str(error))
-
-
 class McpServer:
     """A server's tools, over one connection of all episodes or one of each, in a loop and a thread of their own."""
 
@@ -142,15 +137,16 @@ class McpServer:
         self.by_episode = connection == "episode" or (connection == "auto" and self.address.is_url)
         self.connections: dict[str, asyncio.Task[Connection]] = {}
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self._spin, daemon=True).start()
+
+        def spin() -> None:
+            self.loop.run_forever()
+            self.loop.close()
+
+        threading.Thread(target=spin, daemon=True).start()
         listed = self._run(self._list_tools())
         if listed.exception() is not None:
             self.stop()
         self.schemas = listed.result()
-
-    def _spin(self) -> None:
-        self.loop.run_forever()
-        self.loop.close()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -165,13 +161,17 @@ class McpServer:
                 tools = [*tools, *page.tools]
         if self.by_episode:
             await self._close(EVERYBODY)
-        return [describe_tool(tool) for tool in tools]
+        functions = [
+            {"name": one.name, "description": one.description or "", "parameters": one.input_schema} for one in tools
+        ]
+        return [{"type": "function", "function": function} for function in functions]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return a tool's result as text; an error that the server reports goes to the policy, as MCP defines."""
         key = EPISODE.get() if self.by_episode else EVERYBODY
         result = await asyncio.wrap_future(self._run(self._call(key, name, arguments)))
-        text = self.address.redact(text_of(result))
+        blocks = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
+        text = self.address.redact("\n".join(blocks))
         if result.is_error:
             raise PolicyError(text)
         return text
@@ -211,7 +211,6 @@ class McpServer:
         return self.address.redact(f"the MCP server {self.address.text!r} {what}")
 
     async def close(self, episode: str) -> None:
-        """End the connection of an episode."""
         if self.by_episode:
             await asyncio.wrap_future(self._run(self._close(episode)))
 
@@ -229,15 +228,3 @@ class McpServer:
 
     async def _close_all(self) -> None:
         await asyncio.gather(*(self._close(key) for key in list(self.connections)))
-
-
-def describe_tool(tool: ServerTool) -> Tool:
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
-    }
-
-
-def text_of(result: CallToolResult) -> str:
-    blocks = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
-    return "\n".join(blocks)

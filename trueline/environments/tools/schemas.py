@@ -7,22 +7,20 @@ import math
 import re
 import textwrap
 import typing
-from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union
 
 from trueline.data.messages import Tool
-from trueline.environments.tools.calls import as_json
+from trueline.environments.tools.calls import LONGEST_QUOTE, as_json
 from trueline.usercode.failures import NoSuchFunction
+from trueline.usercode.loading import Function
 
-Function = Callable[..., Any]
 Schema = dict[str, Any]
 
 KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 TYPES: dict[str, tuple[type, ...]] = {name: (kind,) for kind, name in KINDS.items()} | {"number": (int, float)}
 HINTS = "str, int, float, bool, list[...], dict, Literal[...] and unions of them"
 ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:(.*)")
-LONGEST_QUOTE = 200  # characters
 MOST_REFERENCES = 20  # nested, because a schema may refer to itself
 IMPLIED = {"properties": "object", "items": "array"}  # by a key of a schema that names no type
 NOTHING = ("null", "None")  # as templates write it
@@ -40,23 +38,21 @@ def schema_of(function: Function) -> Tool:
         raise UnfitTool(f"the tool {name} has no docstring, by which a model knows what it does: write one")
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
-    properties = {one.name: property_of(name, one, hints.get(one.name), texts) for one in parameters}
+    properties: Schema = {}
+    for one in parameters:
+        place, hint = f"the tool {name}: its parameter {one.name}", hints.get(one.name)
+        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            raise UnfitTool(f"{place} cannot be given by its name: declare each parameter without * and /")
+        if hint is None:
+            raise UnfitTool(f"{place} has no type hint: give it one of {HINTS}")
+        try:
+            properties[one.name] = schema_of_hint(hint)
+        except TypeError:
+            raise UnfitTool(f"{place} has the type hint {hint}, which JSON has no value for: use {HINTS}") from None
+        properties[one.name] |= {"description": texts[one.name]} if one.name in texts else {}
     required = [one.name for one in parameters if one.default is one.empty]
     described = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": described}}
-
-
-def property_of(name: str, parameter: inspect.Parameter, hint: Any, texts: dict[str, str]) -> Schema:
-    place = f"the tool {name}: its parameter {parameter.name}"
-    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        raise UnfitTool(f"{place} cannot be given by its name: declare each parameter without * and /")
-    if hint is None:
-        raise UnfitTool(f"{place} has no type hint: give it one of {HINTS}")
-    try:
-        schema = schema_of_hint(hint)
-    except TypeError:
-        raise UnfitTool(f"{place} has the type hint {hint}, which JSON has no value for: use {HINTS}") from None
-    return {**schema, "description": texts[parameter.name]} if parameter.name in texts else schema
 
 
 def schema_of_hint(hint: Any) -> Schema:
@@ -69,10 +65,8 @@ def schema_of_hint(hint: Any) -> Schema:
     if origin is Literal and type(inner[0]) in KINDS:
         return {"type": KINDS[type(inner[0])], "enum": list(inner)}
     if origin in (list, dict):
-        return {
-            "type": KINDS[origin],
-            "items" if origin is list else "additionalProperties": schema_of_hint((inner or [Any])[-1]),
-        }
+        inside = "items" if origin is list else "additionalProperties"
+        return {"type": KINDS[origin], inside: schema_of_hint((inner or [Any])[-1])}
     if origin in (Union, UnionType):
         kinds = [schema_of_hint(one) for one in inner if one is not NoneType]
         schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
@@ -126,11 +120,7 @@ def fits(value: Any, schema: Schema) -> bool:
         return any(value == one and type(value) is type(one) for one in schema["enum"])
     inner: list[Any] = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
     of: Schema = schema.get("items") or schema.get("additionalProperties") or {}
-    right = "type" not in schema or type(value) in TYPES[schema["type"]]
-    return right and all(fits(one, of) for one in inner)
-
-
-# Arguments as a schema wants them
+    return ("type" not in schema or type(value) in TYPES[schema["type"]]) and all(fits(one, of) for one in inner)
 
 
 def coerce_arguments(arguments: dict[str, Any], tool: Tool | None) -> dict[str, Any]:
@@ -151,10 +141,8 @@ def coerce(value: Any, schema: Any, root: Schema) -> Any:
     inner = next((option for option in options if kind_of(value) in kinds_of(option)), {})
     if isinstance(value, dict):
         named, others = inner.get("properties"), inner.get("additionalProperties")
-        return {
-            name: coerce(one, (named if isinstance(named, dict) else {}).get(name, others), root)
-            for name, one in value.items()
-        }
+        named = named if isinstance(named, dict) else {}
+        return {name: coerce(one, named.get(name, others), root) for name, one in value.items()}
     return [coerce(one, inner.get("items"), root) for one in value] if isinstance(value, list) else value
 
 
@@ -164,17 +152,12 @@ def alternatives(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
         return []
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        return alternatives(resolve_reference(root, reference), root, depth + 1)
+        found: Any = root
+        for name in reference.removeprefix("#/").split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return alternatives(found, root, depth + 1)
     unions = [schema[union] for union in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(union), list)]
-    inner = [found for union in unions for one in union for found in alternatives(one, root, depth + 1)]
-    return [schema, *inner]
-
-
-def resolve_reference(root: Schema, reference: str) -> Any:
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+    return [schema, *(inner for union in unions for one in union for inner in alternatives(one, root, depth + 1))]
 
 
 def kinds_of(schema: Schema) -> set[str]:
@@ -207,5 +190,4 @@ def read_as(text: str, kinds: set[str]) -> Any:
             value = int(value)
         if kind_of(value) in kinds or (kind_of(value) == "integer" and "number" in kinds):
             return value
-    words = {"true": True, "false": False}
-    return words.get(text.strip().lower(), text) if "boolean" in kinds else text
+    return {"true": True, "false": False}.get(text.strip().lower(), text) if "boolean" in kinds else text

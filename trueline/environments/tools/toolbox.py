@@ -72,8 +72,7 @@ class Toolbox:
                 raise UnfitTool(f"the MCP server {server.address.text!r} offers no tools: check it, or leave it out")
             return [(schema, partial(server.call, schema["function"]["name"])) for schema in server.schemas]
         if specification == PYTHON:
-            own = {name: value for name, value in options.items() if name not in MCP_OPTIONS}
-            python = PythonTool(**own)
+            python = PythonTool(**{name: value for name, value in options.items() if name not in MCP_OPTIONS})
             self.holders.append(python)
             function: Function = python.python
         else:
@@ -86,53 +85,48 @@ class Toolbox:
 async def call_tool(function: Function, schema: Tool, arguments: Arguments) -> Any:
     if wrong := wrong_arguments(schema, arguments):
         raise PolicyError(wrong)
-    if inspect.iscoroutinefunction(function):
-        return await await_contained(function(**arguments))
-    result = await asyncio.to_thread(call_contained, function, arguments)
-    return await await_contained(result) if inspect.isawaitable(result) else result
-
-
-async def await_contained(awaited: Awaitable[Any]) -> Any:
     try:
-        return await awaited
+        return await call_user(function, **arguments)
     except SystemExit as error:  # it would end the loop, and all other episodes
         raise RuntimeError(f"the tool raised {error!r}") from error
 
 
-def call_contained(function: Function, arguments: Arguments) -> Any:
-    try:
-        return function(**arguments)
-    except (SystemExit, StopIteration) as error:  # no future can hold a StopIteration: its caller would wait forever
-        raise RuntimeError(f"the tool raised {error!r}") from error
+async def call_user(function: Function, /, *args: Any, **named: Any) -> Any:
+    """Call a plain function in a thread, and await a coroutine function."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **named)
+
+    def call_contained() -> Any:
+        try:
+            return function(*args, **named)
+        except (SystemExit, StopIteration) as error:  # a caller would wait forever for a future with a StopIteration
+            raise RuntimeError(f"the tool raised {error!r}") from error
+
+    returned = await asyncio.to_thread(call_contained)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def check_options(specifications: list[str], options: dict[str, Any]) -> None:
-    known = list(Parameters.of(PythonTool).names) if PYTHON in specifications else []
-    if any(one.startswith(MCP) for one in specifications):
-        known += MCP_OPTIONS
+    known = Parameters.of(PythonTool).names if PYTHON in specifications else []
+    known += MCP_OPTIONS if any(one.startswith(MCP) for one in specifications) else ()
     if (kind := options.get("mcp_connection", "auto")) not in CONNECTIONS:
         raise UnfitTool(f"environment.options.mcp_connection={kind!r}: take one of {', '.join(CONNECTIONS)}")
-    for option in options:
-        if option not in known:
-            takes = f"they take {', '.join(known)}" if known else "they take none"
-            raise UnfitTool(f"environment.options.{option}: none of the tools has such an option; {takes}")
+    if unknown := [option for option in options if option not in known]:
+        takes = f"they take {', '.join(known) or 'none'}"
+        raise UnfitTool(f"environment.options.{unknown[0]}: none of the tools has such an option; {takes}")
 
 
-def load_tool(specification: str) -> Function:
-    if specification in EXAMPLES:
-        file = f"examples/tools/{specification}.py"
-        raise NoSuchFunction(
-            f"the tool {specification} is an example, no built-in: copy {file} from the repository, and name it as "
-            f"--tools {specification}.py:{specification}"
-        )
-    if ":" not in specification and not specification.endswith(PICKLED):
-        raise NoSuchFunction(
-            f"the tool {specification!r} is neither {PYTHON}, file.py:function, package.module:function, mcp:URL nor "
-            "mcp:COMMAND: name one function of a file, or several with commas"
-        )
-    function = load_function(specification, {})
+def load_tool(name: str) -> Function:
+    if name in EXAMPLES:
+        remedy = f"copy examples/tools/{name}.py from the repository, and name it as --tools {name}.py:{name}"
+        raise NoSuchFunction(f"the tool {name} is an example, no built-in: {remedy}")
+    if ":" not in name and not name.endswith(PICKLED):
+        forms = f"{PYTHON}, file.py:function, package.module:function, mcp:URL nor mcp:COMMAND"
+        remedy = "name one function of a file, or several with commas"
+        raise NoSuchFunction(f"the tool {name!r} is neither {forms}: {remedy}")
+    function = load_function(name, {})
     if not inspect.isroutine(function):
-        raise NoSuchFunction(f"the tool {specification} is no function but {function!r:.100}: give a function")
+        raise NoSuchFunction(f"the tool {name} is no function but {function!r:.100}: give a function")
     return function
 
 

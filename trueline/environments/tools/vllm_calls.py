@@ -39,8 +39,7 @@ def vllm_parser(name: str, tokenizer: Any) -> Callable[[str, Sequence[Tool]], Pa
         try:
             request = ChatCompletionRequest(messages=[], model="", tools=list(tools) or None)
             # A new one for each reply, because it has state; without a cache each would read the whole vocabulary.
-            parser = kind(cached, cast(Any, request.tools))
-            found = parser.extract_tool_calls(text, request)
+            found = kind(cached, cast(Any, request.tools)).extract_tool_calls(text, request)
         except FAULTS as error:
             return Parsed(text.strip(), [], f"the tool call could not be read: {error}")
         return read_calls([call.function for call in found.tool_calls], (found.content or "").strip())
