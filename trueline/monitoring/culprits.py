@@ -37,9 +37,6 @@ class Situation:
         """Return the seconds without progress in any process."""
         return max(self.now - max(one.beat.moved for one in [self.driver, *self.others]), 0.0)
 
-    def calls(self) -> list[ActivityGroup]:
-        return [row for row in self.driver.beat.rows if row.kind == "call"]
-
 
 def dead_process(seen: Situation) -> str:
     ending = (phase := seen.phase()) is not None and phase.who == "end"  # when they should go
@@ -74,10 +71,10 @@ def slow_user_code(seen: Situation) -> str:
     row = seen.oldest("reward", "environment", "call")
     if row is None or row.kind == "call":
         return ""
-    if row.kind == "environment":
-        waiting = count_waiting(row, "episode")
-        return f"environment {row.who} has not returned from `{row.what}` for {seen.age(row)}: {waiting}"
-    return f"reward `{row.who}` has not answered for {seen.age(row)}: {count_waiting(row, 'call')} on {row.what}"
+    if row.kind == "reward":
+        return f"reward `{row.who}` has not answered for {seen.age(row)}: {count_waiting(row, 'call')} on {row.what}"
+    waiting = count_waiting(row, "episode")
+    return f"environment {row.who} has not returned from `{row.what}` for {seen.age(row)}: {waiting}"
 
 
 def count_waiting(row: ActivityGroup, noun: str) -> str:
@@ -98,17 +95,16 @@ def split_collective(seen: Situation) -> str:
             each = ", ".join(f"{process_names([one])} in {one.collective()}" for one in waiting)
             return f"ranks wait in different collectives: {each}"
         if len(waiting) > 1:
-            return (
-                f"{process_names(waiting)} all wait for each other in {where[0]}: the network between them, or a device"
-            )
+            names = process_names(waiting)
+            return f"{names} all wait for each other in {where[0]}: the network between them, or a device"
     return ""
 
 
 def collective_groups(seen: Situation) -> list[list[SeenProcess]]:
     """Return the members of collectives: the ranks of each model; during a sync, all processes with a call."""
     if (phase := seen.phase()) is not None and phase.who == "sync":
-        asked_now = {row.who for row in seen.calls()}
-        return [[one for one in seen.others if one.beat.name in asked_now]]
+        called = {row.who for row in seen.driver.beat.rows if row.kind == "call"}
+        return [[one for one in seen.others if one.beat.name in called]]
     roles: dict[str, list[SeenProcess]] = {}
     for one in seen.others:
         role, _, number = one.beat.name.rpartition("-")
@@ -157,15 +153,8 @@ def current_phase(seen: Situation) -> str:
 
 
 CULPRITS: tuple[Callable[[Situation], str], ...] = (
-    dead_process,
-    stopped_process,
-    slow_data,
-    full_disk,
-    slow_user_code,
-    split_collective,
-    slow_checkpoint,
-    slow_call,
-    current_phase,
+    *(dead_process, stopped_process, slow_data, full_disk, slow_user_code),
+    *(split_collective, slow_checkpoint, slow_call, current_phase),
 )
 
 

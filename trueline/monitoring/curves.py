@@ -57,18 +57,13 @@ def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height:
 
 def braille(dots: list[tuple[int, int]], columns: int, height: int) -> list[str]:
     """Lines of text, the top one first; dots are counted from the lower left."""
-    codes = [[0] * columns for _ in range(height)]
-    for x, y in join_dots(dots):
+    codes, joined = [[0] * columns for _ in range(height)], dots[:1]
+    for (x, y), (to_x, to_y) in pairwise(dots):  # with a straight line between two of them
+        steps = max(to_x - x, abs(to_y - y), 1)
+        joined += [(x + round(n * (to_x - x) / steps), y + round(n * (to_y - y) / steps)) for n in range(1, steps + 1)]
+    for x, y in joined:
         codes[height - 1 - y // 4][x // 2] |= DOTS[x % 2][y % 4]
     return ["".join(chr(BRAILLE + code) if code else " " for code in line) for line in codes]
-
-
-def join_dots(dots: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The dots, and those of the straight lines between them."""
-    yield dots[0]
-    for (x, y), (to_x, to_y) in pairwise(dots):
-        steps = max(to_x - x, abs(to_y - y), 1)
-        yield from ((x + round(n * (to_x - x) / steps), y + round(n * (to_y - y) / steps)) for n in range(1, steps + 1))
 
 
 def svg_curve(series: Mapping[str, Sequence[Point]], title: str, x_label: str = "step") -> str:

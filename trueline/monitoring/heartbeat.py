@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -125,14 +124,12 @@ class ActivityLog:
         with self.lock:
             for one in list(self.all):
                 alike.setdefault((one.kind, one.who, one.what, one.inner > 0), []).append(one.since)
-        return sorted(
-            (ActivityGroup(*key, len(times), min(times)) for key, times in alike.items()), key=lambda row: row.since
-        )
+        groups = [ActivityGroup(*key, len(times), min(times)) for key, times in alike.items()]
+        return sorted(groups, key=lambda row: row.since)
 
     def beat(self, name: str) -> Heartbeat:
-        pid = os.getpid()
-        born = psutil.Process(pid).create_time()
-        return Heartbeat(name, pid, born, socket.gethostname(), time.time(), self.moved, self.rows())
+        born, host = psutil.Process().create_time(), socket.gethostname()
+        return Heartbeat(name, os.getpid(), born, host, time.time(), self.moved, self.rows())
 
 
 OUTER: ContextVar[Activity | None] = ContextVar("OUTER", default=None)
@@ -150,17 +147,12 @@ def write_beat(folder: Path, beat: Heartbeat) -> None:
 
 def thread_stacks() -> str:
     """Return the stacks of all threads; not for signal handlers, because frames change under them."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        "\n".join(
-            [f"Thread {names.get(ident, ident)}, the innermost first:", *map(frame_line, traceback.walk_stack(at))]
-        )
-        for ident, at in sys._current_frames().items()
-    )
-
-
-def frame_line(frame: tuple[FrameType, int]) -> str:
-    return f'  File "{frame[0].f_code.co_filename}", line {frame[1]} in {frame[0].f_code.co_name}'
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for ident, innermost in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)}, the innermost first:")
+        for frame, line in traceback.walk_stack(innermost):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}')
+    return "\n".join(lines)
 
 
 def read_beat(file: Path) -> Heartbeat | None:
@@ -183,8 +175,9 @@ def start_beating(folder: Path, name: str) -> None:
 
 
 def clear_beats(folder: Path) -> None:
-    for file in (file for kind in (f"{BEAT}*", REQUEST, STACKS) for file in folder.glob(f"*{kind}")):
-        file.unlink(missing_ok=True)
+    for kind in (f"{BEAT}*", REQUEST, STACKS):
+        for file in folder.glob(f"*{kind}"):
+            file.unlink(missing_ok=True)
 
 
 # Processes seen from outside
@@ -232,12 +225,9 @@ def process_of(beat: Heartbeat) -> psutil.Process | None:
 
 def run_py_spy(pid: int) -> str:
     tool = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    if tool is None:
-        return ""
-    command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS, check=False)
-        return done.stdout if done.returncode == 0 else ""
+    command = [tool or "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+    with suppress(OSError, subprocess.SubprocessError):  # it is not installed, not allowed, or too slow
+        return subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS, check=True).stdout
     return ""
 
 
@@ -248,11 +238,12 @@ def request_stacks(name: Path) -> str:
     deadline = time.monotonic() + STACK_SECONDS
     while request.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    answered = not request.exists()
+    if not request.exists():
+        return file.read_text()
     request.unlink(missing_ok=True)
-    return file.read_text() if answered else ""
+    return ""
 
 
 def other_beats(folder: Path, driver: str) -> list[Heartbeat]:
-    found = [read_beat(file) for file in sorted(folder.glob(f"*{BEAT}"))]
+    found = map(read_beat, sorted(folder.glob(f"*{BEAT}")))
     return [beat for beat in found if beat is not None and beat.name != driver]

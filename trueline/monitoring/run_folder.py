@@ -86,8 +86,7 @@ class RunFolder:
 
     def read_findings(self) -> list[tuple[int, Finding]]:
         """Read all findings so far, each with its step."""
-        rows = read_rows(self.findings)
-        return [(row.pop("step"), Finding(**row)) for row in rows]
+        return [(row.pop("step"), Finding(**row)) for row in read_rows(self.findings)]
 
     def last_error(self) -> Finding | None:
         """Return what ended the run, unless it was started again since."""
@@ -123,21 +122,20 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(self._holder()) from None
+            raise self._refusal() from None
         except OSError as error:
             what = f"{self.lock} cannot be locked ({error.strerror}), as on some network file systems"
             return [Finding(WATCH, "no_file_locks", what, "do not resume this run a second time while it runs")]
         return []
 
-    def _holder(self) -> str:
-        try:
+    def _refusal(self) -> ConfigError:
+        process, stop = "another process", "stop it"
+        with suppress(OSError, ValueError, KeyError):
             about = json.loads(self.lock.read_text())
-            process, since = f"process {about['pid']} on {about['host']}", f" since {about['since']}"
+            process = f"process {about['pid']} on {about['host']} since {about['since']}"
             stop = f"stop it with `kill -INT {about['pid']}` there"
-        except (OSError, ValueError, KeyError):
-            process, since, stop = "another process", "", "stop it"
-        return (
-            f"{self.path} is being run by {process}{since}: wait for its end, or {stop} and wait for its last "
+        return ConfigError(
+            f"{self.path} is being run by {process}: wait for its end, or {stop} and wait for its last "
             "checkpoint; then --resume it. To start another run, choose another --name"
         )
 
@@ -145,31 +143,28 @@ class RunFolder:
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
         """Find the run to resume: the named one, or the one of this verb that changed last."""
         base = Path(folder).resolve()
-        if name is not None:
-            return cls(base / name)._check_verb(verb)
-        runs = [run for run in cls.all_in(base) if run.verb() == verb]
-        if not runs:
+        run = (
+            cls(base / name)
+            if name is not None
+            else next((run for run in cls.all_in(base) if run.verb() == verb), None)
+        )
+        if run is None:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
-        return runs[0]
+        if not run.config.is_file():
+            raise ConfigError(
+                f"{run.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
+                "or leave --resume out to start it"
+            )
+        if run.verb() != verb:
+            known = run.verb() or "no known verb"
+            raise ConfigError(f"{run.path} is a run of {known}: resume it with the verb that started it (got {verb})")
+        return run
 
     @classmethod
     def all_in(cls, base: Path) -> "list[RunFolder]":
         """Return the runs of a folder, the last changed first."""
         found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
         return sorted(found, key=RunFolder.last_change, reverse=True)
-
-    def _check_verb(self, verb: str) -> "RunFolder":
-        if not self.config.is_file():
-            raise ConfigError(
-                f"{self.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
-                "or leave --resume out to start it"
-            )
-        if self.verb() != verb:
-            raise ConfigError(
-                f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that started it "
-                f"(got {verb})"
-            )
-        return self
 
     def verb(self) -> str:
         """Return the verb that started this run, or nothing if its head is unknown."""
@@ -191,8 +186,7 @@ class RunFolder:
         write_atomically(self.config, f"{HEAD}{verb}\n{config.dump()}")
 
     def resume_command(self) -> str:
-        base = Path(RunConfig.model_fields["folder"].default).resolve()
-        place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
+        place = "" if self.path.parent == RUNS.resolve() else f" {shlex.quote(f'folder={self.path.parent}')}"
         return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
 
     def training_folder(self) -> Path:

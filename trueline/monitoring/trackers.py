@@ -44,16 +44,15 @@ class OpenTracker:
 
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
-    """A tracker: how to open it, its package, and the error of an unreachable server."""
+    """A tracker: how to open it, and the error of an unreachable server; its key is the name of its package."""
 
     open: Callable[[Any, TrackedRun], OpenTracker]  # of the package and a place
-    package: str
-    install: str
-    failure: str = ""  # name of an exception of the package; OSError is one everywhere
+    install: str  # what pip installs
+    failure: str = ""  # place of an exception of the package; OSError is one everywhere
     remedy: str = "check its permissions and the space on the disk"
 
     def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, *([pkgutil.resolve_name(f"{self.package}:{self.failure}")] if self.failure else []))
+        return (OSError, pkgutil.resolve_name(self.failure)) if self.failure else (OSError,)
 
 
 class Tracker:
@@ -79,9 +78,9 @@ class Tracker:
         for file in (folder.metrics, folder.transcripts):
             self._sink(file)
         for key, project in chosen_trackers(config).items():
-            place = TrackedRun(folder.path, project, (run_ids or {}).get(key, ""), resume_step)
-            self.opened[key] = open_tracker(key, place)
-            self.scalars.append(Sink(self.opened[key].write, key, note, TRACKERS[key].failures()))
+            one = open_tracker(key, TrackedRun(folder.path, project, (run_ids or {}).get(key, ""), resume_step))
+            self.opened[key] = one
+            self.scalars.append(Sink(one.write, key, note, TRACKERS[key].failures()))
         self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def _sink(self, file: Path) -> "Sink":
@@ -126,11 +125,7 @@ class Sink:
     """Write row by row: if a disk or server refuses a row, the row is lost, not the run; warn once, and count."""
 
     def __init__(
-        self,
-        write: Callable[..., object],
-        name: str,
-        note: Note,
-        failures: tuple[type[Exception], ...] = (OSError,),
+        self, write: Callable[..., object], name: str, note: Note, failures: tuple[type[Exception], ...] = (OSError,)
     ) -> None:
         self.write, self.name, self.note, self.failures = write, name, note, failures
         self.lost = 0
@@ -145,8 +140,8 @@ class Sink:
 
     def report_lost(self) -> None:
         if self.lost:
-            rows = "1 row" if self.lost == 1 else f"{self.lost} rows"
-            self.note(f"warning: {rows} of {self.name} {'was' if self.lost == 1 else 'were'} lost")
+            rows, were = ("1 row", "was") if self.lost == 1 else (f"{self.lost} rows", "were")
+            self.note(f"warning: {rows} of {self.name} {were} lost")
 
 
 class AppendedFile:
@@ -180,48 +175,36 @@ def keep_until(file: Path, step: int, note: Note = str) -> int:
     if not file.exists():
         return -1
     first, last, behind = first_again(step), -1, 0
-    aside = unused_name(file, step)
-    with file.open("rb") as lines, unfinished_path(file).open("wb") as kept, unfinished_path(aside).open("wb") as rest:
+    stem = f"{file.stem}.after_step_{step:06d}"
+    names = itertools.chain([stem], (f"{stem}.{number}" for number in itertools.count(2)))  # earlier ones are kept
+    aside = next(path for name in names if not (path := file.with_name(name + file.suffix)).exists())
+    before, after = (path.with_suffix(UNFINISHED) for path in (file, aside))
+    with file.open("rb") as lines, before.open("wb") as kept, after.open("wb") as rest:
         for line in lines:
-            if (at := step_of(line)) is None:
+            if (row := parse_line(line)) is None:  # half a line, which a kill or a full disk may leave
                 continue
-            (kept if at < first else rest).write(line.removesuffix(b"\n") + b"\n")
-            last, behind = (at, behind) if at < first else (last, behind + 1)
+            if row["step"] < first:
+                last = row["step"]
+                kept.write(line.removesuffix(b"\n") + b"\n")
+            else:
+                behind += 1
+                rest.write(line.removesuffix(b"\n") + b"\n")
     if behind:
-        unfinished_path(aside).rename(aside)
+        after.rename(aside)
         note(f"{file.name}: {behind} rows after step {step} moved to {aside.name}")
-    else:
-        unfinished_path(aside).unlink()
-    unfinished_path(file).rename(file)
+    after.unlink(missing_ok=True)
+    before.rename(file)
     return last
 
 
 def fates_after(ledger: Path, step: int) -> list[dict[str, list[int]]]:
     """Read the fates of the prompts in each step after this one."""
-    rows = [row for row in read_rows(ledger) if row["step"] > step]
-    return [{fate: numbers for fate, numbers in row.items() if fate != "step"} for row in rows]
+    return [row for row in read_rows(ledger) if row.pop("step") > step]
 
 
 def first_again(step: int) -> int:
     """Return the first step that is written again; a run that starts over also writes step 0 again."""
     return step + 1 if step else 0
-
-
-def step_of(line: bytes) -> int | None:
-    """Return the step of a line, or None for half a line, which a kill or a full disk may leave."""
-    row = parse_line(line)
-    return None if row is None else int(row["step"])
-
-
-def unused_name(file: Path, step: int) -> Path:
-    """Return a name that is not in use, to keep the files of earlier resumptions."""
-    stem, more = f"{file.stem}.after_step_{step:06d}", (f".{number}" for number in itertools.count(2))
-    names = (f"{stem}{number}{file.suffix}" for number in itertools.chain([""], more))
-    return next(path for name in names if not (path := file.with_name(name)).exists())
-
-
-def unfinished_path(file: Path) -> Path:
-    return file.with_suffix(UNFINISHED)
 
 
 def open_board(package: Any, place: TrackedRun) -> OpenTracker:
@@ -281,35 +264,31 @@ def chosen_trackers(config: MonitoringConfig) -> dict[str, Any]:
 
 def check_trackers(config: MonitoringConfig) -> None:
     for key in chosen_trackers(config):
-        if importlib.util.find_spec(TRACKERS[key].package) is None:
-            raise ConfigError(f"monitoring.{key}: {TRACKERS[key].package} is not installed; {TRACKERS[key].install}")
+        if importlib.util.find_spec(key) is None:
+            raise ConfigError(f"monitoring.{key}: {key} is not installed; pip install {TRACKERS[key].install}")
 
 
 def open_tracker(key: str, place: TrackedRun) -> OpenTracker:
-    row = TRACKERS[key]
-    package = importlib.import_module(row.package)
+    row, package = TRACKERS[key], importlib.import_module(key)
     try:
         return row.open(package, place)
     except row.failures() as error:
         raise ConfigError(f"monitoring.{key}={place.project}: {error}; {row.remedy}") from error
 
 
-# By the key of `monitoring` that chooses it.
-TRACKERS = {
-    "tensorboard": TrackerRow(open_board, "tensorboard", "pip install tensorboard"),
+TRACKERS = {  # by the key of `monitoring` that chooses it
+    "tensorboard": TrackerRow(open_board, "tensorboard"),
     "wandb": TrackerRow(
         open_wandb,
-        "wandb",
-        "pip install 'trueline[wandb]'",
-        "errors.Error",
+        "'trueline[wandb]'",
+        "wandb:errors.Error",
         "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
     ),
     "mlflow": TrackerRow(
         open_mlflow,
         "mlflow",
-        "pip install mlflow",
-        "exceptions.MlflowException",
+        "mlflow:exceptions.MlflowException",
         "check MLFLOW_TRACKING_URI, which names the server or folder",
     ),
-    "trackio": TrackerRow(open_trackio, "trackio", "pip install trackio"),
+    "trackio": TrackerRow(open_trackio, "trackio"),
 }

@@ -53,12 +53,8 @@ def changed_places(tree: Tree, change: Change, path: str = "") -> Tree:
 def changed_value(value: Any, change: Change, key: str) -> Any:
     if not isinstance(value, str) or not value:
         return value
-    if FUNCTIONS.fullmatch(key) or TOOLS.fullmatch(key):
-        return changed_function(value, change, key)
-    return change(value) if any(some.fullmatch(key) for some in (DATASETS, TEMPLATES, PLACES)) else value
-
-
-def changed_function(value: str, change: Change, key: str) -> str:
+    if not matches(key, FUNCTIONS, TOOLS):
+        return change(value) if matches(key, DATASETS, TEMPLATES, PLACES) else value
     place, _, name = value.rpartition(":")
     if place.isidentifier() and Path(f"{place}.py").is_file():  # a module that is imported from this folder
         place = f"{place}.py"
@@ -67,6 +63,10 @@ def changed_function(value: str, change: Change, key: str) -> str:
     if key == "environment.agent" and " " in value:
         return shlex.join(change(word) if "." in word or "/" in word else word for word in shlex.split(value))
     return change(value) if key.startswith("reward.") or value.endswith(PICKLED) else value
+
+
+def matches(key: str, *kinds: re.Pattern[str]) -> bool:
+    return any(kind.fullmatch(key) for kind in kinds)
 
 
 def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
@@ -113,19 +113,14 @@ def code_values(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
         key = f"{path}{name}"
         if isinstance(value, dict):
             yield from code_values(value, f"{key}.")
-        elif any(some.fullmatch(key) for some in (FUNCTIONS, TOOLS, TEMPLATES, HELD_OUT)):
+        elif matches(key, FUNCTIONS, TOOLS, TEMPLATES, HELD_OUT):
             yield from ((key, str(one)) for one in (value if isinstance(value, list) else [value]))
 
 
 def places_in(value: str, key: str) -> list[str]:
-    seen: list[str] = []
-
-    def note(place: str) -> str:
-        seen.append(place)
-        return place
-
-    changed_value(value, note, key)
-    return seen or [value]
+    seen: dict[str, str] = {}
+    changed_value(value, lambda place: seen.setdefault(place, place), key)
+    return [*seen] or [value]
 
 
 def files_of(place: str) -> list[Path]:

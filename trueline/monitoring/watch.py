@@ -12,21 +12,9 @@ from typing import Self
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.run import RunConfig
+from trueline.monitoring import heartbeat
 from trueline.monitoring.culprits import SILENT_SECONDS, Situation, certain_culprit, find_culprit
-from trueline.monitoring.heartbeat import (
-    BEAT,
-    BEAT_SECONDS,
-    RUN,
-    WORK,
-    Heartbeat,
-    SeenProcess,
-    clear_beats,
-    look_at_process,
-    other_beats,
-    process_of,
-    read_beat,
-    write_beat,
-)
+from trueline.monitoring.heartbeat import BEAT, BEAT_SECONDS, RUN, WORK, Heartbeat
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
 
@@ -47,9 +35,9 @@ PHASES = {  # what a run does in each
 
 def find_situation(driver: Heartbeat, logs: Path) -> Situation:
     """Look at all processes of a run, given the heartbeat of its driver."""
-    others = [look_at_process(beat, logs) for beat in other_beats(logs, RUN)]
-    folder = logs.parent
-    return Situation(look_at_process(driver, logs), others, str(folder), shutil.disk_usage(folder).free)
+    others = [heartbeat.look_at_process(beat, logs) for beat in heartbeat.other_beats(logs, RUN)]
+    free = shutil.disk_usage(logs.parent).free
+    return Situation(heartbeat.look_at_process(driver, logs), others, str(logs.parent), free)
 
 
 def describe_situation(seen: Situation, *head: str) -> str:
@@ -57,30 +45,26 @@ def describe_situation(seen: Situation, *head: str) -> str:
     everyone = [seen.driver, *seen.others]
     rows = [row for row in seen.driver.beat.rows if row.kind != "phase"]
     under_way = [f"  {row.kind:<12}{row.who} {row.what}: {row.count}, since {seen.age(row)}" for row in rows]
-    return "\n".join(
-        [
-            *head,
-            "in flight, oldest first:",
-            *(under_way or ["  nothing"]),
-            "processes:",
-            *(describe_process(one, seen) for one in everyone),
-            *(f"\n== stacks of {one.beat.name} (pid {one.beat.pid}) ==\n{one.stack or 'none'}" for one in everyone),
-        ]
-    )
+    lines = [*head, "in flight, oldest first:", *(under_way or ["  nothing"]), "processes:"]
+    for one in everyone:
+        doing = [f"{row.who} {row.what}".strip() for row in one.beat.rows if row.kind in ("phase", "call", "part")]
+        process = f"  {one.beat.name:<12}pid {one.beat.pid}, {one.state}: {', '.join(doing) or 'idle'}"
+        lines.append(f"{process} (heartbeat {duration(seen.now - one.beat.written)} ago)")
+    stacks = [f"\n== stacks of {one.beat.name} (pid {one.beat.pid}) ==\n{one.stack or 'none'}" for one in everyone]
+    return "\n".join(lines + stacks)
 
 
 def describe_silence(seen: Situation) -> str:
-    phase = (phase := seen.phase()) and f" in `{phase.who}`"
-    silence = f"No progress for {duration(seen.silence())}{phase or ''}"
+    phase = f" in `{phase.who}`" if (phase := seen.phase()) else ""
+    silence = f"No progress for {duration(seen.silence())}{phase}"
     return describe_situation(seen, find_culprit(seen), f"{silence}; no process is ended before its own deadline.")
 
 
 def describe_progress(seen: Situation, folder: RunFolder) -> str:
     """Describe a run that makes progress, or has not been silent for long."""
-    phase = seen.phase()
-    doing = (
-        f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}" if phase else "between phases"
-    )
+    doing = "between phases"
+    if phase := seen.phase():
+        doing = f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}"
     head = f"The run makes progress: {step_words(folder)}{doing}. Last progress {duration(seen.silence())} ago."
     return describe_situation(seen, head)
 
@@ -92,12 +76,6 @@ def step_words(folder: RunFolder) -> str:
         done = folder.rows()[-1]["step"] if folder.metrics.exists() else 0
         return f"step {min(done + 1, total or done + 1)}{f' of {total}' if total else ''}, "
     return ""
-
-
-def describe_process(one: SeenProcess, seen: Situation) -> str:
-    rows = ", ".join(f"{row.who} {row.what}".strip() for row in one.beat.rows if row.kind in ("phase", "call", "part"))
-    head = f"  {one.beat.name:<12}pid {one.beat.pid}, {one.state}: {rows or 'idle'}"
-    return f"{head} (heartbeat {duration(seen.now - one.beat.written)} ago)"
 
 
 class Watch:
@@ -119,7 +97,7 @@ class Watch:
 
     def move(self, logs: Path, say: Callable[[str], object]) -> None:
         """Write heartbeats and reports to the run's folder from now on."""
-        clear_beats(logs)
+        heartbeat.clear_beats(logs)
         self.logs, self.say = logs, say
         self._leave_aside()
 
@@ -127,11 +105,11 @@ class Watch:
         self.ended.set()
         self.thread.join(BEAT_SECONDS)
         self.open_now.remove(self)
-        clear_beats(self.logs)
+        heartbeat.clear_beats(self.logs)
         self._leave_aside()
 
     def _leave_aside(self) -> None:
-        clear_beats(self.aside)
+        heartbeat.clear_beats(self.aside)
         with suppress(OSError):
             self.aside.rmdir()  # unless a report is in it
 
@@ -142,18 +120,17 @@ class Watch:
     def check(self, now: float) -> None:
         """Write the driver's heartbeat; report, once, if there was no progress for too long."""
         driver = WORK.beat(RUN)
-        write_beat(self.logs, driver)
+        heartbeat.write_beat(self.logs, driver)
         if now - driver.moved < self.silence or self.open_now[-1] is not self:
             return
-        moved = max(beat.moved for beat in [driver, *other_beats(self.logs, RUN)])
+        moved = max(beat.moved for beat in [driver, *heartbeat.other_beats(self.logs, RUN)])
         if now - moved > self.silence and moved > self.reported:
             self.reported = moved
             with suppress(OSError):  # for example a disk that is gone: the run itself will report it
                 self._report(describe_silence(find_situation(driver, self.logs)))
 
     def _report(self, text: str) -> None:
-        number = len(list(self.logs.glob("stuck-*.txt"))) + 1
-        file = self.logs / f"stuck-{number}.txt"
+        file = self.logs / f"stuck-{len(list(self.logs.glob('stuck-*.txt'))) + 1}.txt"
         with suppress(OSError):
             file.write_text(text + "\n")
         shown = text.partition("\n\n")[0].splitlines()[:SHOWN_LINES]
@@ -165,14 +142,12 @@ def explain(run: Path) -> str:
     folder = RunFolder(run)
     if not folder.logs.is_dir():
         raise ConfigError(f"{run} has no logs: name a run that was started")
-    driver = read_beat(folder.logs / f"{RUN}{BEAT}")
+    driver = heartbeat.read_beat(folder.logs / f"{RUN}{BEAT}")
     if driver is not None and is_alive(driver):
         seen = find_situation(driver, folder.logs)
-        return (
-            describe_silence(seen)
-            if certain_culprit(seen) or seen.silence() > longest_silence(folder)
-            else describe_progress(seen, folder)
-        )
+        if certain_culprit(seen) or seen.silence() > longest_silence(folder):
+            return describe_silence(seen)
+        return describe_progress(seen, folder)
     try:
         folder.check_idle()
     except ConfigError as error:
@@ -183,7 +158,7 @@ def explain(run: Path) -> str:
 def is_alive(driver: Heartbeat) -> bool:
     """Tell whether a driver lives; on another machine that shares the disk, by its last heartbeat."""
     elsewhere = driver.host != socket.gethostname() and time.time() - driver.written < SILENT_SECONDS
-    return elsewhere or process_of(driver) is not None
+    return elsewhere or heartbeat.process_of(driver) is not None
 
 
 def longest_silence(folder: RunFolder) -> float:
