@@ -12,11 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
 from trueline.files import UNFINISHED, read_rows, write_atomically
 from trueline.monitoring.findings import REFUSED, WATCH, Finding
-from trueline.monitoring.user_files import changed_files, fingerprints, keep_fingerprints
 
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 RUNS = Path(RunConfig.model_fields["folder"].default)
@@ -71,14 +70,6 @@ class RunFolder:
         aside.logs.mkdir()
         aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
         aside.path.rename(self.path)
-
-    def changed_files(self, tree: Tree) -> list[Finding]:
-        """Return the user's files that changed since the last start, and remember their present state."""
-        now = fingerprints(tree)
-        found = changed_files(self.code, now)
-        with suppress(OSError):
-            keep_fingerprints(self.code, now)
-        return found
 
     def write_plan(self, text: str, findings: Iterable[Finding]) -> None:
         with suppress(OSError):  # the report does without it

@@ -22,17 +22,9 @@ from trueline.monitoring.metrics import METRICS
 from trueline.monitoring.run_folder import RunFolder
 
 Note = Callable[[str], object]
+WANDB_REMEDY = "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
+MLFLOW_REMEDY = "check MLFLOW_TRACKING_URI, which names the server or folder"
 TIMED = "time/step"  # is among the metrics of a step whose phases end with it
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
-    """A run that a tracker is opened for: its folder, the value of the tracker's key, and where it resumes."""
-
-    folder: Path
-    project: Any
-    run_id: str  # empty for a run that is new to the tracker
-    resume_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,8 @@ class OpenTracker:
 class TrackerRow:
     """A tracker: how to open it, and the error of an unreachable server; its key is the name of its package."""
 
-    open: Callable[[Any, TrackedRun], OpenTracker]  # of the package and a place
+    # Of the package, the run's folder, the key's value, the run's id there (None: it is new) and the step to resume.
+    open: Callable[[Any, Path, Any, str | None, int], OpenTracker]
     install: str  # what pip installs
     failure: str = ""  # place of an exception of the package; OSError is one everywhere
     remedy: str = "check its permissions and the space on the disk"
@@ -78,9 +71,13 @@ class Tracker:
         for file in (folder.metrics, folder.transcripts):
             self._sink(file)
         for key, project in chosen_trackers(config).items():
-            one = open_tracker(key, TrackedRun(folder.path, project, (run_ids or {}).get(key, ""), resume_step))
+            row, run_id = TRACKERS[key], (run_ids or {}).get(key)
+            try:
+                one = row.open(importlib.import_module(key), folder.path, project, run_id, resume_step)
+            except row.failures() as error:
+                raise ConfigError(f"monitoring.{key}={project}: {error}; {row.remedy}") from error
             self.opened[key] = one
-            self.scalars.append(Sink(one.write, key, note, TRACKERS[key].failures()))
+            self.scalars.append(Sink(one.write, key, note, row.failures()))
         self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def _sink(self, file: Path) -> "Sink":
@@ -110,7 +107,9 @@ class Tracker:
 
     def close(self) -> None:
         for sink in (*self.files.values(), *self.scalars):
-            sink.report_lost()
+            rows, were = ("1 row", "was") if sink.lost == 1 else (f"{sink.lost} rows", "were")
+            if sink.lost:
+                self.note(f"warning: {rows} of {sink.name} {were} lost")
         if self.events is not None:
             self.events.stop()
         for one in self.opened.values():
@@ -137,11 +136,6 @@ class Sink:
             if not self.lost:
                 self.note(f"warning: {self.name} cannot be written ({error}); the run continues, its rows are lost")
             self.lost += 1
-
-    def report_lost(self) -> None:
-        if self.lost:
-            rows, were = ("1 row", "was") if self.lost == 1 else (f"{self.lost} rows", "were")
-            self.note(f"warning: {rows} of {self.name} {were} lost")
 
 
 class AppendedFile:
@@ -183,12 +177,9 @@ def keep_until(file: Path, step: int, note: Note = str) -> int:
         for line in lines:
             if (row := parse_line(line)) is None:  # half a line, which a kill or a full disk may leave
                 continue
-            if row["step"] < first:
-                last = row["step"]
-                kept.write(line.removesuffix(b"\n") + b"\n")
-            else:
-                behind += 1
-                rest.write(line.removesuffix(b"\n") + b"\n")
+            is_kept = row["step"] < first
+            (kept if is_kept else rest).write(line.removesuffix(b"\n") + b"\n")
+            last, behind = (row["step"], behind) if is_kept else (last, behind + 1)
     if behind:
         after.rename(aside)
         note(f"{file.name}: {behind} rows after step {step} moved to {aside.name}")
@@ -207,7 +198,7 @@ def first_again(step: int) -> int:
     return step + 1 if step else 0
 
 
-def open_board(package: Any, place: TrackedRun) -> OpenTracker:
+def open_board(_: Any, run: Path, project: Any, run_id: str | None, resume_step: int) -> OpenTracker:
     """Append numbers to an event file, and hide those after the resumed step.
 
     They are written here and not in torch's thread, so that a full disk does not end the run.
@@ -216,8 +207,7 @@ def open_board(package: Any, place: TrackedRun) -> OpenTracker:
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
     from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
-    folder = place.folder / "tensorboard"
-    folder.mkdir(exist_ok=True)
+    (folder := run / "tensorboard").mkdir(exist_ok=True)
     now = time.time_ns()
     file = RecordWriter(AppendedFile(folder / f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{now}"))
 
@@ -229,22 +219,21 @@ def open_board(package: Any, place: TrackedRun) -> OpenTracker:
         write(step=step, summary=Summary(value=values))
 
     write(file_version="brain.Event:2")
-    write(step=first_again(place.resume_step), session_log=SessionLog(status=SessionLog.START))
+    write(step=first_again(resume_step), session_log=SessionLog(status=SessionLog.START))
     return OpenTracker(add)
 
 
-def open_wandb(wandb: Any, place: TrackedRun) -> OpenTracker:
-    name, run_id = place.folder.name, place.run_id or None
-    run = wandb.init(project=place.project, name=name, dir=place.folder, id=run_id, resume="allow")
+def open_wandb(wandb: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    run = wandb.init(project=project, name=folder.name, dir=folder, id=run_id, resume="allow")
     for one in METRICS:
         if one.better and ".+" not in one.pattern():
             run.define_metric(one.name, summary={"higher": "max", "lower": "min"}[one.better])
     return OpenTracker(lambda step, row: run.log(row, step=step), str(run.id), run.finish)
 
 
-def open_mlflow(mlflow: Any, place: TrackedRun) -> OpenTracker:
-    mlflow.set_experiment(place.project)
-    run = mlflow.start_run(run_id=place.run_id or None, run_name=place.folder.name)
+def open_mlflow(mlflow: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    mlflow.set_experiment(project)
+    run = mlflow.start_run(run_id=run_id, run_name=folder.name)
 
     def add(step: int, row: dict[str, float]) -> None:
         mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in row.items()}, step=step)
@@ -252,8 +241,8 @@ def open_mlflow(mlflow: Any, place: TrackedRun) -> OpenTracker:
     return OpenTracker(add, run.info.run_id, mlflow.end_run)
 
 
-def open_trackio(trackio: Any, place: TrackedRun) -> OpenTracker:
-    trackio.init(project=place.project, name=place.folder.name, resume="allow")
+def open_trackio(trackio: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    trackio.init(project=project, name=folder.name, resume="allow")
     return OpenTracker(lambda step, row: trackio.log(row, step=step), close=trackio.finish)
 
 
@@ -268,27 +257,9 @@ def check_trackers(config: MonitoringConfig) -> None:
             raise ConfigError(f"monitoring.{key}: {key} is not installed; pip install {TRACKERS[key].install}")
 
 
-def open_tracker(key: str, place: TrackedRun) -> OpenTracker:
-    row, package = TRACKERS[key], importlib.import_module(key)
-    try:
-        return row.open(package, place)
-    except row.failures() as error:
-        raise ConfigError(f"monitoring.{key}={place.project}: {error}; {row.remedy}") from error
-
-
 TRACKERS = {  # by the key of `monitoring` that chooses it
     "tensorboard": TrackerRow(open_board, "tensorboard"),
-    "wandb": TrackerRow(
-        open_wandb,
-        "'trueline[wandb]'",
-        "wandb:errors.Error",
-        "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
-    ),
-    "mlflow": TrackerRow(
-        open_mlflow,
-        "mlflow",
-        "mlflow:exceptions.MlflowException",
-        "check MLFLOW_TRACKING_URI, which names the server or folder",
-    ),
+    "wandb": TrackerRow(open_wandb, "'trueline[wandb]'", "wandb:errors.Error", WANDB_REMEDY),
+    "mlflow": TrackerRow(open_mlflow, "mlflow", "mlflow:exceptions.MlflowException", MLFLOW_REMEDY),
     "trackio": TrackerRow(open_trackio, "trackio"),
 }

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,26 +157,18 @@ def module_files(folder: Path, name: str) -> Iterator[Path]:
         folder /= part
 
 
-def changed_files(record: Path, now: Digests) -> list[Finding]:
-    """Find the files that changed since the run was last started, by the recorded fingerprints."""
-    try:
+def changed_files(record: Path, tree: Tree) -> list[Finding]:
+    """Find the files that changed since the run was last started, and record their present state."""
+    now, before = fingerprints(tree), {}
+    with suppress(OSError, ValueError):
         before = json.loads(record.read_text())
-    except (OSError, ValueError):
-        return []
-    return [
-        Finding(
-            WATCH,
-            "changed_file",
-            f"{file} changed since this run was last started",
-            f"{DIFFERS[key.partition('.')[0]]} before and after are not comparable: restore it, or start a new run",
-            key,
-        )
-        for key, files in now.items()
-        for file, digest in files.items()
-        if before.get(key, {}).get(Path(file).name, digest) != digest
-    ]
-
-
-def keep_fingerprints(record: Path, now: Digests) -> None:
     names = {key: {Path(file).name: digest for file, digest in files.items()} for key, files in now.items()}
-    record.write_text(json.dumps(names, indent=2) + "\n")
+    with suppress(OSError):
+        record.write_text(json.dumps(names, indent=2) + "\n")
+    found = []
+    for key, file, digest in ((key, *item) for key, files in now.items() for item in files.items()):
+        if before.get(key, {}).get(Path(file).name, digest) != digest:
+            what, differs = f"{file} changed since this run was last started", DIFFERS[key.partition(".")[0]]
+            why = f"{differs} before and after are not comparable: restore it, or start a new run"
+            found.append(Finding(WATCH, "changed_file", what, why, key))
+    return found

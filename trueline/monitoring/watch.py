@@ -62,20 +62,15 @@ def describe_silence(seen: Situation) -> str:
 
 def describe_progress(seen: Situation, folder: RunFolder) -> str:
     """Describe a run that makes progress, or has not been silent for long."""
-    doing = "between phases"
-    if phase := seen.phase():
-        doing = f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}"
-    head = f"The run makes progress: {step_words(folder)}{doing}. Last progress {duration(seen.silence())} ago."
-    return describe_situation(seen, head)
-
-
-def step_words(folder: RunFolder) -> str:
-    """Name the current step, where steps are counted."""
-    with suppress(OSError, ValueError, KeyError, IndexError, ConfigError):
+    step, doing = "", "between phases"
+    with suppress(OSError, ValueError, KeyError, IndexError, ConfigError):  # not all runs count steps
         total = read_tree(folder.config)["steps"]
         done = folder.rows()[-1]["step"] if folder.metrics.exists() else 0
-        return f"step {min(done + 1, total or done + 1)}{f' of {total}' if total else ''}, "
-    return ""
+        step = f"step {min(done + 1, total or done + 1)}{f' of {total}' if total else ''}, "
+    if phase := seen.phase():
+        doing = f"it {PHASES.get(phase.who, 'works')} (`{phase.who}`) since {seen.age(phase)}"
+    head = f"The run makes progress: {step}{doing}. Last progress {duration(seen.silence())} ago."
+    return describe_situation(seen, head)
 
 
 class Watch:

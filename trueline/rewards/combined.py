@@ -70,9 +70,7 @@ class RewardKind:
 
 def shared_names(examples: dict[str, Call]) -> set[str]:
     """Return the names that have a value in all examples."""
-    given = [
-        {name for name, value in call.items() if name != "label" or value is not None} for call in examples.values()
-    ]
+    given = [{name for name in call if name != "label" or call[name] is not None} for call in examples.values()]
     return set.intersection(*given) - {CONVERSATIONAL}
 
 

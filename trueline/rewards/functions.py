@@ -69,17 +69,9 @@ def parse_math(answer: str) -> list[Any]:
     """Parse by math-verify, which sees notation inside of dollars only, and takes `2\\sqrt{3}` without them for 2."""
     from math_verify import parse  # noqa: PLC0415  (seconds to import)
 
-    return (parse(f"${answer}$") if is_notation(answer) else []) or parse(answer)
-
-
-def is_notation(text: str) -> bool:
-    """Return whether a text is mathematics only, without words and delimiters."""
-    delimited = "$" in text or "\\boxed" in text
-    return not delimited and re.search(r"[\d\\^]", text) is not None and not has_words(LATEX_WORDS.sub("", text))
-
-
-def has_words(text: str) -> bool:
-    return re.search(r"[A-Za-z]{2,}", text) is not None
+    delimited, has_words = "$" in answer or "\\boxed" in answer, re.search(r"[A-Za-z]{2,}", LATEX_WORDS.sub("", answer))
+    is_notation = re.search(r"[\d\\^]", answer) and not delimited and not has_words
+    return (parse(f"${answer}$") if is_notation else []) or parse(answer)
 
 
 def regex(reply: str, pattern: str) -> float:
@@ -108,9 +100,8 @@ def reasoning_gym(reply: str, question: str, answer: Any, metadata: Any) -> floa
         from reasoning_gym.utils import extract_answer  # noqa: PLC0415  (seconds to import)
     except ImportError as error:
         raise ImportError("the reward reasoning_gym needs its package: pip install 'trueline[reasoning]'") from error
-    details = json.loads(metadata) if isinstance(metadata, str) else metadata
+    details, given = json.loads(metadata) if isinstance(metadata, str) else metadata, extract_answer(reply)
     entry = {"question": question, "answer": answer, "metadata": details}
-    given = extract_answer(reply)
     return float(gym_grader(details["source_dataset"])(reply.strip() if given is None else given, entry))
 
 

@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -80,9 +81,9 @@ def check_judge_model(part: RewardPartConfig) -> None:
         return
     if listed and judge.model not in listed:
         near = difflib.get_close_matches(judge.model, listed, SHOWN_MODELS, cutoff=0) or listed[:SHOWN_MODELS]
+        shown = ", ".join(near) + " and others" * (len(listed) > len(near))
         raise ConfigError(
-            f"judge.model={judge.model}: {judge.url} has no such model; it has {', '.join(near)}"
-            f"{' and others' if len(listed) > len(near) else ''}: name one of them "
+            f"judge.model={judge.model}: {judge.url} has no such model; it has {shown}: name one of them "
             "(reward.probe=false starts all the same)"
         )
 
@@ -92,8 +93,7 @@ def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: 
 
     None: the server did not respond in time.
     """
-    token, query = secrets_of(remote)
-    named = f"{key}={url.removesuffix('/models')}"
+    named, (token, query) = f"{key}={url.removesuffix('/models')}", secrets_of(remote)
     address = httpx.URL(url).copy_with(query=query.encode()) if query else httpx.URL(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -102,27 +102,21 @@ def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: 
     except (httpx.ReadTimeout, httpx.WriteTimeout):
         return None
     except httpx.RequestError as error:
-        raise ConfigError(
-            f"{named}: the server cannot be reached ({str(error) or type(error).__name__}): start it, or correct its "
-            "address (reward.probe=false starts all the same)"
-        ) from None
+        why, remedy = str(error) or type(error).__name__, "start it, or correct its address"
+        message = f"{named}: the server cannot be reached ({why}): {remedy} (reward.probe=false starts all the same)"
+        raise ConfigError(message) from None
     if response.status_code in (401, 403):
         sent = f"does not accept what {remote.token_variable} holds" if token else "asks for a token"
-        raise ConfigError(
-            f"{named}: the server {sent} (status {response.status_code}): name the "
-            "environment variable that holds it in reward.remote.token_variable"
-        )
+        remedy = "name the environment variable that holds it in reward.remote.token_variable"
+        raise ConfigError(f"{named}: the server {sent} (status {response.status_code}): {remedy}")
     return response
 
 
 def check_address(url: str, key: str) -> None:
-    try:
-        address = httpx.URL(url)
-        usable = address.scheme in ("http", "https") and address.host
-    except httpx.InvalidURL:
-        usable = ""
-    if not usable:
-        raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
+    with suppress(httpx.InvalidURL):
+        if httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host:
+            return
+    raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
 
 
 def secrets_of(remote: RemoteConfig) -> list[str]:
@@ -150,6 +144,8 @@ class RemoteAddress:
         self.url, self.remote, self.timeout_seconds = httpx.URL(url), remote, timeout_seconds
         if query:
             self.url = self.url.copy_with(query=query.encode())
+        port = f":{self.url.port}" if self.url.port else ""
+        self.name = f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"  # without what may be secret in it
         values = (*self.url.params.values(), *re.findall(r"=([^&]+)", query))  # as they are meant, and as they are sent
         self.secrets = [token, query, *(value for value in values if len(value) >= SHORTEST_SECRET)]
         self.client = httpx.AsyncClient(
@@ -163,10 +159,17 @@ class RemoteAddress:
         """Post a body, and return the JSON of the response; the time limit is for all attempts together."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                return self._parse(await self._try(json.dumps(body, default=str).encode()))
+                response = await self._try(json.dumps(body, default=str).encode())
         except TimeoutError:
-            message = f"{self.name()}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
+            message = f"{self.name}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
             raise RewardTimeout(message) from None
+        if not response.is_success:
+            failure = self.failure(f"status {response.status_code}: {response.text}")
+            raise Refusal(str(failure)) if response.status_code in (400, 422) else failure
+        try:
+            return response.json()
+        except ValueError:
+            raise self.failure(f"no JSON came back: {response.text}") from None
 
     async def _try(self, content: bytes) -> httpx.Response:
         problem = ""
@@ -182,34 +185,16 @@ class RemoteAddress:
             if tried + 1 < self.remote.attempts:
                 backoff = self.remote.backoff_seconds * 2**tried * random.uniform(0.75, 1.25)
                 await asyncio.sleep(backoff if wait is None else wait)
-        raise RewardUnreachable(f"{self.name()}: {problem} ({self.remote.attempts} tries)")
-
-    def _parse(self, response: httpx.Response) -> Any:
-        if response.status_code in (400, 422):
-            raise Refusal(str(self.failure(f"status {response.status_code}: {response.text}")))
-        if not response.is_success:
-            raise self.failure(f"status {response.status_code}: {response.text}")
-        try:
-            return response.json()
-        except ValueError:
-            raise self.failure(f"no JSON came back: {response.text}") from None
+        raise RewardUnreachable(f"{self.name}: {problem} ({self.remote.attempts} tries)")
 
     def failure(self, message: str) -> RewardFailure:
-        return RewardFailure(f"{self.name()}: {self._redact(message)}")
-
-    def name(self) -> str:
-        """Return the address without what may be secret in it."""
-        port = f":{self.url.port}" if self.url.port else ""
-        return f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"
+        return RewardFailure(f"{self.name}: {self._redact(message)}")
 
     def _redact(self, text: str) -> str:
         """Return a text without secrets, which a server may repeat, and not too long."""
         for secret in filter(None, self.secrets):
             text = text.replace(secret, "***")
         return text if len(text) <= LONGEST_RESPONSE else text[:LONGEST_RESPONSE] + "..."
-
-    async def stop(self) -> None:
-        await self.client.aclose()
 
 
 def retry_after(response: httpx.Response) -> float | None:
@@ -227,7 +212,7 @@ class ScorerReward(BatchedReward):
 
     def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
         self.address = RemoteAddress(url, part.remote, timeout_seconds)
-        super().__init__(self._score_batch, batch, part.remote.concurrency, self.address.stop)
+        super().__init__(self._score_batch, batch, part.remote.concurrency, self.address.client.aclose)
 
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         response = await self.address.post({"calls": calls})
@@ -251,7 +236,7 @@ class JudgeReward(BatchedReward):
         self.judge = part.judge
         self.temperature = part.judge.temperature  # None: not sent
         self.address = RemoteAddress(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.stop)
+        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.client.aclose)
 
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         (call,) = calls
@@ -260,11 +245,9 @@ class JudgeReward(BatchedReward):
             text = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise self.address.failure(f"no chat completion came back: {response!r}") from None
-        match = re.search(self.judge.pattern, text) if isinstance(text, str) else None
-        try:
+        match, number = re.search(self.judge.pattern, text) if isinstance(text, str) else None, math.nan
+        with suppress(ValueError, TypeError):  # the group matched other text, or nothing
             number = float(match[1]) * self.judge.scale if match else math.nan
-        except (ValueError, TypeError):  # the group matched other text, or nothing
-            number = math.nan
         if not math.isfinite(number):
             raise self.address.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return [number]
@@ -272,15 +255,13 @@ class JudgeReward(BatchedReward):
     async def _request(self, messages: list[dict[str, str]]) -> Any:
         """Send a temperature, unless the server refuses it, as those of reasoning models do."""
         body, sent = {"model": self.judge.model, "messages": messages}, self.temperature
-        if sent is None:
-            return await self.address.post(body)
         try:
-            return await self.address.post(body | {"temperature": sent})
+            return await self.address.post(body if sent is None else body | {"temperature": sent})
         except Refusal as refusal:
-            if "temperature" not in str(refusal):
+            if sent is None or "temperature" not in str(refusal):
                 raise
-            self.temperature = None
-            return await self.address.post(body)
+        self.temperature = None
+        return await self.address.post(body)
 
 
 def fill_prompt(prompt: str, call: Call) -> str:

@@ -45,17 +45,13 @@ class RewardServer(QuietServer):
     async def _score(self, request: Request) -> Response:
         try:
             calls = await read_calls(request, self.token)
-            return as_json(200, {"rewards": await score_all(self.reward, calls)})
+            return as_json(200, {"rewards": await asyncio.gather(*(score_one(self.reward, call) for call in calls))})
         except (RewardUnreachable, asyncio.CancelledError):
             return as_json(503, {"error": "the server is stopping"})
         except RuntimeError as error:  # the model, out of memory say
             if isinstance(error, self.fatal):
                 self.end(error)
             return as_json(500, {"error": f"{type(error).__name__}: {error}"})
-
-
-async def score_all(reward: Reward, calls: list[Any]) -> list[Any]:
-    return list(await asyncio.gather(*(score_one(reward, call) for call in calls)))
 
 
 async def score_one(reward: Reward, call: Any) -> float | dict[str, str]:
