@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, pairwise
 from statistics import fmean
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 Point = tuple[float, float]
@@ -40,8 +40,7 @@ def bounds(values: Iterable[float]) -> tuple[float, float]:
 
 def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height: int = 12) -> str:
     """One series in braille dots; below the title no line is wider than `width`."""
-    kept = finite_points(points)
-    if not kept:
+    if not (kept := finite_points(points)):
         return f"{title}: no points"
     (left, right), (low, high) = (bounds(axis) for axis in zip(*kept, strict=True))
     labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"]
@@ -86,11 +85,8 @@ def svg_curve(series: Mapping[str, Sequence[Point]], title: str, x_label: str = 
     return "\n".join(parts) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The values at the edges of the plot."""
-
-    left: float
+class Frame(NamedTuple):
+    left: float  # the values at the edges of the plot
     right: float
     low: float
     high: float
@@ -103,7 +99,6 @@ class Frame:
         return cls(*bounds(xs), rows[0], rows[-1])
 
     def at(self, x: float, y: float) -> Point:
-        """Where it is drawn."""
         right, up = (x - self.left) / (self.right - self.left), (y - self.low) / (self.high - self.low)
         return round(LEFT + right * (RIGHT - LEFT), 1), round(HEIGHT - up * HEIGHT, 1)
 

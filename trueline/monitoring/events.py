@@ -54,31 +54,27 @@ class Events:
     def __init__(self, logs: Path, work: ActivityLog = WORK) -> None:
         self.logs, self.work = logs, work
         self.lanes: dict[Key, list[Span]] = {}
-        self.start = time.time()
-        self.looked = 0.0
+        self.start, self.looked = time.time(), 0.0
         work.recorder = self.add
 
     def stop(self) -> None:
         if self.work.recorder == self.add:
             self.work.recorder = None
 
-    def add(self, doing: Activity) -> None:
-        """Add an activity that ends now; the caller holds the lock."""
-        self._record(doing, time.time())
-
-    def _record(self, doing: Activity, ended: float) -> None:
+    def add(self, doing: Activity, ended: float | None = None) -> None:
+        """Add an activity that ends now, or is split now; the caller holds the lock."""
         if doing.kind not in ROWS:
             return
         spans = self.lanes.setdefault(ROWS[doing.kind](doing.who, doing.what), [])
         since = max(doing.since, self.start)
-        add_span(spans, since, max(since, ended))
+        add_span(spans, since, max(since, time.time() if ended is None else ended))
 
     def row(self) -> dict[str, Any]:
         """Return the spans since the last row, in seconds from its start, and the memory of the processes."""
         with self.work.lock:
             now = time.time()
             for one in list(self.work.all):
-                self._record(one, now)
+                self.add(one, now)
             start, self.start = self.start, now
             lanes, self.lanes = self.lanes, {}
         spans, left_out = limit_spans(lanes)

@@ -13,8 +13,7 @@ from trueline.monitoring import limits
 from trueline.monitoring.findings import BAD, FINE, HEALTH_LEVELS, WATCH, Finding
 from trueline.monitoring.limits import STREAK, WINDOW, Limits
 
-LONGEST_WINDOW = 20  # steps at the end, in longer runs
-REMEMBERED = 100  # steps
+LONGEST_WINDOW, REMEMBERED = 20, 100  # steps: at the end, in longer runs; of each series
 MEDIAN_ERROR = 1.2533  # standard error of a median, in that of a mean
 MEAN_CHANGE = 1.1284  # mean distance of two normal numbers, in their standard deviation
 LEAST_GAP = 1e-8  # nats; smaller ones are rounding
@@ -62,21 +61,16 @@ class Series:
         return self.changes / max(self.count - 1, 1) / MEAN_CHANGE
 
     def sigmas(self, change: float, steps_before: int = WINDOW) -> float:
-        """Return a change from the median of `steps_before` to that of the last window, in its standard errors.
-
-        Few steps give an uncertain noise: early changes count for less, and for nothing before two windows.
-        """
+        """Return a change from the median of `steps_before` to that of the last window, in its standard errors."""
         if change == 0 or self.count < 2 * WINDOW:
             return 0.0
-        steps = 1 / steps_before + 1 / self.window
-        error = MEDIAN_ERROR * self.noise() * sqrt(steps) * (1 + WINDOW / self.count)
+        steps, few = 1 / steps_before + 1 / self.window, 1 + WINDOW / self.count  # few steps: the noise is uncertain
+        error = MEDIAN_ERROR * self.noise() * sqrt(steps) * few
         return change / error if error else copysign(inf, change)
 
 
 @dataclass(slots=True)
 class History:
-    """What a run has reported so far, metric by metric."""
-
     max_staleness: int = 0  # that the run allows
     series: dict[str, Series] = field(default_factory=lambda: {key: Series(key) for key in WATCHED})
     last: Row = field(default_factory=dict)
@@ -215,9 +209,7 @@ def limits_in(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
 
 
-def truncation_findings(
-    level: str, share: float, found: Mapping[str, float], config: RunConfig | None = None
-) -> Finding:
+def truncation_findings(level: str, share: float, found: Row, config: RunConfig | None = None) -> Finding:
     """Report truncated completions and the limits to raise, the most frequent first, with their values."""
     keys = sorted(found, key=lambda key: found[key], reverse=True) or ["rollout.max_new_tokens"]
     values = {key.path: key.default for key in config.leaves()} if config is not None else {}
@@ -318,7 +310,7 @@ RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric 
     "length": ("response_length/mean", length),
     "loss": ("loss", loss),
 }
-WATCHED = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
+WATCHED: set[str] = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
 
 
 # Rules of the first step, and of steps in a row
@@ -391,7 +383,6 @@ class RunMonitor:
         return rule(self.history, series) if ready else fine
 
     def recall(self, rows: Iterable[Row]) -> None:
-        """Add what a resumed run has reported before."""
         for row in rows:
             self.history.add(row)
 

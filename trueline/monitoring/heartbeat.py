@@ -47,9 +47,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ActivityGroup:
-    """Activities of one kind, by the same process, on the same thing."""
-
-    kind: str
+    kind: str  # the same in all, as who and what
     who: str
     what: str
     waits: bool  # for another activity
@@ -59,8 +57,6 @@ class ActivityGroup:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What one process does, and when it wrote so."""
-
     name: str
     pid: int
     born: float  # tells it from a later process with the same number
@@ -119,7 +115,6 @@ class ActivityLog:
             self.end(doing, well=well)
 
     def rows(self) -> list[ActivityGroup]:
-        """Return the activities, grouped, the oldest first."""
         alike: dict[tuple[str, str, str, bool], list[float]] = {}
         with self.lock:
             for one in list(self.all):
@@ -164,8 +159,6 @@ def read_beat(file: Path) -> Heartbeat | None:
 
 
 def start_beating(folder: Path, name: str) -> None:
-    """Write the heartbeat of this process to a file in `folder` from now on."""
-
     def keep_beating() -> None:
         while True:
             write_beat(folder, WORK.beat(name))
@@ -180,13 +173,8 @@ def clear_beats(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-# Processes seen from outside
-
-
 @dataclass(frozen=True, slots=True)
 class SeenProcess:
-    """A process: its heartbeat, and what the system knows of it."""
-
     beat: Heartbeat
     state: str
     stack: str = ""
@@ -199,8 +187,7 @@ class SeenProcess:
 
 
 def look_at_process(beat: Heartbeat, folder: Path) -> SeenProcess:
-    process = process_of(beat)
-    if process is None:
+    if (process := process_of(beat)) is None:
         return SeenProcess(beat, ELSEWHERE if beat.host != socket.gethostname() else GONE)
     try:
         state = process.status()

@@ -34,8 +34,7 @@ class Progress:
         self.console = console or Console(highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self.first_step: int | None = None
-        self.last_step = 0
-        self.started = time.monotonic()
+        self.last_step, self.started = 0, time.monotonic()
 
     def __enter__(self) -> Self:
         if self.live is not None:
@@ -54,7 +53,6 @@ class Progress:
             add_line(self.folder.log, message)
 
     def report(self, finding: Finding, step: int | None = None) -> None:
-        """Print a finding and record it."""
         self.note(finding.line())
         self.record([finding], step)
 
@@ -83,7 +81,6 @@ class Progress:
         return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}{health}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
-        """Return the panel, which wraps at the width of the screen."""
         # No markup: a note printed above the panel has the panel drawn again as the note is, without markup.
         head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   "
         pairs = [((label, "dim"), "\n", (number, "bold")) for label, number in shown_metrics(metrics).items()]

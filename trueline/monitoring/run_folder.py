@@ -46,8 +46,16 @@ class RunFolder:
                 trial = self.path / f"trial{UNFINISHED}"
                 trial.write_text("a full disk takes no byte\n")
                 trial.unlink()
-            else:
-                self._make(config, verb)
+                return self
+            if self.path.exists():
+                raise ConfigError(f"{self.path} exists: add --resume to continue that run, or choose another --name")
+            # Made under another name: a folder with the run's name can always be resumed.
+            aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
+            shutil.rmtree(aside.path, ignore_errors=True)
+            aside.path.mkdir(PRIVATE, parents=True)
+            aside.logs.mkdir()
+            aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
+            aside.path.rename(self.path)
         return self
 
     @contextmanager
@@ -60,23 +68,11 @@ class RunFolder:
                 "with folder=..., or check its permissions and the space on the disk"
             ) from error
 
-    def _make(self, config: RunConfig, verb: str) -> None:
-        if self.path.exists():
-            raise ConfigError(f"{self.path} exists: add --resume to continue that run, or choose another --name")
-        # Made under another name: a folder with the run's name can always be resumed.
-        aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
-        shutil.rmtree(aside.path, ignore_errors=True)
-        aside.path.mkdir(PRIVATE, parents=True)
-        aside.logs.mkdir()
-        aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
-        aside.path.rename(self.path)
-
     def write_plan(self, text: str, findings: Iterable[Finding]) -> None:
         with suppress(OSError):  # the report does without it
             self.plan.write_text(json.dumps({"text": text, "findings": [one.row() for one in findings]}, indent=1))
 
     def read_findings(self) -> list[tuple[int, Finding]]:
-        """Read all findings so far, each with its step."""
         return [(row.pop("step"), Finding(**row)) for row in read_rows(self.findings)]
 
     def last_error(self) -> Finding | None:
@@ -104,7 +100,6 @@ class RunFolder:
             os.close(descriptor)
 
     def check_idle(self) -> None:
-        """Refuse a run that another process is running."""
         if self.lock.is_file():
             with self.lock.open("rb+") as file:
                 self._claim(file.fileno())
@@ -113,34 +108,28 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._refusal() from None
+            process, stop = "another process", "stop it"
+            with suppress(OSError, ValueError, KeyError):
+                about = json.loads(self.lock.read_text())
+                process = f"process {about['pid']} on {about['host']} since {about['since']}"
+                stop = f"stop it with `kill -INT {about['pid']}` there"
+            raise ConfigError(
+                f"{self.path} is being run by {process}: wait for its end, or {stop} and wait for its last "
+                "checkpoint; then --resume it. To start another run, choose another --name"
+            ) from None
         except OSError as error:
             what = f"{self.lock} cannot be locked ({error.strerror}), as on some network file systems"
             return [Finding(WATCH, "no_file_locks", what, "do not resume this run a second time while it runs")]
         return []
 
-    def _refusal(self) -> ConfigError:
-        process, stop = "another process", "stop it"
-        with suppress(OSError, ValueError, KeyError):
-            about = json.loads(self.lock.read_text())
-            process = f"process {about['pid']} on {about['host']} since {about['since']}"
-            stop = f"stop it with `kill -INT {about['pid']}` there"
-        return ConfigError(
-            f"{self.path} is being run by {process}: wait for its end, or {stop} and wait for its last "
-            "checkpoint; then --resume it. To start another run, choose another --name"
-        )
-
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
         """Find the run to resume: the named one, or the one of this verb that changed last."""
         base = Path(folder).resolve()
-        run = (
-            cls(base / name)
-            if name is not None
-            else next((run for run in cls.all_in(base) if run.verb() == verb), None)
-        )
-        if run is None:
+        runs = [cls(base / name)] if name is not None else [run for run in cls.all_in(base) if run.verb() == verb]
+        if not runs:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
+        run = runs[0]
         if not run.config.is_file():
             raise ConfigError(
                 f"{run.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
@@ -169,7 +158,6 @@ class RunFolder:
         return max(file.lstat().st_mtime for file in files)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read what each step has reported."""
         return read_rows(self.metrics)
 
     def rewrite(self, config: RunConfig, verb: str) -> None:

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,10 @@ from trueline.monitoring.metrics import METRICS
 from trueline.monitoring.run_folder import RunFolder
 
 Note = Callable[[str], object]
+Ids = Mapping[str, str]  # of a run in its trackers, by their keys
+NEW: Ids = {}  # a run that no tracker has
 WANDB_REMEDY = "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
 MLFLOW_REMEDY = "check MLFLOW_TRACKING_URI, which names the server or folder"
-TIMED = "time/step"  # is among the metrics of a step whose phases end with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +42,17 @@ class TrackerRow:
     # Of the package, the run's folder, the key's value, the run's id there (None: it is new) and the step to resume.
     open: Callable[[Any, Path, Any, str | None, int], OpenTracker]
     install: str  # what pip installs
-    failure: str = ""  # place of an exception of the package; OSError is one everywhere
+    failures: tuple[str, ...] = ()  # exceptions of the package; OSError is one everywhere
     remedy: str = "check its permissions and the space on the disk"
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, pkgutil.resolve_name(self.failure)) if self.failure else (OSError,)
 
 
 class Tracker:
     """Write the metrics, transcripts, ledger and events of a run; each file is opened by its first row."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        config: MonitoringConfig,
-        resume_step: int = 0,
-        run_ids: dict[str, str] | None = None,
-        note: Note = str,
+        self, folder: RunFolder, config: MonitoringConfig, resume_step: int = 0, run_ids: Ids = NEW, note: Note = str
     ) -> None:
-        check_trackers(config)
+        chosen = check_trackers(config)
         self.folder, self.note = folder, note
         self.last_step = keep_until(folder.metrics, resume_step, note)
         for file in (folder.transcripts, folder.ledger, folder.events):
@@ -70,14 +63,15 @@ class Tracker:
         self.scalars: list[Sink] = []
         for file in (folder.metrics, folder.transcripts):
             self._sink(file)
-        for key, project in chosen_trackers(config).items():
-            row, run_id = TRACKERS[key], (run_ids or {}).get(key)
+        for key, project in chosen.items():
+            row, package, run_id = TRACKERS[key], importlib.import_module(key), run_ids.get(key)
+            failures = (OSError, *map(pkgutil.resolve_name, row.failures))
             try:
-                one = row.open(importlib.import_module(key), folder.path, project, run_id, resume_step)
-            except row.failures() as error:
+                one = row.open(package, folder.path, project, run_id, resume_step)
+            except failures as error:
                 raise ConfigError(f"monitoring.{key}={project}: {error}; {row.remedy}") from error
             self.opened[key] = one
-            self.scalars.append(Sink(one.write, key, note, row.failures()))
+            self.scalars.append(Sink(one.write, key, note, failures))
         self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def _sink(self, file: Path) -> "Sink":
@@ -89,11 +83,10 @@ class Tracker:
         self._sink(self.folder.metrics).put(json.dumps({"step": step, **metrics}))
         for sink in self.scalars:
             sink.put(step, metrics)
-        if self.events is not None and TIMED in metrics:
+        if self.events is not None and "time/step" in metrics:  # the phases of a step end with it
             self._sink(self.folder.events).put(compact({"step": step, **self.events.row()}))
 
     def follow(self, events: Events) -> None:
-        """From now on, write the events of each step."""
         self.events = events
         self._sink(self.folder.events)
 
@@ -102,7 +95,6 @@ class Tracker:
             self._sink(self.folder.transcripts).put(compact({"step": step, **transcript}))
 
     def account(self, step: int, fates: dict[str, list[int]]) -> None:
-        """Write the fates of the prompts in a step."""
         self._sink(self.folder.ledger).put(json.dumps({"step": step, **fates}))
 
     def close(self) -> None:
@@ -146,17 +138,16 @@ class AppendedFile:
         self.torn = False  # a part did remain, because it could not be cut off either
 
     def write(self, piece: bytes) -> None:
-        end = self.stream.seek(0, os.SEEK_END)
+        end, self.torn = self.stream.seek(0, os.SEEK_END), True
         try:
             while piece:
                 piece = piece[self.stream.write(piece) :]
+            self.torn = False
         except OSError:
-            self.torn = True
             with suppress(OSError):
                 self.stream.truncate(end)
                 self.torn = False
             raise
-        self.torn = False
 
     def add_line(self, line: str) -> None:
         # A reply may contain half a character, which UTF-8 cannot encode: it is written as JSON's escape.
@@ -189,7 +180,6 @@ def keep_until(file: Path, step: int, note: Note = str) -> int:
 
 
 def fates_after(ledger: Path, step: int) -> list[dict[str, list[int]]]:
-    """Read the fates of the prompts in each step after this one."""
     return [row for row in read_rows(ledger) if row.pop("step") > step]
 
 
@@ -199,10 +189,7 @@ def first_again(step: int) -> int:
 
 
 def open_board(_: Any, run: Path, project: Any, run_id: str | None, resume_step: int) -> OpenTracker:
-    """Append numbers to an event file, and hide those after the resumed step.
-
-    They are written here and not in torch's thread, so that a full disk does not end the run.
-    """
+    """Append to an event file, hiding what comes again; not in torch's thread, so a full disk does not end the run."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415  (seconds to import)
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
     from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
@@ -246,20 +233,18 @@ def open_trackio(trackio: Any, folder: Path, project: Any, run_id: str | None, _
     return OpenTracker(lambda step, row: trackio.log(row, step=step), close=trackio.finish)
 
 
-def chosen_trackers(config: MonitoringConfig) -> dict[str, Any]:
-    """Return the value of every tracker's key that is set."""
-    return {key: value for key, value in dict(config).items() if key in TRACKERS and value}
-
-
-def check_trackers(config: MonitoringConfig) -> None:
-    for key in chosen_trackers(config):
+def check_trackers(config: MonitoringConfig) -> dict[str, Any]:
+    """Return the value of every tracker's key that is set, or refuse one that is not installed."""
+    chosen = {key: value for key, value in dict(config).items() if key in TRACKERS and value}
+    for key in chosen:
         if importlib.util.find_spec(key) is None:
             raise ConfigError(f"monitoring.{key}: {key} is not installed; pip install {TRACKERS[key].install}")
+    return chosen
 
 
 TRACKERS = {  # by the key of `monitoring` that chooses it
     "tensorboard": TrackerRow(open_board, "tensorboard"),
-    "wandb": TrackerRow(open_wandb, "'trueline[wandb]'", "wandb:errors.Error", WANDB_REMEDY),
-    "mlflow": TrackerRow(open_mlflow, "mlflow", "mlflow:exceptions.MlflowException", MLFLOW_REMEDY),
+    "wandb": TrackerRow(open_wandb, "'trueline[wandb]'", ("wandb:errors.Error",), WANDB_REMEDY),
+    "mlflow": TrackerRow(open_mlflow, "mlflow", ("mlflow:exceptions.MlflowException",), MLFLOW_REMEDY),
     "trackio": TrackerRow(open_trackio, "trackio"),
 }

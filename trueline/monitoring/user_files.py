@@ -21,13 +21,8 @@ HELD_OUT = re.compile(r"evaluation\..+")
 TEMPLATES = re.compile(r"(.+\.)?chat_template")
 MIXTURE = "data.mixture"  # whose keys are paths
 PLACES = re.compile(r"(model|critic|teacher)\.path|distill\.teacher|environment\.options\.documents")
-DIFFERS = {  # section -> what is not the same before and after a change
-    "reward": "rewards",
-    "environment": "episodes",
-    "algorithm": "updates",
-    "evaluation": "evaluations",
-    "data": "prompts",
-}
+# What is not the same before and after a change, by the section of its key; of others, its plural.
+DIFFERS = {"environment": "episodes", "algorithm": "updates", "data": "prompts"}
 PICKLED = ".pickle"
 MODULE = re.compile(r"([A-Za-z_][\w.]*):\w+")
 Tree = dict[str, Any]  # not imported: it brings pydantic, and processes of user functions start without
@@ -81,9 +76,8 @@ def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
 
 
 def found_again(tree: Tree, base: Path) -> Tree:
-    """Return the tree of a run that is in the folder `base` now: with files that have moved along with it, and those
-    below the working folder named from there, as they usually were, for names of files stand in rows and metrics.
-    """
+    """Return the tree of a run that is in the folder `base` now, with files that have moved along with it; those below
+    the working folder are named from there, as they usually were, for their names stand in rows and metrics."""
     before = str(tree.get("folder", ""))
 
     def locate(place: str) -> str:
@@ -95,9 +89,6 @@ def found_again(tree: Tree, base: Path) -> Tree:
         return near if os.path.isfile(now) and not near.startswith("..") else now
 
     return changed_places(tree, locate)
-
-
-# Changes
 
 
 def fingerprints(tree: Tree) -> Digests:
@@ -136,12 +127,9 @@ def files_of(place: str) -> list[Path]:
 
 
 def imported_beside(file: Path) -> Iterator[Path]:
-    if file.suffix != ".py":
-        return
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (SyntaxError, ValueError):
-        return
+    nodes: list[ast.AST] = []
+    with suppress(SyntaxError, ValueError):
+        nodes = list(ast.walk(ast.parse(file.read_bytes()))) if file.suffix == ".py" else []
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -168,7 +156,8 @@ def changed_files(record: Path, tree: Tree) -> list[Finding]:
     found = []
     for key, file, digest in ((key, *item) for key, files in now.items() for item in files.items()):
         if before.get(key, {}).get(Path(file).name, digest) != digest:
-            what, differs = f"{file} changed since this run was last started", DIFFERS[key.partition(".")[0]]
+            what, section = f"{file} changed since this run was last started", key.partition(".")[0]
+            differs = DIFFERS.get(section, f"{section}s")
             why = f"{differs} before and after are not comparable: restore it, or start a new run"
             found.append(Finding(WATCH, "changed_file", what, why, key))
     return found

@@ -48,9 +48,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The task reward of one completion and what it is made of."""
-
-    reward: float
+    reward: float  # the task reward of one completion
     parts: dict[str, float] = field(default_factory=dict)  # each reward by its name, before its weight
     policy_error: str = ""  # why the completion got reward.policy_error instead
 

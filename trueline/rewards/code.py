@@ -6,6 +6,7 @@ import re
 import secrets
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +69,7 @@ def code_of(reply: str) -> str:
     """Return the last block of Python, or the last one that names no language, or the whole reply."""
     blocks = re.findall(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", reply, re.DOTALL | re.MULTILINE)
     for languages in (("python", "py", "python3"), ("",)):
-        found = [text for language, text in blocks if language.lower() in languages]
-        if found:
+        if found := [text for language, text in blocks if language.lower() in languages]:
             return found[-1]
     return reply
 
@@ -77,17 +77,14 @@ def code_of(reply: str) -> str:
 def cases_of(tests: Any, label: Any) -> list[Case]:
     if tests:
         return [{"tests": text} for text in ([tests] if isinstance(tests, str) else tests)]
-    try:
+    with suppress(KeyError, TypeError, json.JSONDecodeError):
         cases = json.loads(label) if isinstance(label, str) else label
-        read = [{"input": str(case["input"]), "output": str(case["output"])} for case in cases]
-    except (KeyError, TypeError, json.JSONDecodeError):
-        read = []
-    if not read:
-        raise ValueError(
-            "the row has no tests: the reward code needs a column `tests` with Python text, or as label a list of "
-            f'{{"input": ..., "output": ...}}, got {label!r:.200}'
-        )
-    return read
+        if read := [{"input": str(case["input"]), "output": str(case["output"])} for case in cases]:
+            return read
+    raise ValueError(
+        "the row has no tests: the reward code needs a column `tests` with Python text, or as label a list of "
+        f'{{"input": ..., "output": ...}}, got {label!r:.200}'
+    )
 
 
 def passes(source: str, case: Case, limits: ProgramLimits) -> bool:
@@ -104,8 +101,5 @@ def passes(source: str, case: Case, limits: ProgramLimits) -> bool:
         raise PolicyError(f"the code needs more than {limits.memory_gib:g} GiB (reward.options.memory_gib)")
     if "tests" in case:
         return token in ended.output
-    return ended.status == 0 and lines_of(ended.output) == lines_of(case["output"])
-
-
-def lines_of(output: str) -> list[str]:
-    return [line.rstrip() for line in output.strip().splitlines()]
+    found, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ended.output, case["output"]))
+    return ended.status == 0 and found == wanted

@@ -38,10 +38,7 @@ class LoadedFunction:
 def check_function(
     part: RewardPartConfig, config: RewardConfig, examples: dict[str, Call], probe: Probe | None = None
 ) -> LoadedFunction:
-    """Load the function in a process, and compare its parameters with the values of a run.
-
-    Examples are calls by the data that they come from. A probe makes calls of its own in the same process.
-    """
+    """Load the function in a process, and compare its parameters with calls by their data; a probe makes more calls."""
     if not part.function:
         names = ", ".join(REWARDS)
         raise ConfigError(f"reward.function is empty: give --reward {names}, file.py:f or package.module:f")
@@ -90,16 +87,14 @@ async def load_checked(
 def check_parameters(part: RewardPartConfig, parameters: Parameters, examples: dict[str, Call]) -> None:
     for source, example in examples.items():
         available = given_names(part, parameters, example)
-        missing = [name for name in parameters.required if name not in available]
-        if missing:
+        if missing := [name for name in parameters.required if name not in available]:
             known = f" with rows of {source}" if len(examples) > 1 else ""
             raise ConfigError(
                 f"reward.function={part.function}: no value for its parameter {missing[0]!r}; a reward is given "
                 f"{', '.join(sorted(available))}{known}: rename the parameter, "
                 "give it a default, or name its column or value (data.label_column, reward.pattern, reward.options)"
             )
-    idle = [name for name in part.options if name in ALWAYS_GIVEN or not parameters.takes(name)]
-    if idle:
+    if idle := [name for name in part.options if name in ALWAYS_GIVEN or not parameters.takes(name)]:
         raise ConfigError(
             f"reward.function={part.function}: reward.options has {idle[0]!r}, which is none of the parameters "
             f"that options can fill ({', '.join(name for name in parameters.names if name not in ALWAYS_GIVEN)})"

@@ -32,21 +32,18 @@ def math(reply: str, label: Any) -> float:
     """Return 1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
     expected, given = final_answer(label_text(label)), final_answer(reply)
     numbers = plain_number(expected), plain_number(given)
-    if None not in numbers and (numbers[0] == numbers[1] or all(map(is_whole, numbers))):
+    are_whole = all(number is not None and number == number.to_integral_value() for number in numbers)
+    if are_whole or (None not in numbers and numbers[0] == numbers[1]):
         return float(numbers[0] == numbers[1])
     from math_verify import verify  # noqa: PLC0415  (seconds to import)
 
-    gold = parse_math(expected)
-    if not gold:
+    if not (gold := parse_math(expected)):
         raise ValueError(f"the label {label!r} holds no mathematical answer")
     return float(verify(gold, parse_math(given)))
 
 
 def final_answer(text: str) -> str:
-    r"""Return the text from the last `\boxed` on, the line behind the last `####`, that of a last `A: ...`, or all.
-
-    Where there are tags <answer>...</answer>, the last of them is the text.
-    """
+    r"""Return, of the last <answer>, the text from the last `\boxed` on, the line of `####` or a last `A:`, or all."""
     text = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [text])[-1]
     if "\\boxed" in text:
         return text[text.rindex("\\boxed") :]
@@ -59,10 +56,6 @@ def final_answer(text: str) -> str:
 def plain_number(text: str) -> Decimal | None:
     found = NUMBER.fullmatch(text.strip("*$"))  # bold, or mathematics
     return Decimal("".join(found.groups()).replace(",", "")) if found else None
-
-
-def is_whole(number: Decimal | None) -> bool:
-    return number is not None and number == number.to_integral_value()
 
 
 def parse_math(answer: str) -> list[Any]:

@@ -57,7 +57,8 @@ def scale_of(part: RewardPartConfig) -> tuple[float, float]:
     if not part.normalize:
         return 0.0, 1.0
     settings = read_settings(part.function)
-    mean, deviation = settings.get("reward_mean"), settings.get("reward_std")
+    mean: Any = settings.get("reward_mean")
+    deviation: Any = settings.get("reward_std")
     finite = all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, deviation))
     if not finite or deviation <= 0:
         raise ConfigError(
@@ -69,17 +70,13 @@ def scale_of(part: RewardPartConfig) -> tuple[float, float]:
 
 
 def check_reward_model(part: RewardPartConfig) -> None:
-    """Refuse a folder or settings that cannot give rewards."""
     if reward_model_head(part.function) == "steps" and not part.step_separator:
         raise ConfigError("step_separator is empty: name the text that ends a step")
     scale_of(part)
 
 
 class ModelReward(BatchedReward):
-    """Scores waiting completions together in one call of `score`, in a thread because it blocks.
-
-    `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
-    """
+    """Scores waiting completions together in a thread: `score` blocks, and gives [T, K] numbers for each sample."""
 
     def __init__(
         self, score: ScoreSamples, chat: ChatFormat, part: RewardPartConfig, *, max_tokens: int, batch: int

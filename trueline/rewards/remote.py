@@ -21,8 +21,7 @@ from trueline.config.base import ConfigError
 from trueline.config.reward import RemoteConfig, RewardPartConfig
 from trueline.rewards.base import BatchedReward, Call, RewardFailure, RewardTimeout, RewardUnreachable, Score
 
-CONNECT_SECONDS = 10
-PROBE_SECONDS = 5  # for a response before the start
+CONNECT_SECONDS, PROBE_SECONDS = 10, 5  # to connect; for a response before the start
 SHOWN_MODELS = 5  # in a message
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
 LONGEST_RESPONSE = 500  # characters in an error
@@ -43,10 +42,7 @@ def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
 
 
 def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bool = False) -> None:
-    """Refuse an LLM judge whose address, model or pattern is wrong, or whose prompt names values that no row has.
-
-    A probe requests the server's list of models.
-    """
+    """Refuse a wrong address, model or pattern, and a prompt with values that no row has; a probe lists the models."""
     judge = part.judge
     check_address(judge.url, "judge.url")
     if not judge.model:
@@ -58,8 +54,7 @@ def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bo
     if groups == 0:
         raise ConfigError(f"judge.pattern={judge.pattern} has no group: put brackets around the number")
     named = {match[2] for match in FIELD.finditer(judge.prompt)} - {None}
-    missing = sorted(named.difference(available))
-    if missing:
+    if missing := sorted(named.difference(available)):
         raise ConfigError(
             f"judge.prompt: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
             f"set data.label_column, or write {{{{{missing[0]}}}}} for the text itself"
@@ -72,13 +67,10 @@ def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bo
 
 
 def check_judge_model(part: RewardPartConfig) -> None:
-    """Refuse an LLM judge whose server lists other models only."""
-    judge = part.judge
+    judge, listed = part.judge, []
     response = first_response("GET", f"{judge.url.rstrip('/')}/models", part.remote, "judge.url")
-    try:
+    with suppress(ValueError, KeyError, TypeError):  # not every server has such a list
         listed = [str(one["id"]) for one in response.json()["data"]] if response is not None else []
-    except (ValueError, KeyError, TypeError):  # not every server has such a list
-        return
     if listed and judge.model not in listed:
         near = difflib.get_close_matches(judge.model, listed, SHOWN_MODELS, cutoff=0) or listed[:SHOWN_MODELS]
         shown = ", ".join(near) + " and others" * (len(listed) > len(near))
@@ -89,10 +81,7 @@ def check_judge_model(part: RewardPartConfig) -> None:
 
 
 def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: Any = None) -> httpx.Response | None:
-    """Send one request before the start, and refuse a server that cannot be reached or wants another token.
-
-    None: the server did not respond in time.
-    """
+    """Send one request, and refuse a server that cannot be reached or wants another token; None: it is too slow."""
     named, (token, query) = f"{key}={url.removesuffix('/models')}", secrets_of(remote)
     address = httpx.URL(url).copy_with(query=query.encode()) if query else httpx.URL(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -240,7 +229,15 @@ class JudgeReward(BatchedReward):
 
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         (call,) = calls
-        response = await self._request([{"role": "user", "content": fill_prompt(self.judge.prompt, call)}])
+        prompt, sent = fill_prompt(self.judge.prompt, call), self.temperature
+        body = {"model": self.judge.model, "messages": [{"role": "user", "content": prompt}]}
+        try:
+            response = await self.address.post(body if sent is None else body | {"temperature": sent})
+        except Refusal as refusal:  # servers of reasoning models refuse a temperature
+            if sent is None or "temperature" not in str(refusal):
+                raise
+            self.temperature = None
+            response = await self.address.post(body)
         try:
             text = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -252,17 +249,6 @@ class JudgeReward(BatchedReward):
             raise self.address.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return [number]
 
-    async def _request(self, messages: list[dict[str, str]]) -> Any:
-        """Send a temperature, unless the server refuses it, as those of reasoning models do."""
-        body, sent = {"model": self.judge.model, "messages": messages}, self.temperature
-        try:
-            return await self.address.post(body if sent is None else body | {"temperature": sent})
-        except Refusal as refusal:
-            if sent is None or "temperature" not in str(refusal):
-                raise
-        self.temperature = None
-        return await self.address.post(body)
-
 
 def fill_prompt(prompt: str, call: Call) -> str:
     """Fill in each {name} of a prompt once; braces in values, and other braces, stay as they are."""
@@ -270,8 +256,7 @@ def fill_prompt(prompt: str, call: Call) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1]:
             return f"{{{match[1]}}}"
-        found = call.get(match[2])
-        if found is None:
+        if (found := call.get(match[2])) is None:
             raise RewardFailure(f"judge.prompt: this row has no value for {{{match[2]}}}")
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 

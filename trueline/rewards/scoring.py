@@ -25,8 +25,6 @@ Result = dict[str, Any]  # of one call: `reward`, or `policy_error`, or `error` 
 
 
 class RewardCode:
-    """A reward function in its process."""
-
     def __init__(self, specification: list[str], constants: dict[str, Any]) -> None:
         """Load a function, and refuse what can be called and is no reward function."""
         self.function, self.constants = load_function(specification[0], REWARDS), constants
@@ -65,8 +63,7 @@ def check_result(value: Any) -> Result:
 
 
 def reward_of(value: Any) -> float:
-    number = finite_number(value)
-    if number is None:
+    if (number := finite_number(value)) is None:
         advice = next((f": {text}" for kind, text in ADVICE if isinstance(value, kind)), "")
         raise TypeError(f"a reward must be a finite number, got {value!r:.200} of type {type(value).__name__}{advice}")
     return number
@@ -112,9 +109,6 @@ def check_list(returned: Any, expected: int) -> list[Any]:
     return values
 
 
-# Signatures of other projects
-
-
 @dataclass(frozen=True, slots=True)
 class Signature:
     """How another project calls its reward functions, one completion at a time."""
@@ -152,8 +146,7 @@ def only_reward(returned: Any) -> Any:
 def named_result(returned: Any, *names: str) -> Any:
     if not isinstance(returned, Mapping):
         return returned
-    found = [name for name in names if name in returned]
-    if not found:
+    if not (found := [name for name in names if name in returned]):
         raise ValueError(f"it returned a dict without {' or '.join(map(repr, names))}: {returned!r:.200}")
     return returned[found[0]]
 
