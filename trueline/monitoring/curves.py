@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, pairwise
 from statistics import fmean
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 Point = tuple[float, float]
@@ -40,8 +40,7 @@ def bounds(values: Iterable[float]) -> tuple[float, float]:
 
 def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height: int = 12) -> str:
     """One series in braille dots; below the title no line is wider than `width`."""
-    kept = finite_points(points)
-    if not kept:
+    if not (kept := finite_points(points)):
         return f"{title}: no points"
     (left, right), (low, high) = (bounds(axis) for axis in zip(*kept, strict=True))
     labels = [f"{high:.3g}", *[""] * (height - 2), f"{low:.3g}"]
@@ -57,18 +56,13 @@ def terminal_curve(points: Sequence[Point], title: str, width: int = 79, height:
 
 def braille(dots: list[tuple[int, int]], columns: int, height: int) -> list[str]:
     """Lines of text, the top one first; dots are counted from the lower left."""
-    codes = [[0] * columns for _ in range(height)]
-    for x, y in join_dots(dots):
+    codes, joined = [[0] * columns for _ in range(height)], dots[:1]
+    for (x, y), (to_x, to_y) in pairwise(dots):  # with a straight line between two of them
+        steps = max(to_x - x, abs(to_y - y), 1)
+        joined += [(x + round(n * (to_x - x) / steps), y + round(n * (to_y - y) / steps)) for n in range(1, steps + 1)]
+    for x, y in joined:
         codes[height - 1 - y // 4][x // 2] |= DOTS[x % 2][y % 4]
     return ["".join(chr(BRAILLE + code) if code else " " for code in line) for line in codes]
-
-
-def join_dots(dots: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The dots, and those of the straight lines between them."""
-    yield dots[0]
-    for (x, y), (to_x, to_y) in pairwise(dots):
-        steps = max(to_x - x, abs(to_y - y), 1)
-        yield from ((x + round(n * (to_x - x) / steps), y + round(n * (to_y - y) / steps)) for n in range(1, steps + 1))
 
 
 def svg_curve(series: Mapping[str, Sequence[Point]], title: str, x_label: str = "step") -> str:
@@ -91,11 +85,8 @@ def svg_curve(series: Mapping[str, Sequence[Point]], title: str, x_label: str = 
     return "\n".join(parts) + "\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The values at the edges of the plot."""
-
-    left: float
+class Frame(NamedTuple):
+    left: float  # the values at the edges of the plot
     right: float
     low: float
     high: float
@@ -108,7 +99,6 @@ class Frame:
         return cls(*bounds(xs), rows[0], rows[-1])
 
     def at(self, x: float, y: float) -> Point:
-        """Where it is drawn."""
         right, up = (x - self.left) / (self.right - self.left), (y - self.low) / (self.high - self.low)
         return round(LEFT + right * (RIGHT - LEFT), 1), round(HEIGHT - up * HEIGHT, 1)
 

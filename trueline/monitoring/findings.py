@@ -28,11 +28,9 @@ class Finding:
         return words + (f" ({self.key})" if self.key and self.key not in words else "")
 
     def line(self) -> str:
-        """Return it as a line of the log."""
         return PREFIXES[self.level] + self.text()
 
     def row(self) -> dict[str, str]:
-        """Return it as a row of JSON."""
         return asdict(self)
 
 

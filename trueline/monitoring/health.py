@@ -13,8 +13,7 @@ from trueline.monitoring import limits
 from trueline.monitoring.findings import BAD, FINE, HEALTH_LEVELS, WATCH, Finding
 from trueline.monitoring.limits import STREAK, WINDOW, Limits
 
-LONGEST_WINDOW = 20  # steps at the end, in longer runs
-REMEMBERED = 100  # steps
+LONGEST_WINDOW, REMEMBERED = 20, 100  # steps: at the end, in longer runs; of each series
 MEDIAN_ERROR = 1.2533  # standard error of a median, in that of a mean
 MEAN_CHANGE = 1.1284  # mean distance of two normal numbers, in their standard deviation
 LEAST_GAP = 1e-8  # nats; smaller ones are rounding
@@ -28,6 +27,7 @@ Row = dict[str, float]
 class Series:
     """One metric over the steps of a run: where it began, where it is now, and whether chance explains the change."""
 
+    key: str = ""
     first: list[float] = field(default_factory=list)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     count: int = 0
@@ -45,39 +45,34 @@ class Series:
         self.last.append(value)
         self.count += 1
         self.window = min(max(self.count // 4, WINDOW), LONGEST_WINDOW)
-        self.recent = median(self.values()[-self.window :])
+        self.recent = median([*self.last][-self.window :])
         self.lowest = min(self.lowest, value)
         if self.count >= 2 * WINDOW:
             self.best = max(self.best, self.recent)
 
-    def values(self) -> list[float]:
-        return list(self.last)
-
     def start(self) -> float:
-        return median(self.first)
+        return median(self.first) if self.first else 0.0
+
+    def change(self) -> str:
+        return f"{self.key} went from {self.start():.3g} to {self.recent:.3g}"
 
     def noise(self) -> float:
         """Return the standard deviation of a step, from the changes between steps: a slow trend is no noise."""
         return self.changes / max(self.count - 1, 1) / MEAN_CHANGE
 
     def sigmas(self, change: float, steps_before: int = WINDOW) -> float:
-        """Return a change from the median of `steps_before` to that of the last window, in its standard errors.
-
-        Few steps give an uncertain noise: early changes count for less, and for nothing before two windows.
-        """
+        """Return a change from the median of `steps_before` to that of the last window, in its standard errors."""
         if change == 0 or self.count < 2 * WINDOW:
             return 0.0
-        steps = 1 / steps_before + 1 / self.window
-        error = MEDIAN_ERROR * self.noise() * sqrt(steps) * (1 + WINDOW / self.count)
+        steps, few = 1 / steps_before + 1 / self.window, 1 + WINDOW / self.count  # few steps: the noise is uncertain
+        error = MEDIAN_ERROR * self.noise() * sqrt(steps) * few
         return change / error if error else copysign(inf, change)
 
 
 @dataclass(slots=True)
 class History:
-    """What a run has reported so far, metric by metric."""
-
     max_staleness: int = 0  # that the run allows
-    series: dict[str, Series] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=lambda: {key: Series(key) for key in WATCHED})
     last: Row = field(default_factory=dict)
     equal: int = 0  # steps in which all rewards are equal
     still: int = 0  # such steps in a row, up to the last, with the same reward in all
@@ -92,58 +87,37 @@ class History:
         self.last = row
         for key in WATCHED:
             if key in row and isfinite(row[key]):
-                value = log(max(row[key], LEAST_GAP)) if key == GAP else row[key]
-                if key not in self.series:
-                    self.series[key] = Series()
-                self.series[key].add(value)
-
-    def values(self, key: str) -> list[float]:
-        return self.series[key].values() if key in self.series else []
-
-    def start(self, key: str) -> float:
-        return self.series[key].start() if key in self.series else 0.0
-
-    def recent(self, key: str) -> float:
-        return self.series[key].recent if key in self.series else 0.0
-
-    def change(self, key: str) -> str:
-        return f"{key} went from {self.start(key):.3g} to {self.recent(key):.3g}"
+                self.series[key].add(log(max(row[key], LEAST_GAP)) if key == GAP else row[key])
 
     def gains(self) -> bool:
         """Tell whether the reward was ever above its start; while it is too early to tell, assume so."""
-        series = self.series.get("reward/mean")
-        if series is None or series.count < 2 * WINDOW:
-            return True
-        return series.sigmas(series.best - series.start()) > limits.GAINED
+        series = self.series["reward/mean"]
+        return series.count < 2 * WINDOW or series.sigmas(series.best - series.start()) > limits.GAINED
 
 
-# Rules of every step
+# Rules of every step, each with the series of its own metric
 
 
-def reward(history: History) -> Finding:
-    key = "reward/mean"
-    series, spread = history.series[key], history.start("reward/std")
-    start, recent = series.start(), series.recent
+def reward(history: History, series: Series) -> Finding:
+    start, recent, spread = series.start(), series.recent, history.series["reward/std"].start()
     fall, lost = series.sigmas(start - recent), series.sigmas(series.best - recent)
-    remedy, level = "lower the learning rate", FINE
-    what = history.change(key)
+    level, what, remedy = FINE, series.change(), "lower the learning rate"
     if fall > limits.SIGMAS.bad and start - recent > limits.REWARD_FALL.bad * spread:
         level, remedy = BAD, "lower the learning rate, and check the reward"
     elif fall > limits.SIGMAS.watch and start - recent > limits.REWARD_FALL.watch * spread:
         level = WATCH
     elif lost > limits.SIGMAS.bad and recent < (start + series.best) / 2:
-        level, what = WATCH, f"{key} was {series.best:.3g} and is {recent:.3g}"
+        level, what = WATCH, f"{series.key} was {series.best:.3g} and is {recent:.3g}"
     return Finding(level, "reward", what, remedy, RATE)
 
 
-def entropy(history: History) -> Finding:
-    key = "policy/entropy"
-    start, recent, values = history.start(key), history.recent(key), history.values(key)
+def entropy(history: History, series: Series) -> Finding:
+    start, recent, values = series.start(), series.recent, [*series.last]
     before = min(values[-WINDOW - 2 : -WINDOW])
-    level, what, remedy = WATCH if history.gains() else BAD, history.change(key), "lower the learning rate"
+    level, what, remedy = WATCH if history.gains() else BAD, series.change(), "lower the learning rate"
     factor, nats = limits.ENTROPY_RISE
     if before > limits.ENTROPY_FALL * start and max(values[-2:]) < limits.ENTROPY_COLLAPSE * before:
-        level, what = BAD, f"{key} fell from {before:.3g} to {values[-1]:.3g} in {WINDOW} steps"
+        level, what = BAD, f"{series.key} fell from {before:.3g} to {values[-1]:.3g} in {WINDOW} steps"
     elif recent > factor * start + nats:
         what += ", towards random tokens"
     elif recent < limits.ENTROPY_FALL * start:
@@ -153,18 +127,16 @@ def entropy(history: History) -> Finding:
     return Finding(level, "entropy", what, remedy, RATE)
 
 
-def gap(history: History) -> Finding:
+def gap(history: History, series: Series) -> Finding:
     """Compare the gap with that of the first step, whose weights are verified, and of the first window."""
-    series = history.series[GAP]
     recent, found = series.recent, Finding(FINE, "gap", "")
     if history.last.get("rollout/staleness_max", 0.0) > 0:
         return found  # stale completions differ by design
     for start, steps in ((series.first[0], 1), (series.start(), WINDOW)):
         beyond = limits.SIGMAS.above(series.sigmas(recent - start, steps))
         level = min(gap_level(exp(recent), exp(start)), beyond, key=HEALTH_LEVELS.index)
-        what = (
-            f"log-probs of engine and trainer differ by {exp(recent):.2g} nats per token, {exp(start):.2g} at the start"
-        )
+        what = f"log-probs of engine and trainer differ by {exp(recent):.2g} nats per token, "
+        what += f"{exp(start):.2g} at the start"
         if HEALTH_LEVELS.index(level) >= HEALTH_LEVELS.index(found.level):
             found = Finding(level, "gap", what, "look at the mismatch/ and sync/ metrics")
     return found
@@ -179,7 +151,7 @@ def gap_level(found: float, floor: float) -> str:
     return WATCH if watched else FINE
 
 
-def sampler(history: History) -> Finding:
+def sampler(history: History, _: Series) -> Finding:
     """Test the draws of the last step and of the run by their effect: rounding alone makes z grow with the tokens."""
     last = history.last
     step = last["mismatch/sampler_z"], last["mismatch/sampler_effect"]
@@ -197,30 +169,30 @@ def draw_level(z: float, effect: float) -> str:
     return limits.DRAWS.above(abs(effect))
 
 
-def staleness(history: History) -> Finding:
-    values, most = history.values("rollout/staleness_max")[-WINDOW:], history.max_staleness
+def staleness(history: History, series: Series) -> Finding:
+    values, most = [*series.last][-WINDOW:], history.max_staleness
     what = f"completions are {max(values):.0f} policy versions old, and rollout.max_staleness={most}"
     level = BAD if min(values) > most else WATCH if max(values) > most else FINE
     return Finding(level, "staleness", what, "engines miss new weights", "rollout.max_staleness")
 
 
-def effective_samples(history: History) -> Finding:
-    recent = history.recent("mismatch/effective_share")
-    what = f"after importance weighting, the tokens count as much as {recent:.0%} of them"
-    return Finding(limits.EFFECTIVE.below(recent), "effective_samples", what, "lower it", "rollout.max_staleness")
+def effective_samples(_: History, series: Series) -> Finding:
+    what = f"after importance weighting, the tokens count as much as {series.recent:.0%} of them"
+    level = limits.EFFECTIVE.below(series.recent)
+    return Finding(level, "effective_samples", what, "lower it", "rollout.max_staleness")
 
 
-def equal_rewards(history: History) -> Finding:
+def equal_rewards(history: History, series: Series) -> Finding:
     """Find rewards that never differ; groups of one completion report no share of uniform groups."""
-    still, before = history.still, history.series["reward/std"].count - history.still
+    still, before = history.still, series.count - history.still
     level, why, key = WATCH, "check it with `trueline reward try`", "reward.function"
-    share, equal = history.recent(UNIFORM), history.values("reward/std")[-limits.EQUAL_OF :].count(0.0)
+    share, equal = history.series[UNIFORM].recent, [*series.last][-limits.EQUAL_OF :].count(0.0)
     what = f"in {equal} of {limits.EQUAL_OF} steps all rewards are equal"
     if still >= STREAK:
         chance = ((history.equal - still + 1) / (before + 2)) ** still  # from how often all were equal before
         found = history.last["reward/mean"]
         what = f"all rewards of the last {still} steps are {found:.3g}"
-        if not before or (chance < limits.RARE and found < history.start("reward/mean")):
+        if not before or (chance < limits.RARE and found < history.series["reward/mean"].start()):
             level = BAD
         else:
             why, key = "use harder prompts, or end the run", "data.path"
@@ -237,71 +209,61 @@ def limits_in(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): share for name, share in metrics.items() if name.startswith(prefix)}
 
 
-def truncation_findings(
-    level: str, share: float, found: Mapping[str, float], config: RunConfig | None = None
-) -> Finding:
+def truncation_findings(level: str, share: float, found: Row, config: RunConfig | None = None) -> Finding:
     """Report truncated completions and the limits to raise, the most frequent first, with their values."""
     keys = sorted(found, key=lambda key: found[key], reverse=True) or ["rollout.max_new_tokens"]
     values = {key.path: key.default for key in config.leaves()} if config is not None else {}
     named = [f"{key}={values[key]}" if key in values else key for key in keys]
     if len(named) > 1:
         named = [f"{name} ({found[key]:.0%})" for name, key in zip(named, keys, strict=True)]
-    return Finding(
-        level, "truncation", f"{share:.0%} of the completions are truncated", f"raise {', '.join(named)}", keys[0]
-    )
+    what = f"{share:.0%} of the completions are truncated"
+    return Finding(level, "truncation", what, f"raise {', '.join(named)}", keys[0])
 
 
-def truncation(history: History) -> Finding:
-    series = history.series[TRUNCATED]
+def truncation(history: History, series: Series) -> Finding:
     start, recent = series.start(), series.recent
     found, rise = limits_in(history.last, "response_length/"), limits.TRUNCATED_RISE
     never_ends = series.lowest == 1 and series.count >= STREAK
     if never_ends or (recent > limits.TRUNCATED.bad and recent > start + rise.bad):
         return truncation_findings(WATCH if history.gains() else BAD, recent, found)
     if recent > start + rise.watch:
-        why = "completions no longer end"
-        return Finding(WATCH, "truncation", history.change(TRUNCATED), why, "rollout.max_new_tokens")
+        return Finding(WATCH, "truncation", series.change(), "completions no longer end", "rollout.max_new_tokens")
     return truncation_findings(WATCH if recent > limits.TRUNCATED.watch else FINE, recent, found)
 
 
-def repetition(history: History) -> Finding:
-    key = "response_length/repeated_share"
-    start, recent = history.start(key), history.recent(key)
-    level = FINE if recent < start + limits.REPEATED else WATCH
-    if level == WATCH and recent > limits.MOSTLY_REPEATED and not history.gains():
+def repetition(history: History, series: Series) -> Finding:
+    level = FINE if series.recent < series.start() + limits.REPEATED else WATCH
+    if level == WATCH and series.recent > limits.MOSTLY_REPEATED and not history.gains():
         level = BAD
     why = "completions repeat themselves: lower the learning rate"
-    return Finding(level, "repetition", history.change(key), why, RATE)
+    return Finding(level, "repetition", series.change(), why, RATE)
 
 
-def held_out(history: History) -> Finding:
+def held_out(history: History, series: Series) -> Finding:
     """Compare the last two evaluations with the first two and with the best two, by the noise of one."""
-    key = "evaluation/reward"
-    values, series = history.values(key), history.series[key]
     if series.count < 4:
         return Finding(FINE, "held_out", "")
-    first, last = fmean(series.first[:2]), fmean(values[-2:])
-    best = max(fmean(pair) for pair in pairwise(values))
-    error = held_out_error(history, series)
-    if history.gains() and first - last > limits.HELD_OUT_SIGMAS * error:
+    first, last = fmean(series.first[:2]), fmean([*series.last][-2:])
+    best = max(fmean(pair) for pair in pairwise(series.last))
+    limit = limits.HELD_OUT_SIGMAS * held_out_error(history, series)
+    if history.gains() and first - last > limit:
+        what = f"the held-out reward was {first:.3g} and is {last:.3g}"
         why = "the training reward rises meanwhile: the policy exploits the reward"
-        return Finding(
-            BAD, "held_out", f"the held-out reward was {first:.3g} and is {last:.3g}", why, "reward.function"
-        )
-    level = WATCH if best - last > limits.HELD_OUT_SIGMAS * error else FINE
+        return Finding(BAD, "held_out", what, why, "reward.function")
+    level = WATCH if best - last > limit else FINE
     return Finding(level, "held_out", f"the held-out reward was {best:.3g} and is {last:.3g}")
 
 
 def held_out_error(history: History, series: Series) -> float:
     """Return the standard error of an evaluation: as reported, or from the changes between evaluations."""
-    interval = history.series.get("evaluation/reward_ci95")
-    if interval is None:
+    interval = history.series["evaluation/reward_ci95"]
+    if not interval.count:
         return series.noise() * (1 + WINDOW / series.count)
-    return max(*interval.first[:2], *interval.values()[-2:]) / 1.96
+    return max(*interval.first[:2], *[*interval.last][-2:]) / 1.96
 
 
-def gradient(history: History) -> Finding:
-    values = history.values("grad_norm")
+def gradient(_: History, series: Series) -> Finding:
+    values = [*series.last]
     if len(values) < limits.GRADIENT_STEPS:
         return Finding(FINE, "gradient", "")  # gradients grow while the rate warms up
     usual = sorted(values[:-WINDOW])[-len(values) // 10]  # with sparse rewards most steps have no gradient
@@ -311,29 +273,27 @@ def gradient(history: History) -> Finding:
     return Finding(level, "gradient", what, "lower the learning rate", RATE)
 
 
-def clipping(history: History) -> Finding:
-    share = history.recent("policy/clip_fraction")
+def clipping(_: History, series: Series) -> Finding:
+    what = f"{series.recent:.0%} of the tokens are clipped"
     why = "lower the learning rate, or use fewer epochs or minibatches"
-    return Finding(limits.CLIPPED.above(share), "clipping", f"{share:.0%} of the tokens are clipped", why, RATE)
+    return Finding(limits.CLIPPED.above(series.recent), "clipping", what, why, RATE)
 
 
-def length(history: History) -> Finding:
-    key = "response_length/mean"
-    longer = history.recent(key) > limits.LONGER * history.start(key) and not history.gains()
-    what = f"{history.change(key)}, and the reward does not rise"
+def length(history: History, series: Series) -> Finding:
+    longer = series.recent > limits.LONGER * series.start() and not history.gains()
+    what = f"{series.change()}, and the reward does not rise"
     return Finding(WATCH if longer else FINE, "length", what, key="algorithm.shaping.overlong_factor")
 
 
-def loss(history: History) -> Finding:
+def loss(history: History, series: Series) -> Finding:
     """Check a task's own loss, which has to fall; that of a policy has no such meaning."""
-    series = history.series["loss"]
     start, rise, level = series.start(), series.recent - series.start(), FINE
     if "reward/mean" not in history.last and series.sigmas(rise) > limits.SIGMAS.bad:
         level = Limits(*(share * abs(start) for share in limits.LOSS_RISE)).above(rise)
-    return Finding(level, "loss", history.change("loss"), "lower the learning rate", RATE)
+    return Finding(level, "loss", series.change(), "lower the learning rate", RATE)
 
 
-Rule = Callable[[History], Finding]
+Rule = Callable[[History, Series], Finding]
 RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric that it needs, and the rule
     "reward": ("reward/mean", reward),
     "entropy": ("policy/entropy", entropy),
@@ -350,7 +310,7 @@ RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric 
     "length": ("response_length/mean", length),
     "loss": ("loss", loss),
 }
-WATCHED = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
+WATCHED: set[str] = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read
 
 
 # Rules of the first step, and of steps in a row
@@ -366,18 +326,15 @@ def first_step(metrics: Row, config: RLConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
     if config.has_reward() and metrics.get(UNIFORM, 0.0) > limits.UNIFORM:
         what = f"in {metrics[UNIFORM]:.0%} of the groups all completions have the same reward"
-        why = (
-            f"there is nothing to learn (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, another "
-            f"reward, or a larger algorithm.group_size={algorithm.group_size}"
-        )
+        why = f"there is nothing to learn (mean reward {metrics['reward/mean']:.3f}): easier or harder prompts, "
+        why += f"another reward, or a larger algorithm.group_size={algorithm.group_size}"
         yield Finding(WATCH, "uniform_groups", what, why, "algorithm.group_size")
     alpha, mean = algorithm.length_adaptive, metrics["response_length/mean"]
     if "critic/explained_variance" in metrics and alpha and alpha * mean <= 1:
         key = "algorithm.length_adaptive"
         what = f"{key}={alpha:g} makes lambda 0 for responses of up to {1 / alpha:g} tokens; their mean is {mean:.0f}"
-        yield Finding(
-            WATCH, "length_adaptive", what, "only the critic credits tokens before the last: set it to null", key
-        )
+        why = "only the critic credits tokens before the last: set it to null"
+        yield Finding(WATCH, "length_adaptive", what, why, key)
     if algorithm.shaping.overlong_filter and algorithm.shaping.overlong_factor:
         key = "algorithm.shaping.overlong_filter"
         what = f"{key} leaves truncated completions out of the loss, so overlong_factor has no effect on them"
@@ -389,7 +346,7 @@ def reward_streak(history: History, step: int, steps: int) -> Iterator[Finding]:
     if history.uniform in limits.UNIFORM_STEPS or (step >= steps and history.uniform >= 2):
         mean = history.last["reward/mean"]
         what = f"in {history.uniform} steps in a row all completions had the same reward, {mean:.3f}"
-        why = "nothing was learnt: check the reward with `trueline reward try`, and transcripts.jsonl"
+        why = "nothing was learned: check the reward with `trueline reward try`, and transcripts.jsonl"
         yield Finding(WATCH, "constant_rewards", what, why, "reward.function")
 
 
@@ -419,15 +376,13 @@ class RunMonitor:
         return float(HEALTH_LEVELS.index(self.known[name].level)) if name in self.known else 0.0
 
     def _apply(self, name: str, key: str, rule: Rule) -> Finding:
-        fine = Finding(FINE, name, "")
+        series, fine = self.history.series[key], Finding(FINE, name, "")
         if key not in self.history.last:
             return self.known.get(name, fine)  # no evaluation in this step: the last one counts
-        series = self.history.series.get(key)
-        ready = series is not None and (series.count > WINDOW or key.startswith("evaluation/"))
-        return rule(self.history) if ready else fine
+        ready = series.count > (0 if key.startswith("evaluation/") else WINDOW)
+        return rule(self.history, series) if ready else fine
 
     def recall(self, rows: Iterable[Row]) -> None:
-        """Add what a resumed run has reported before."""
         for row in rows:
             self.history.add(row)
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -48,9 +47,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class ActivityGroup:
-    """Activities of one kind, by the same process, on the same thing."""
-
-    kind: str
+    kind: str  # the same in all, as who and what
     who: str
     what: str
     waits: bool  # for another activity
@@ -60,8 +57,6 @@ class ActivityGroup:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What one process does, and when it wrote so."""
-
     name: str
     pid: int
     born: float  # tells it from a later process with the same number
@@ -120,19 +115,16 @@ class ActivityLog:
             self.end(doing, well=well)
 
     def rows(self) -> list[ActivityGroup]:
-        """Return the activities, grouped, the oldest first."""
         alike: dict[tuple[str, str, str, bool], list[float]] = {}
         with self.lock:
             for one in list(self.all):
                 alike.setdefault((one.kind, one.who, one.what, one.inner > 0), []).append(one.since)
-        return sorted(
-            (ActivityGroup(*key, len(times), min(times)) for key, times in alike.items()), key=lambda row: row.since
-        )
+        groups = [ActivityGroup(*key, len(times), min(times)) for key, times in alike.items()]
+        return sorted(groups, key=lambda row: row.since)
 
     def beat(self, name: str) -> Heartbeat:
-        pid = os.getpid()
-        born = psutil.Process(pid).create_time()
-        return Heartbeat(name, pid, born, socket.gethostname(), time.time(), self.moved, self.rows())
+        born, host = psutil.Process().create_time(), socket.gethostname()
+        return Heartbeat(name, os.getpid(), born, host, time.time(), self.moved, self.rows())
 
 
 OUTER: ContextVar[Activity | None] = ContextVar("OUTER", default=None)
@@ -150,17 +142,12 @@ def write_beat(folder: Path, beat: Heartbeat) -> None:
 
 def thread_stacks() -> str:
     """Return the stacks of all threads; not for signal handlers, because frames change under them."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        "\n".join(
-            [f"Thread {names.get(ident, ident)}, the innermost first:", *map(frame_line, traceback.walk_stack(at))]
-        )
-        for ident, at in sys._current_frames().items()
-    )
-
-
-def frame_line(frame: tuple[FrameType, int]) -> str:
-    return f'  File "{frame[0].f_code.co_filename}", line {frame[1]} in {frame[0].f_code.co_name}'
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for ident, innermost in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)}, the innermost first:")
+        for frame, line in traceback.walk_stack(innermost):
+            lines.append(f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}')
+    return "\n".join(lines)
 
 
 def read_beat(file: Path) -> Heartbeat | None:
@@ -172,8 +159,6 @@ def read_beat(file: Path) -> Heartbeat | None:
 
 
 def start_beating(folder: Path, name: str) -> None:
-    """Write the heartbeat of this process to a file in `folder` from now on."""
-
     def keep_beating() -> None:
         while True:
             write_beat(folder, WORK.beat(name))
@@ -183,17 +168,13 @@ def start_beating(folder: Path, name: str) -> None:
 
 
 def clear_beats(folder: Path) -> None:
-    for file in (file for kind in (f"{BEAT}*", REQUEST, STACKS) for file in folder.glob(f"*{kind}")):
-        file.unlink(missing_ok=True)
-
-
-# Processes seen from outside
+    for kind in (f"{BEAT}*", REQUEST, STACKS):
+        for file in folder.glob(f"*{kind}"):
+            file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class SeenProcess:
-    """A process: its heartbeat, and what the system knows of it."""
-
     beat: Heartbeat
     state: str
     stack: str = ""
@@ -206,8 +187,7 @@ class SeenProcess:
 
 
 def look_at_process(beat: Heartbeat, folder: Path) -> SeenProcess:
-    process = process_of(beat)
-    if process is None:
+    if (process := process_of(beat)) is None:
         return SeenProcess(beat, ELSEWHERE if beat.host != socket.gethostname() else GONE)
     try:
         state = process.status()
@@ -232,12 +212,9 @@ def process_of(beat: Heartbeat) -> psutil.Process | None:
 
 def run_py_spy(pid: int) -> str:
     tool = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    if tool is None:
-        return ""
-    command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS, check=False)
-        return done.stdout if done.returncode == 0 else ""
+    command = [tool or "py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+    with suppress(OSError, subprocess.SubprocessError):  # it is not installed, not allowed, or too slow
+        return subprocess.run(command, capture_output=True, text=True, timeout=STACK_SECONDS, check=True).stdout
     return ""
 
 
@@ -248,11 +225,12 @@ def request_stacks(name: Path) -> str:
     deadline = time.monotonic() + STACK_SECONDS
     while request.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    answered = not request.exists()
+    if not request.exists():
+        return file.read_text()
     request.unlink(missing_ok=True)
-    return file.read_text() if answered else ""
+    return ""
 
 
 def other_beats(folder: Path, driver: str) -> list[Heartbeat]:
-    found = [read_beat(file) for file in sorted(folder.glob(f"*{BEAT}"))]
+    found = map(read_beat, sorted(folder.glob(f"*{BEAT}")))
     return [beat for beat in found if beat is not None and beat.name != driver]

@@ -4,9 +4,7 @@ from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """The values beyond which a number is to be watched, or bad."""
-
-    watch: float
+    watch: float  # beyond it, a number is to be watched
     bad: float
 
     def above(self, value: float) -> str:

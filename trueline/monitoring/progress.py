@@ -22,11 +22,8 @@ from trueline.monitoring.run_folder import RunFolder
 
 def shown_metrics(metrics: dict[str, float]) -> dict[str, str]:
     """Return what the screen shows of these metrics, by label; skipped steps once there is one."""
-    return {
-        one.label: f"{metrics[one.name]:{one.form}}"
-        for one in SHOWN
-        if one.name in metrics and (one.name != "skipped_steps" or metrics[one.name])
-    }
+    shown = [one for one in SHOWN if one.name in metrics and (one.name != "skipped_steps" or metrics[one.name])]
+    return {one.label: f"{metrics[one.name]:{one.form}}" for one in shown}
 
 
 class Progress:
@@ -37,8 +34,7 @@ class Progress:
         self.console = console or Console(highlight=False)
         self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         self.first_step: int | None = None
-        self.last_step = 0
-        self.started = time.monotonic()
+        self.last_step, self.started = 0, time.monotonic()
 
     def __enter__(self) -> Self:
         if self.live is not None:
@@ -57,7 +53,6 @@ class Progress:
             add_line(self.folder.log, message)
 
     def report(self, finding: Finding, step: int | None = None) -> None:
-        """Print a finding and record it."""
         self.note(finding.line())
         self.record([finding], step)
 
@@ -86,18 +81,14 @@ class Progress:
         return f"{self.title} {step}/{self.total}  {numbers}  {phases(metrics)}  eta {self.remaining(step)}{health}"
 
     def panel(self, step: int, metrics: dict[str, float]) -> Table:
-        """Return the panel, which wraps at the width of the screen."""
         # No markup: a note printed above the panel has the panel drawn again as the note is, without markup.
-        head = (
-            f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   {describe_health(metrics)}"
-        )
-        numbers = [
-            Text.assemble((label, "dim"), "\n", (number, "bold"), no_wrap=True)
-            for label, number in shown_metrics(metrics).items()
-        ]
-        panel, bar = Table.grid(), ProgressBar(total=self.total, completed=step, width=60)
-        for part in (Text.assemble((self.title, "bold"), head), bar, Columns(numbers, padding=(0, 2))):
-            panel.add_row(part)
+        head = f" step {step}/{self.total}   eta {self.remaining(step)}   {phases(metrics)}   "
+        pairs = [((label, "dim"), "\n", (number, "bold")) for label, number in shown_metrics(metrics).items()]
+        numbers = [Text.assemble(*pair, no_wrap=True) for pair in pairs]
+        panel = Table.grid()
+        panel.add_row(Text.assemble((self.title, "bold"), head + describe_health(metrics)))
+        panel.add_row(ProgressBar(total=self.total, completed=step, width=60))
+        panel.add_row(Columns(numbers, padding=(0, 2)))
         return panel
 
     def remaining(self, step: int) -> str:

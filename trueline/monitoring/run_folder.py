@@ -12,11 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
 from trueline.files import UNFINISHED, read_rows, write_atomically
 from trueline.monitoring.findings import REFUSED, WATCH, Finding
-from trueline.monitoring.user_files import changed_files, fingerprints, keep_fingerprints
 
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 RUNS = Path(RunConfig.model_fields["folder"].default)
@@ -47,8 +46,16 @@ class RunFolder:
                 trial = self.path / f"trial{UNFINISHED}"
                 trial.write_text("a full disk takes no byte\n")
                 trial.unlink()
-            else:
-                self._make(config, verb)
+                return self
+            if self.path.exists():
+                raise ConfigError(f"{self.path} exists: add --resume to continue that run, or choose another --name")
+            # Made under another name: a folder with the run's name can always be resumed.
+            aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
+            shutil.rmtree(aside.path, ignore_errors=True)
+            aside.path.mkdir(PRIVATE, parents=True)
+            aside.logs.mkdir()
+            aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
+            aside.path.rename(self.path)
         return self
 
     @contextmanager
@@ -61,33 +68,12 @@ class RunFolder:
                 "with folder=..., or check its permissions and the space on the disk"
             ) from error
 
-    def _make(self, config: RunConfig, verb: str) -> None:
-        if self.path.exists():
-            raise ConfigError(f"{self.path} exists: add --resume to continue that run, or choose another --name")
-        # Made under another name: a folder with the run's name can always be resumed.
-        aside = RunFolder(self.path.with_name(f"{self.path.name}{UNFINISHED}"))
-        shutil.rmtree(aside.path, ignore_errors=True)
-        aside.path.mkdir(PRIVATE, parents=True)
-        aside.logs.mkdir()
-        aside.config.write_text(f"{HEAD}{verb}\n{config.dump()}")
-        aside.path.rename(self.path)
-
-    def changed_files(self, tree: Tree) -> list[Finding]:
-        """Return the user's files that changed since the last start, and remember their present state."""
-        now = fingerprints(tree)
-        found = changed_files(self.code, now)
-        with suppress(OSError):
-            keep_fingerprints(self.code, now)
-        return found
-
     def write_plan(self, text: str, findings: Iterable[Finding]) -> None:
         with suppress(OSError):  # the report does without it
             self.plan.write_text(json.dumps({"text": text, "findings": [one.row() for one in findings]}, indent=1))
 
     def read_findings(self) -> list[tuple[int, Finding]]:
-        """Read all findings so far, each with its step."""
-        rows = read_rows(self.findings)
-        return [(row.pop("step"), Finding(**row)) for row in rows]
+        return [(row.pop("step"), Finding(**row)) for row in read_rows(self.findings)]
 
     def last_error(self) -> Finding | None:
         """Return what ended the run, unless it was started again since."""
@@ -114,7 +100,6 @@ class RunFolder:
             os.close(descriptor)
 
     def check_idle(self) -> None:
-        """Refuse a run that another process is running."""
         if self.lock.is_file():
             with self.lock.open("rb+") as file:
                 self._claim(file.fileno())
@@ -123,53 +108,43 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(self._holder()) from None
+            process, stop = "another process", "stop it"
+            with suppress(OSError, ValueError, KeyError):
+                about = json.loads(self.lock.read_text())
+                process = f"process {about['pid']} on {about['host']} since {about['since']}"
+                stop = f"stop it with `kill -INT {about['pid']}` there"
+            raise ConfigError(
+                f"{self.path} is being run by {process}: wait for its end, or {stop} and wait for its last "
+                "checkpoint; then --resume it. To start another run, choose another --name"
+            ) from None
         except OSError as error:
             what = f"{self.lock} cannot be locked ({error.strerror}), as on some network file systems"
             return [Finding(WATCH, "no_file_locks", what, "do not resume this run a second time while it runs")]
         return []
 
-    def _holder(self) -> str:
-        try:
-            about = json.loads(self.lock.read_text())
-            process, since = f"process {about['pid']} on {about['host']}", f" since {about['since']}"
-            stop = f"stop it with `kill -INT {about['pid']}` there"
-        except (OSError, ValueError, KeyError):
-            process, since, stop = "another process", "", "stop it"
-        return (
-            f"{self.path} is being run by {process}{since}: wait for its end, or {stop} and wait for its last "
-            "checkpoint; then --resume it. To start another run, choose another --name"
-        )
-
     @classmethod
     def find(cls, folder: str, name: str | None, verb: str) -> "RunFolder":
         """Find the run to resume: the named one, or the one of this verb that changed last."""
         base = Path(folder).resolve()
-        if name is not None:
-            return cls(base / name)._check_verb(verb)
-        runs = [run for run in cls.all_in(base) if run.verb() == verb]
+        runs = [cls(base / name)] if name is not None else [run for run in cls.all_in(base) if run.verb() == verb]
         if not runs:
             raise ConfigError(f"no {verb} run to resume in {base}: name its place with folder=...")
-        return runs[0]
+        run = runs[0]
+        if not run.config.is_file():
+            raise ConfigError(
+                f"{run.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
+                "or leave --resume out to start it"
+            )
+        if run.verb() != verb:
+            known = run.verb() or "no known verb"
+            raise ConfigError(f"{run.path} is a run of {known}: resume it with the verb that started it (got {verb})")
+        return run
 
     @classmethod
     def all_in(cls, base: Path) -> "list[RunFolder]":
         """Return the runs of a folder, the last changed first."""
         found = [cls(file.parent) for file in base.glob("*/config.yaml") if file.parent.suffix != UNFINISHED]
         return sorted(found, key=RunFolder.last_change, reverse=True)
-
-    def _check_verb(self, verb: str) -> "RunFolder":
-        if not self.config.is_file():
-            raise ConfigError(
-                f"{self.path} is not a run that can be resumed (it has no config.yaml): check --name and folder=..., "
-                "or leave --resume out to start it"
-            )
-        if self.verb() != verb:
-            raise ConfigError(
-                f"{self.path} is a run of {self.verb() or 'no known verb'}: resume it with the verb that started it "
-                f"(got {verb})"
-            )
-        return self
 
     def verb(self) -> str:
         """Return the verb that started this run, or nothing if its head is unknown."""
@@ -183,7 +158,6 @@ class RunFolder:
         return max(file.lstat().st_mtime for file in files)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Read what each step has reported."""
         return read_rows(self.metrics)
 
     def rewrite(self, config: RunConfig, verb: str) -> None:
@@ -191,8 +165,7 @@ class RunFolder:
         write_atomically(self.config, f"{HEAD}{verb}\n{config.dump()}")
 
     def resume_command(self) -> str:
-        base = Path(RunConfig.model_fields["folder"].default).resolve()
-        place = "" if self.path.parent == base else f" {shlex.quote(f'folder={self.path.parent}')}"
+        place = "" if self.path.parent == RUNS.resolve() else f" {shlex.quote(f'folder={self.path.parent}')}"
         return f"trueline {self.verb()} --resume --name {self.path.name}{place}"
 
     def training_folder(self) -> Path:

@@ -8,7 +8,7 @@ import pkgutil
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +22,10 @@ from trueline.monitoring.metrics import METRICS
 from trueline.monitoring.run_folder import RunFolder
 
 Note = Callable[[str], object]
-TIMED = "time/step"  # is among the metrics of a step whose phases end with it
-
-
-@dataclass(frozen=True, slots=True)
-class TrackedRun:
-    """A run that a tracker is opened for: its folder, the value of the tracker's key, and where it resumes."""
-
-    folder: Path
-    project: Any
-    run_id: str  # empty for a run that is new to the tracker
-    resume_step: int
+Ids = Mapping[str, str]  # of a run in its trackers, by their keys
+NEW: Ids = {}  # a run that no tracker has
+WANDB_REMEDY = "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
+MLFLOW_REMEDY = "check MLFLOW_TRACKING_URI, which names the server or folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +37,22 @@ class OpenTracker:
 
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
-    """A tracker: how to open it, its package, and the error of an unreachable server."""
+    """A tracker: how to open it, and the error of an unreachable server; its key is the name of its package."""
 
-    open: Callable[[Any, TrackedRun], OpenTracker]  # of the package and a place
-    package: str
-    install: str
-    failure: str = ""  # name of an exception of the package; OSError is one everywhere
+    # Of the package, the run's folder, the key's value, the run's id there (None: it is new) and the step to resume.
+    open: Callable[[Any, Path, Any, str | None, int], OpenTracker]
+    install: str  # what pip installs
+    failures: tuple[str, ...] = ()  # exceptions of the package; OSError is one everywhere
     remedy: str = "check its permissions and the space on the disk"
-
-    def failures(self) -> tuple[type[Exception], ...]:
-        return (OSError, *([pkgutil.resolve_name(f"{self.package}:{self.failure}")] if self.failure else []))
 
 
 class Tracker:
     """Write the metrics, transcripts, ledger and events of a run; each file is opened by its first row."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        config: MonitoringConfig,
-        resume_step: int = 0,
-        run_ids: dict[str, str] | None = None,
-        note: Note = str,
+        self, folder: RunFolder, config: MonitoringConfig, resume_step: int = 0, run_ids: Ids = NEW, note: Note = str
     ) -> None:
-        check_trackers(config)
+        chosen = check_trackers(config)
         self.folder, self.note = folder, note
         self.last_step = keep_until(folder.metrics, resume_step, note)
         for file in (folder.transcripts, folder.ledger, folder.events):
@@ -78,10 +63,15 @@ class Tracker:
         self.scalars: list[Sink] = []
         for file in (folder.metrics, folder.transcripts):
             self._sink(file)
-        for key, project in chosen_trackers(config).items():
-            place = TrackedRun(folder.path, project, (run_ids or {}).get(key, ""), resume_step)
-            self.opened[key] = open_tracker(key, place)
-            self.scalars.append(Sink(self.opened[key].write, key, note, TRACKERS[key].failures()))
+        for key, project in chosen.items():
+            row, package, run_id = TRACKERS[key], importlib.import_module(key), run_ids.get(key)
+            failures = (OSError, *map(pkgutil.resolve_name, row.failures))
+            try:
+                one = row.open(package, folder.path, project, run_id, resume_step)
+            except failures as error:
+                raise ConfigError(f"monitoring.{key}={project}: {error}; {row.remedy}") from error
+            self.opened[key] = one
+            self.scalars.append(Sink(one.write, key, note, failures))
         self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def _sink(self, file: Path) -> "Sink":
@@ -93,11 +83,10 @@ class Tracker:
         self._sink(self.folder.metrics).put(json.dumps({"step": step, **metrics}))
         for sink in self.scalars:
             sink.put(step, metrics)
-        if self.events is not None and TIMED in metrics:
+        if self.events is not None and "time/step" in metrics:  # the phases of a step end with it
             self._sink(self.folder.events).put(compact({"step": step, **self.events.row()}))
 
     def follow(self, events: Events) -> None:
-        """From now on, write the events of each step."""
         self.events = events
         self._sink(self.folder.events)
 
@@ -106,12 +95,13 @@ class Tracker:
             self._sink(self.folder.transcripts).put(compact({"step": step, **transcript}))
 
     def account(self, step: int, fates: dict[str, list[int]]) -> None:
-        """Write the fates of the prompts in a step."""
         self._sink(self.folder.ledger).put(json.dumps({"step": step, **fates}))
 
     def close(self) -> None:
         for sink in (*self.files.values(), *self.scalars):
-            sink.report_lost()
+            rows, were = ("1 row", "was") if sink.lost == 1 else (f"{sink.lost} rows", "were")
+            if sink.lost:
+                self.note(f"warning: {rows} of {sink.name} {were} lost")
         if self.events is not None:
             self.events.stop()
         for one in self.opened.values():
@@ -126,11 +116,7 @@ class Sink:
     """Write row by row: if a disk or server refuses a row, the row is lost, not the run; warn once, and count."""
 
     def __init__(
-        self,
-        write: Callable[..., object],
-        name: str,
-        note: Note,
-        failures: tuple[type[Exception], ...] = (OSError,),
+        self, write: Callable[..., object], name: str, note: Note, failures: tuple[type[Exception], ...] = (OSError,)
     ) -> None:
         self.write, self.name, self.note, self.failures = write, name, note, failures
         self.lost = 0
@@ -143,11 +129,6 @@ class Sink:
                 self.note(f"warning: {self.name} cannot be written ({error}); the run continues, its rows are lost")
             self.lost += 1
 
-    def report_lost(self) -> None:
-        if self.lost:
-            rows = "1 row" if self.lost == 1 else f"{self.lost} rows"
-            self.note(f"warning: {rows} of {self.name} {'was' if self.lost == 1 else 'were'} lost")
-
 
 class AppendedFile:
     """A file that grows by whole pieces: nothing remains of a piece that the disk refused."""
@@ -157,17 +138,16 @@ class AppendedFile:
         self.torn = False  # a part did remain, because it could not be cut off either
 
     def write(self, piece: bytes) -> None:
-        end = self.stream.seek(0, os.SEEK_END)
+        end, self.torn = self.stream.seek(0, os.SEEK_END), True
         try:
             while piece:
                 piece = piece[self.stream.write(piece) :]
+            self.torn = False
         except OSError:
-            self.torn = True
             with suppress(OSError):
                 self.stream.truncate(end)
                 self.torn = False
             raise
-        self.torn = False
 
     def add_line(self, line: str) -> None:
         # A reply may contain half a character, which UTF-8 cannot encode: it is written as JSON's escape.
@@ -180,26 +160,27 @@ def keep_until(file: Path, step: int, note: Note = str) -> int:
     if not file.exists():
         return -1
     first, last, behind = first_again(step), -1, 0
-    aside = unused_name(file, step)
-    with file.open("rb") as lines, unfinished_path(file).open("wb") as kept, unfinished_path(aside).open("wb") as rest:
+    stem = f"{file.stem}.after_step_{step:06d}"
+    names = itertools.chain([stem], (f"{stem}.{number}" for number in itertools.count(2)))  # earlier ones are kept
+    aside = next(path for name in names if not (path := file.with_name(name + file.suffix)).exists())
+    before, after = (path.with_suffix(UNFINISHED) for path in (file, aside))
+    with file.open("rb") as lines, before.open("wb") as kept, after.open("wb") as rest:
         for line in lines:
-            if (at := step_of(line)) is None:
+            if (row := parse_line(line)) is None:  # half a line, which a kill or a full disk may leave
                 continue
-            (kept if at < first else rest).write(line.removesuffix(b"\n") + b"\n")
-            last, behind = (at, behind) if at < first else (last, behind + 1)
+            is_kept = row["step"] < first
+            (kept if is_kept else rest).write(line.removesuffix(b"\n") + b"\n")
+            last, behind = (row["step"], behind) if is_kept else (last, behind + 1)
     if behind:
-        unfinished_path(aside).rename(aside)
+        after.rename(aside)
         note(f"{file.name}: {behind} rows after step {step} moved to {aside.name}")
-    else:
-        unfinished_path(aside).unlink()
-    unfinished_path(file).rename(file)
+    after.unlink(missing_ok=True)
+    before.rename(file)
     return last
 
 
 def fates_after(ledger: Path, step: int) -> list[dict[str, list[int]]]:
-    """Read the fates of the prompts in each step after this one."""
-    rows = [row for row in read_rows(ledger) if row["step"] > step]
-    return [{fate: numbers for fate, numbers in row.items() if fate != "step"} for row in rows]
+    return [row for row in read_rows(ledger) if row.pop("step") > step]
 
 
 def first_again(step: int) -> int:
@@ -207,34 +188,13 @@ def first_again(step: int) -> int:
     return step + 1 if step else 0
 
 
-def step_of(line: bytes) -> int | None:
-    """Return the step of a line, or None for half a line, which a kill or a full disk may leave."""
-    row = parse_line(line)
-    return None if row is None else int(row["step"])
-
-
-def unused_name(file: Path, step: int) -> Path:
-    """Return a name that is not in use, to keep the files of earlier resumptions."""
-    stem, more = f"{file.stem}.after_step_{step:06d}", (f".{number}" for number in itertools.count(2))
-    names = (f"{stem}{number}{file.suffix}" for number in itertools.chain([""], more))
-    return next(path for name in names if not (path := file.with_name(name)).exists())
-
-
-def unfinished_path(file: Path) -> Path:
-    return file.with_suffix(UNFINISHED)
-
-
-def open_board(package: Any, place: TrackedRun) -> OpenTracker:
-    """Append numbers to an event file, and hide those after the resumed step.
-
-    They are written here and not in torch's thread, so that a full disk does not end the run.
-    """
+def open_board(_: Any, run: Path, project: Any, run_id: str | None, resume_step: int) -> OpenTracker:
+    """Append to an event file, hiding what comes again; not in torch's thread, so a full disk does not end the run."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415  (seconds to import)
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
     from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
-    folder = place.folder / "tensorboard"
-    folder.mkdir(exist_ok=True)
+    (folder := run / "tensorboard").mkdir(exist_ok=True)
     now = time.time_ns()
     file = RecordWriter(AppendedFile(folder / f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{now}"))
 
@@ -246,22 +206,21 @@ def open_board(package: Any, place: TrackedRun) -> OpenTracker:
         write(step=step, summary=Summary(value=values))
 
     write(file_version="brain.Event:2")
-    write(step=first_again(place.resume_step), session_log=SessionLog(status=SessionLog.START))
+    write(step=first_again(resume_step), session_log=SessionLog(status=SessionLog.START))
     return OpenTracker(add)
 
 
-def open_wandb(wandb: Any, place: TrackedRun) -> OpenTracker:
-    name, run_id = place.folder.name, place.run_id or None
-    run = wandb.init(project=place.project, name=name, dir=place.folder, id=run_id, resume="allow")
+def open_wandb(wandb: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    run = wandb.init(project=project, name=folder.name, dir=folder, id=run_id, resume="allow")
     for one in METRICS:
         if one.better and ".+" not in one.pattern():
             run.define_metric(one.name, summary={"higher": "max", "lower": "min"}[one.better])
     return OpenTracker(lambda step, row: run.log(row, step=step), str(run.id), run.finish)
 
 
-def open_mlflow(mlflow: Any, place: TrackedRun) -> OpenTracker:
-    mlflow.set_experiment(place.project)
-    run = mlflow.start_run(run_id=place.run_id or None, run_name=place.folder.name)
+def open_mlflow(mlflow: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    mlflow.set_experiment(project)
+    run = mlflow.start_run(run_id=run_id, run_name=folder.name)
 
     def add(step: int, row: dict[str, float]) -> None:
         mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in row.items()}, step=step)
@@ -269,47 +228,23 @@ def open_mlflow(mlflow: Any, place: TrackedRun) -> OpenTracker:
     return OpenTracker(add, run.info.run_id, mlflow.end_run)
 
 
-def open_trackio(trackio: Any, place: TrackedRun) -> OpenTracker:
-    trackio.init(project=place.project, name=place.folder.name, resume="allow")
+def open_trackio(trackio: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
+    trackio.init(project=project, name=folder.name, resume="allow")
     return OpenTracker(lambda step, row: trackio.log(row, step=step), close=trackio.finish)
 
 
-def chosen_trackers(config: MonitoringConfig) -> dict[str, Any]:
-    """Return the value of every tracker's key that is set."""
-    return {key: value for key, value in dict(config).items() if key in TRACKERS and value}
+def check_trackers(config: MonitoringConfig) -> dict[str, Any]:
+    """Return the value of every tracker's key that is set, or refuse one that is not installed."""
+    chosen = {key: value for key, value in dict(config).items() if key in TRACKERS and value}
+    for key in chosen:
+        if importlib.util.find_spec(key) is None:
+            raise ConfigError(f"monitoring.{key}: {key} is not installed; pip install {TRACKERS[key].install}")
+    return chosen
 
 
-def check_trackers(config: MonitoringConfig) -> None:
-    for key in chosen_trackers(config):
-        if importlib.util.find_spec(TRACKERS[key].package) is None:
-            raise ConfigError(f"monitoring.{key}: {TRACKERS[key].package} is not installed; {TRACKERS[key].install}")
-
-
-def open_tracker(key: str, place: TrackedRun) -> OpenTracker:
-    row = TRACKERS[key]
-    package = importlib.import_module(row.package)
-    try:
-        return row.open(package, place)
-    except row.failures() as error:
-        raise ConfigError(f"monitoring.{key}={place.project}: {error}; {row.remedy}") from error
-
-
-# By the key of `monitoring` that chooses it.
-TRACKERS = {
-    "tensorboard": TrackerRow(open_board, "tensorboard", "pip install tensorboard"),
-    "wandb": TrackerRow(
-        open_wandb,
-        "wandb",
-        "pip install 'trueline[wandb]'",
-        "errors.Error",
-        "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk",
-    ),
-    "mlflow": TrackerRow(
-        open_mlflow,
-        "mlflow",
-        "pip install mlflow",
-        "exceptions.MlflowException",
-        "check MLFLOW_TRACKING_URI, which names the server or folder",
-    ),
-    "trackio": TrackerRow(open_trackio, "trackio", "pip install trackio"),
+TRACKERS = {  # by the key of `monitoring` that chooses it
+    "tensorboard": TrackerRow(open_board, "tensorboard"),
+    "wandb": TrackerRow(open_wandb, "'trueline[wandb]'", ("wandb:errors.Error",), WANDB_REMEDY),
+    "mlflow": TrackerRow(open_mlflow, "mlflow", ("mlflow:exceptions.MlflowException",), MLFLOW_REMEDY),
+    "trackio": TrackerRow(open_trackio, "trackio"),
 }

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,8 @@ HELD_OUT = re.compile(r"evaluation\..+")
 TEMPLATES = re.compile(r"(.+\.)?chat_template")
 MIXTURE = "data.mixture"  # whose keys are paths
 PLACES = re.compile(r"(model|critic|teacher)\.path|distill\.teacher|environment\.options\.documents")
-DIFFERS = {  # section -> what is not the same before and after a change
-    "reward": "rewards",
-    "environment": "episodes",
-    "algorithm": "updates",
-    "evaluation": "evaluations",
-    "data": "prompts",
-}
+# What is not the same before and after a change, by the section of its key; of others, its plural.
+DIFFERS = {"environment": "episodes", "algorithm": "updates", "data": "prompts"}
 PICKLED = ".pickle"
 MODULE = re.compile(r"([A-Za-z_][\w.]*):\w+")
 Tree = dict[str, Any]  # not imported: it brings pydantic, and processes of user functions start without
@@ -53,12 +49,8 @@ def changed_places(tree: Tree, change: Change, path: str = "") -> Tree:
 def changed_value(value: Any, change: Change, key: str) -> Any:
     if not isinstance(value, str) or not value:
         return value
-    if FUNCTIONS.fullmatch(key) or TOOLS.fullmatch(key):
-        return changed_function(value, change, key)
-    return change(value) if any(some.fullmatch(key) for some in (DATASETS, TEMPLATES, PLACES)) else value
-
-
-def changed_function(value: str, change: Change, key: str) -> str:
+    if not matches(key, FUNCTIONS, TOOLS):
+        return change(value) if matches(key, DATASETS, TEMPLATES, PLACES) else value
     place, _, name = value.rpartition(":")
     if place.isidentifier() and Path(f"{place}.py").is_file():  # a module that is imported from this folder
         place = f"{place}.py"
@@ -67,6 +59,10 @@ def changed_function(value: str, change: Change, key: str) -> str:
     if key == "environment.agent" and " " in value:
         return shlex.join(change(word) if "." in word or "/" in word else word for word in shlex.split(value))
     return change(value) if key.startswith("reward.") or value.endswith(PICKLED) else value
+
+
+def matches(key: str, *kinds: re.Pattern[str]) -> bool:
+    return any(kind.fullmatch(key) for kind in kinds)
 
 
 def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
@@ -80,9 +76,8 @@ def with_absolute_places(tree: Tree, built_in: Collection[str] = ()) -> Tree:
 
 
 def found_again(tree: Tree, base: Path) -> Tree:
-    """Return the tree of a run that is in the folder `base` now: with files that have moved along with it, and those
-    below the working folder named from there, as they usually were, for names of files stand in rows and metrics.
-    """
+    """Return the tree of a run that is in the folder `base` now, with files that have moved along with it; those below
+    the working folder are named from there, as they usually were, for their names stand in rows and metrics."""
     before = str(tree.get("folder", ""))
 
     def locate(place: str) -> str:
@@ -94,9 +89,6 @@ def found_again(tree: Tree, base: Path) -> Tree:
         return near if os.path.isfile(now) and not near.startswith("..") else now
 
     return changed_places(tree, locate)
-
-
-# Changes
 
 
 def fingerprints(tree: Tree) -> Digests:
@@ -113,19 +105,14 @@ def code_values(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
         key = f"{path}{name}"
         if isinstance(value, dict):
             yield from code_values(value, f"{key}.")
-        elif any(some.fullmatch(key) for some in (FUNCTIONS, TOOLS, TEMPLATES, HELD_OUT)):
+        elif matches(key, FUNCTIONS, TOOLS, TEMPLATES, HELD_OUT):
             yield from ((key, str(one)) for one in (value if isinstance(value, list) else [value]))
 
 
 def places_in(value: str, key: str) -> list[str]:
-    seen: list[str] = []
-
-    def note(place: str) -> str:
-        seen.append(place)
-        return place
-
-    changed_value(value, note, key)
-    return seen or [value]
+    seen: dict[str, str] = {}
+    changed_value(value, lambda place: seen.setdefault(place, place), key)
+    return [*seen] or [value]
 
 
 def files_of(place: str) -> list[Path]:
@@ -140,12 +127,9 @@ def files_of(place: str) -> list[Path]:
 
 
 def imported_beside(file: Path) -> Iterator[Path]:
-    if file.suffix != ".py":
-        return
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (SyntaxError, ValueError):
-        return
+    nodes: list[ast.AST] = []
+    with suppress(SyntaxError, ValueError):
+        nodes = list(ast.walk(ast.parse(file.read_bytes()))) if file.suffix == ".py" else []
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
@@ -161,26 +145,19 @@ def module_files(folder: Path, name: str) -> Iterator[Path]:
         folder /= part
 
 
-def changed_files(record: Path, now: Digests) -> list[Finding]:
-    """Find the files that changed since the run was last started, by the recorded fingerprints."""
-    try:
+def changed_files(record: Path, tree: Tree) -> list[Finding]:
+    """Find the files that changed since the run was last started, and record their present state."""
+    now, before = fingerprints(tree), {}
+    with suppress(OSError, ValueError):
         before = json.loads(record.read_text())
-    except (OSError, ValueError):
-        return []
-    return [
-        Finding(
-            WATCH,
-            "changed_file",
-            f"{file} changed since this run was last started",
-            f"{DIFFERS[key.partition('.')[0]]} before and after are not comparable: restore it, or start a new run",
-            key,
-        )
-        for key, files in now.items()
-        for file, digest in files.items()
-        if before.get(key, {}).get(Path(file).name, digest) != digest
-    ]
-
-
-def keep_fingerprints(record: Path, now: Digests) -> None:
     names = {key: {Path(file).name: digest for file, digest in files.items()} for key, files in now.items()}
-    record.write_text(json.dumps(names, indent=2) + "\n")
+    with suppress(OSError):
+        record.write_text(json.dumps(names, indent=2) + "\n")
+    found = []
+    for key, file, digest in ((key, *item) for key, files in now.items() for item in files.items()):
+        if before.get(key, {}).get(Path(file).name, digest) != digest:
+            what, section = f"{file} changed since this run was last started", key.partition(".")[0]
+            differs = DIFFERS.get(section, f"{section}s")
+            why = f"{differs} before and after are not comparable: restore it, or start a new run"
+            found.append(Finding(WATCH, "changed_file", what, why, key))
+    return found

@@ -48,9 +48,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """The task reward of one completion and what it is made of."""
-
-    reward: float
+    reward: float  # the task reward of one completion
     parts: dict[str, float] = field(default_factory=dict)  # each reward by its name, before its weight
     policy_error: str = ""  # why the completion got reward.policy_error instead
 
@@ -72,7 +70,14 @@ class BatchedReward:
         self.stopped = False
 
     async def score(self, call: Call) -> float:
-        task, place = self._join(call)
+        if self.stopped:
+            raise RewardUnreachable("stopped before a call was made")
+        if not self.open or len(self.open) == self.batch:
+            self.open = []
+            self.tasks = [task for task in self.tasks if not task.done()]
+            self.tasks.append(asyncio.create_task(self._score_later(self.open)))
+        task, place = self.tasks[-1], len(self.open)
+        self.open.append(call)
         await asyncio.wait({task})  # a caller that gives up must not cancel the task for others
         if task.cancelled():
             raise RewardUnreachable("stopped while a call was waiting")
@@ -80,16 +85,6 @@ class BatchedReward:
         if isinstance(scored, RewardFailure):
             raise scored
         return scored
-
-    def _join(self, call: Call) -> tuple[asyncio.Task[list[Score]], int]:
-        if self.stopped:
-            raise RewardUnreachable("stopped before a call was made")
-        if not self.open or len(self.open) == self.batch:
-            self.open = []
-            self.tasks = [task for task in self.tasks if not task.done()]
-            self.tasks.append(asyncio.create_task(self._score_later(self.open)))
-        self.open.append(call)
-        return self.tasks[-1], len(self.open) - 1
 
     async def _score_later(self, calls: list[Call]) -> list[Score]:
         async with self.lanes:

@@ -6,11 +6,12 @@ import re
 import secrets
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from trueline.usercode.failures import PolicyError
-from trueline.usercode.sandbox import CODE_SECONDS, START_SECONDS, ProgramLimits, ProgramResult, run_python
+from trueline.usercode.sandbox import CODE_SECONDS, START_SECONDS, ProgramLimits, run_python
 
 LONGEST_ERROR = 300  # characters
 TRIAL = {"reply": "pass", "tests": "pass"}  # a call that passes wherever code can run
@@ -46,11 +47,9 @@ def code(  # noqa: PLR0913  (each is filled from the row or from reward.options)
     """Return 1 if the reply's code passes all tests of the row; with `partial`, the share that it passes."""
     limits = ProgramLimits(seconds, memory_gib, network, files)
     check_sandbox(replace(limits, seconds=START_SECONDS))
-    source, cases, deadline = code_of(reply), cases_of(tests, label), time.monotonic() + seconds
-    passed = 0
+    source, cases, deadline, passed = code_of(reply), cases_of(tests, label), time.monotonic() + seconds, 0
     for case in cases:
-        left = max(deadline - time.monotonic(), 0.0)
-        if passes(source, case, replace(limits, seconds=left)):
+        if passes(source, case, replace(limits, seconds=max(deadline - time.monotonic(), 0.0))):
             passed += 1
         elif not partial:
             return 0.0
@@ -70,8 +69,7 @@ def code_of(reply: str) -> str:
     """Return the last block of Python, or the last one that names no language, or the whole reply."""
     blocks = re.findall(r"^[ \t]*```(\w*)[^\n]*\n(.*?)^[ \t]*```", reply, re.DOTALL | re.MULTILINE)
     for languages in (("python", "py", "python3"), ("",)):
-        found = [text for language, text in blocks if language.lower() in languages]
-        if found:
+        if found := [text for language, text in blocks if language.lower() in languages]:
             return found[-1]
     return reply
 
@@ -79,38 +77,29 @@ def code_of(reply: str) -> str:
 def cases_of(tests: Any, label: Any) -> list[Case]:
     if tests:
         return [{"tests": text} for text in ([tests] if isinstance(tests, str) else tests)]
-    try:
+    with suppress(KeyError, TypeError, json.JSONDecodeError):
         cases = json.loads(label) if isinstance(label, str) else label
-        read = [{"input": str(case["input"]), "output": str(case["output"])} for case in cases]
-    except (KeyError, TypeError, json.JSONDecodeError):
-        read = []
-    if not read:
-        raise ValueError(
-            "the row has no tests: the reward code needs a column `tests` with Python text, or as label a list of "
-            f'{{"input": ..., "output": ...}}, got {label!r:.200}'
-        )
-    return read
+        if read := [{"input": str(case["input"]), "output": str(case["output"])} for case in cases]:
+            return read
+    raise ValueError(
+        "the row has no tests: the reward code needs a column `tests` with Python text, or as label a list of "
+        f'{{"input": ..., "output": ...}}, got {label!r:.200}'
+    )
 
 
 def passes(source: str, case: Case, limits: ProgramLimits) -> bool:
-    if "tests" not in case:
-        ended = check_end(run_python(source, case["input"], limits), limits)
-        return ended.status == 0 and lines_of(ended.output) == lines_of(case["output"])
-    token = secrets.token_hex(16)
-    task = json.dumps({"code": source, "tests": case["tests"], "token": token})
-    return token in check_end(run_python(RUN_TESTS, task, limits), limits).output
-
-
-def check_end(ended: ProgramResult, limits: ProgramLimits) -> ProgramResult:
-    """Return how the code ended, or raise PolicyError where it ended itself instead of giving a wrong result."""
+    """Return whether the code passes a case, or raise PolicyError where it ended itself instead of being wrong."""
+    program, given, token = source, case.get("input", ""), secrets.token_hex(16)
+    if "tests" in case:
+        program, given = RUN_TESTS, json.dumps({"code": source, "tests": case["tests"], "token": token})
+    ended = run_python(program, given, limits)
     if ended.status is None:
         raise PolicyError("the code and its tests took too long (reward.options.seconds for all of them)")
     if ended.status < 0:
         raise PolicyError(f"the code was ended by {signal.Signals(-ended.status).name}")
     if "MemoryError" in ended.error.rstrip().rpartition("\n")[2]:
         raise PolicyError(f"the code needs more than {limits.memory_gib:g} GiB (reward.options.memory_gib)")
-    return ended
-
-
-def lines_of(output: str) -> list[str]:
-    return [line.rstrip() for line in output.strip().splitlines()]
+    if "tests" in case:
+        return token in ended.output
+    found, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ended.output, case["output"]))
+    return ended.status == 0 and found == wanted

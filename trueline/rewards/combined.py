@@ -25,15 +25,11 @@ class CombinedReward:
     async def score(self, call: Call) -> RewardResult:
         """Return the weighted sum, or raise any reward's failure; without one, the completion's own error decides."""
         results = await asyncio.gather(*(self._score_part(name, call) for name in self.parts), return_exceptions=True)
-        values: dict[str, float] = {}
-        errors: list[PolicyError] = []
-        for name, result in zip(self.parts, results, strict=True):
-            if isinstance(result, PolicyError):
-                errors.append(result)
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                values[name] = result
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if failures := [error for error in errors if not isinstance(error, PolicyError)]:
+            raise failures[0]
+        named = zip(self.parts, results, strict=True)
+        values = {name: result for name, result in named if not isinstance(result, BaseException)}
         if errors:
             return RewardResult(self.policy_error, values, str(errors[0]) or PolicyError.__name__)
         return RewardResult(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
@@ -70,9 +66,7 @@ class RewardKind:
 
 def shared_names(examples: dict[str, Call]) -> set[str]:
     """Return the names that have a value in all examples."""
-    given = [
-        {name for name, value in call.items() if name != "label" or value is not None} for call in examples.values()
-    ]
+    given = [{name for name in call if name != "label" or call[name] is not None} for call in examples.values()]
     return set.intersection(*given) - {CONVERSATIONAL}
 
 

@@ -38,18 +38,12 @@ class LoadedFunction:
 def check_function(
     part: RewardPartConfig, config: RewardConfig, examples: dict[str, Call], probe: Probe | None = None
 ) -> LoadedFunction:
-    """Load the function in a process, and compare its parameters with the values of a run.
-
-    Examples are calls by the data that they come from. A probe makes calls of its own in the same process.
-    """
+    """Load the function in a process, and compare its parameters with calls by their data; a probe makes more calls."""
     if not part.function:
-        raise ConfigError(
-            f"reward.function is empty: give --reward {', '.join(REWARDS)}, file.py:f or package.module:f"
-        )
-    if "," in part.function:
-        raise ConfigError(
-            f"reward.function={part.function} names one reward: name several with reward.parts.NAME.function="
-        )
+        names = ", ".join(REWARDS)
+        raise ConfigError(f"reward.function is empty: give --reward {names}, file.py:f or package.module:f")
+    if "," in (given := part.function):
+        raise ConfigError(f"reward.function={given} names one reward: name several with reward.parts.NAME.function=")
     seconds = part.options.get("seconds", CODE_SECONDS)
     if part.function == "code" and isinstance(seconds, int | float) and seconds >= config.timeout_seconds:
         raise ConfigError(
@@ -71,7 +65,7 @@ async def load_checked(
         await host.start()
         parameters = Parameters(**host.about)
         if part.function == "code":
-            await try_code(reward)
+            await reward.score(TRIAL)  # it fails on a machine on which code cannot run
         check_parameters(part, parameters, examples)
         if probe is not None:
             await probe(reward, parameters)
@@ -81,8 +75,9 @@ async def load_checked(
     except UserCodeFailure as error:
         printed = log.read_text(errors="replace")
         raise ConfigError(f"{error.subject}: {error.reason}\n{printed}".strip()) from None
-    except RewardFailure as error:
-        raise ConfigError(str(error)) from None
+    except (RewardFailure, PolicyError) as error:
+        last_line = str(error).rpartition("\n")[2]
+        raise ConfigError(f"reward.function={part.function}: {last_line}") from None
     finally:
         await reward.stop()
         if loaded is None or not loaded.process.is_running():
@@ -92,16 +87,14 @@ async def load_checked(
 def check_parameters(part: RewardPartConfig, parameters: Parameters, examples: dict[str, Call]) -> None:
     for source, example in examples.items():
         available = given_names(part, parameters, example)
-        missing = [name for name in parameters.required if name not in available]
-        if missing:
+        if missing := [name for name in parameters.required if name not in available]:
             known = f" with rows of {source}" if len(examples) > 1 else ""
             raise ConfigError(
                 f"reward.function={part.function}: no value for its parameter {missing[0]!r}; a reward is given "
                 f"{', '.join(sorted(available))}{known}: rename the parameter, "
                 "give it a default, or name its column or value (data.label_column, reward.pattern, reward.options)"
             )
-    idle = [name for name in part.options if name in ALWAYS_GIVEN or not parameters.takes(name)]
-    if idle:
+    if idle := [name for name in part.options if name in ALWAYS_GIVEN or not parameters.takes(name)]:
         raise ConfigError(
             f"reward.function={part.function}: reward.options has {idle[0]!r}, which is none of the parameters "
             f"that options can fill ({', '.join(name for name in parameters.names if name not in ALWAYS_GIVEN)})"
@@ -112,14 +105,6 @@ def given_names(part: RewardPartConfig, parameters: Parameters, example: Call) -
     """Return the names that a function's parameters can have; a label that the row has not is no value."""
     call = {name: value for name, value in example.items() if name != "label" or value is not None}
     return {*ALWAYS_GIVEN, *values_of(parameters, [call]), *part.constants()} - {CONVERSATIONAL}
-
-
-async def try_code(reward: "FunctionReward") -> None:
-    """Refuse a machine on which code cannot run."""
-    try:
-        await reward.score(TRIAL)
-    except (RewardFailure, PolicyError) as error:
-        raise RewardFailure(str(error).rpartition("\n")[2], reward.part.function) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,15 +128,8 @@ class FunctionReward:
         self, part: RewardPartConfig, config: RewardConfig, log: Path, loaded: LoadedFunction | None = None
     ) -> None:
         self.part, self.config, self.is_closed = part, config, False
-        code = UserCode(
-            RewardCode,
-            [part.function],
-            part.constants(),
-            "reward",
-            "function",
-            config.timeout_seconds,
-            config.memory_gib,
-        )
+        limits = config.timeout_seconds, config.memory_gib
+        code = UserCode(RewardCode, [part.function], part.constants(), "reward", "function", *limits)
         first = Host(code, log, loaded.process if loaded else None)
         self.hosts = [first, *(Host(code, log) for _ in range(config.processes - 1))]
         self.queue: asyncio.Queue[QueuedCall] = asyncio.Queue()
@@ -181,8 +159,7 @@ class FunctionReward:
                 continue
             more = self.config.batch - 1 if is_batched(Parameters(**host.about)) else 0
             batch = [first, *(self.queue.get_nowait() for _ in range(min(self.queue.qsize(), more)))]
-            wanted = [queued for queued in batch if not queued.reward.done()]
-            if wanted:
+            if wanted := [queued for queued in batch if not queued.reward.done()]:
                 await self._score_batch(host, wanted)
 
     async def _score_batch(self, host: Host, batch: list[QueuedCall]) -> None:

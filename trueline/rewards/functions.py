@@ -32,21 +32,18 @@ def math(reply: str, label: Any) -> float:
     """Return 1 if the reply's final answer equals the label's: as plain numbers, else by math-verify."""
     expected, given = final_answer(label_text(label)), final_answer(reply)
     numbers = plain_number(expected), plain_number(given)
-    if None not in numbers and (numbers[0] == numbers[1] or all(map(is_whole, numbers))):
+    are_whole = all(number is not None and number == number.to_integral_value() for number in numbers)
+    if are_whole or (None not in numbers and numbers[0] == numbers[1]):
         return float(numbers[0] == numbers[1])
     from math_verify import verify  # noqa: PLC0415  (seconds to import)
 
-    gold = parse_math(expected)
-    if not gold:
+    if not (gold := parse_math(expected)):
         raise ValueError(f"the label {label!r} holds no mathematical answer")
     return float(verify(gold, parse_math(given)))
 
 
 def final_answer(text: str) -> str:
-    r"""Return the text from the last `\boxed` on, the line behind the last `####`, that of a last `A: ...`, or all.
-
-    Where there are tags <answer>...</answer>, the last of them is the text.
-    """
+    r"""Return, of the last <answer>, the text from the last `\boxed` on, the line of `####` or a last `A:`, or all."""
     text = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [text])[-1]
     if "\\boxed" in text:
         return text[text.rindex("\\boxed") :]
@@ -61,25 +58,13 @@ def plain_number(text: str) -> Decimal | None:
     return Decimal("".join(found.groups()).replace(",", "")) if found else None
 
 
-def is_whole(number: Decimal | None) -> bool:
-    return number is not None and number == number.to_integral_value()
-
-
 def parse_math(answer: str) -> list[Any]:
     """Parse by math-verify, which sees notation inside of dollars only, and takes `2\\sqrt{3}` without them for 2."""
     from math_verify import parse  # noqa: PLC0415  (seconds to import)
 
-    return (parse(f"${answer}$") if is_notation(answer) else []) or parse(answer)
-
-
-def is_notation(text: str) -> bool:
-    """Return whether a text is mathematics only, without words and delimiters."""
-    delimited = "$" in text or "\\boxed" in text
-    return not delimited and re.search(r"[\d\\^]", text) is not None and not has_words(LATEX_WORDS.sub("", text))
-
-
-def has_words(text: str) -> bool:
-    return re.search(r"[A-Za-z]{2,}", text) is not None
+    delimited, has_words = "$" in answer or "\\boxed" in answer, re.search(r"[A-Za-z]{2,}", LATEX_WORDS.sub("", answer))
+    is_notation = re.search(r"[\d\\^]", answer) and not delimited and not has_words
+    return (parse(f"${answer}$") if is_notation else []) or parse(answer)
 
 
 def regex(reply: str, pattern: str) -> float:
@@ -108,9 +93,8 @@ def reasoning_gym(reply: str, question: str, answer: Any, metadata: Any) -> floa
         from reasoning_gym.utils import extract_answer  # noqa: PLC0415  (seconds to import)
     except ImportError as error:
         raise ImportError("the reward reasoning_gym needs its package: pip install 'trueline[reasoning]'") from error
-    details = json.loads(metadata) if isinstance(metadata, str) else metadata
+    details, given = json.loads(metadata) if isinstance(metadata, str) else metadata, extract_answer(reply)
     entry = {"question": question, "answer": answer, "metadata": details}
-    given = extract_answer(reply)
     return float(gym_grader(details["source_dataset"])(reply.strip() if given is None else given, entry))
 
 

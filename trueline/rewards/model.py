@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,18 +16,14 @@ from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_completion, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
-from trueline.data.messages import Tool
+from trueline.data.messages import Message, Tool
 from trueline.data.types import Sample
 from trueline.rewards.base import BatchedReward, Call, RewardFailure, Score
 
 ScoreSamples = Callable[[list[Sample]], list[Tensor]]
 HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
-STEPS: dict[str, Callable[[list[float]], float]] = {
-    "min": min,
-    "mean": fmean,
-    "product": math.prod,
-    "last": lambda probabilities: probabilities[-1],
-}
+Combine = Callable[[list[float]], float]  # the probabilities of all steps -> the reward
+STEPS: dict[str, Combine] = {"min": min, "mean": fmean, "product": math.prod, "last": itemgetter(-1)}
 
 
 def reward_model_head(path: str) -> str:
@@ -45,16 +42,13 @@ def reward_model_head(path: str) -> str:
 def read_settings(path: str) -> dict[str, Any]:
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{path} holds a LoRA without its model: merge them with `trueline export RUN FOLDER --merge` and name "
-            "that folder"
-        )
+        command = "`trueline export RUN FOLDER --merge`"
+        raise ConfigError(f"{path} holds a LoRA without its model: merge them with {command} and name that folder")
     try:
-        settings = json.loads((folder / "config.json").read_text())
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         hint = f"; did you mean {folder / 'model'}?" if (folder / "model").is_dir() else ""
         raise ConfigError(f"{path}: no model folder, for its config.json cannot be read ({error}){hint}") from None
-    assert isinstance(settings, dict)
     return settings
 
 
@@ -76,17 +70,13 @@ def scale_of(part: RewardPartConfig) -> tuple[float, float]:
 
 
 def check_reward_model(part: RewardPartConfig) -> None:
-    """Refuse a folder or settings that cannot give rewards."""
     if reward_model_head(part.function) == "steps" and not part.step_separator:
         raise ConfigError("step_separator is empty: name the text that ends a step")
     scale_of(part)
 
 
 class ModelReward(BatchedReward):
-    """Scores waiting completions together in one call of `score`, in a thread because it blocks.
-
-    `score` gives [T, K] numbers for each sample; `chat` is the reward model's own tokenizer and template.
-    """
+    """Scores waiting completions together in a thread: `score` blocks, and gives [T, K] numbers for each sample."""
 
     def __init__(
         self, score: ScoreSamples, chat: ChatFormat, part: RewardPartConfig, *, max_tokens: int, batch: int
@@ -105,9 +95,11 @@ class ModelReward(BatchedReward):
         return [self._score_of(one, next(scores)) if isinstance(one, Sample) else one for one in encoded]
 
     def _encode(self, call: Call) -> Sample | RewardFailure:
+        tools: list[Tool] = list(call.get("tools") or [])
         try:
-            json.dumps([call["reply"], call["messages"], tools_of(call)], ensure_ascii=False, default=str).encode()
-            sample = self._encode_reply(call) if self.head == "reward" else self._encode_steps(call)
+            json.dumps([call["reply"], call["messages"], tools], ensure_ascii=False, default=str).encode()
+            encode = self._encode_reply if self.head == "reward" else self._encode_steps
+            sample = encode(call["reply"], call["messages"], tools)
         except ConfigError as error:  # such as a chat template that refuses a conversation
             return RewardFailure(f"{self.part.function}: {error}")
         except UnicodeEncodeError as error:  # half a character, which no tokenizer takes
@@ -119,18 +111,18 @@ class ModelReward(BatchedReward):
             )
         return sample
 
-    def _encode_reply(self, call: Call) -> Sample:
+    def _encode_reply(self, reply: str, messages: list[Message], tools: list[Tool]) -> Sample:
         """Encode a call as `rm` trains on it; an empty reply, which it never saw, is the end token alone."""
-        if not call["reply"].strip():
-            tokens = [*self.chat.prompt_tokens(call["messages"], tools_of(call)), *self.chat.completion_tokens("")]
+        if not reply.strip():
+            tokens = [*self.chat.prompt_tokens(messages, tools), *self.chat.completion_tokens("")]
             return to_tensors(Encoded(tokens, [False] * len(tokens)))
-        turn = [{"role": "assistant", "content": call["reply"]}]
-        return to_tensors(encode_completion(self.chat, call["messages"], turn, "the reply", tools_of(call)))
+        turn = [{"role": "assistant", "content": reply}]
+        return to_tensors(encode_completion(self.chat, messages, turn, "the reply", tools))
 
-    def _encode_steps(self, call: Call) -> Sample:
+    def _encode_steps(self, reply: str, messages: list[Message], tools: list[Tool]) -> Sample:
         """Encode a call as `prm` trains on it; a reply without text is one empty step."""
-        steps = [step for step in call["reply"].split(self.separator) if step.strip()] or [""]
-        record = StepRated(call["messages"], steps, [0.0] * len(steps), "the reply", tools_of(call))
+        steps = [step for step in reply.split(self.separator) if step.strip()] or [""]
+        record = StepRated(messages, steps, [0.0] * len(steps), "the reply", tools)
         return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
 
     def _score_of(self, sample: Sample, scores: Tensor) -> Score:
@@ -141,7 +133,3 @@ class ModelReward(BatchedReward):
             value = STEPS[self.part.steps](scores.float().softmax(-1)[sample.mask, 1].tolist())
         value = (value - self.mean) / self.deviation
         return value if math.isfinite(value) else RewardFailure(f"{self.part.function}: its score is {value}")
-
-
-def tools_of(call: Call) -> list[Tool]:
-    return list(call.get("tools") or [])

@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -20,8 +21,7 @@ from trueline.config.base import ConfigError
 from trueline.config.reward import RemoteConfig, RewardPartConfig
 from trueline.rewards.base import BatchedReward, Call, RewardFailure, RewardTimeout, RewardUnreachable, Score
 
-CONNECT_SECONDS = 10
-PROBE_SECONDS = 5  # for a response before the start
+CONNECT_SECONDS, PROBE_SECONDS = 10, 5  # to connect; for a response before the start
 SHOWN_MODELS = 5  # in a message
 LONGEST_WAIT = 60  # seconds that a server's Retry-After is followed
 LONGEST_RESPONSE = 500  # characters in an error
@@ -42,10 +42,7 @@ def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
 
 
 def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bool = False) -> None:
-    """Refuse an LLM judge whose address, model or pattern is wrong, or whose prompt names values that no row has.
-
-    A probe requests the server's list of models.
-    """
+    """Refuse a wrong address, model or pattern, and a prompt with values that no row has; a probe lists the models."""
     judge = part.judge
     check_address(judge.url, "judge.url")
     if not judge.model:
@@ -57,8 +54,7 @@ def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bo
     if groups == 0:
         raise ConfigError(f"judge.pattern={judge.pattern} has no group: put brackets around the number")
     named = {match[2] for match in FIELD.finditer(judge.prompt)} - {None}
-    missing = sorted(named.difference(available))
-    if missing:
+    if missing := sorted(named.difference(available)):
         raise ConfigError(
             f"judge.prompt: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
             f"set data.label_column, or write {{{{{missing[0]}}}}} for the text itself"
@@ -71,29 +67,22 @@ def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bo
 
 
 def check_judge_model(part: RewardPartConfig) -> None:
-    """Refuse an LLM judge whose server lists other models only."""
-    judge = part.judge
+    judge, listed = part.judge, []
     response = first_response("GET", f"{judge.url.rstrip('/')}/models", part.remote, "judge.url")
-    try:
+    with suppress(ValueError, KeyError, TypeError):  # not every server has such a list
         listed = [str(one["id"]) for one in response.json()["data"]] if response is not None else []
-    except (ValueError, KeyError, TypeError):  # not every server has such a list
-        return
     if listed and judge.model not in listed:
         near = difflib.get_close_matches(judge.model, listed, SHOWN_MODELS, cutoff=0) or listed[:SHOWN_MODELS]
+        shown = ", ".join(near) + " and others" * (len(listed) > len(near))
         raise ConfigError(
-            f"judge.model={judge.model}: {judge.url} has no such model; it has {', '.join(near)}"
-            f"{' and others' if len(listed) > len(near) else ''}: name one of them "
+            f"judge.model={judge.model}: {judge.url} has no such model; it has {shown}: name one of them "
             "(reward.probe=false starts all the same)"
         )
 
 
 def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: Any = None) -> httpx.Response | None:
-    """Send one request before the start, and refuse a server that cannot be reached or wants another token.
-
-    None: the server did not respond in time.
-    """
-    token, query = secrets_of(remote)
-    named = f"{key}={url.removesuffix('/models')}"
+    """Send one request, and refuse a server that cannot be reached or wants another token; None: it is too slow."""
+    named, (token, query) = f"{key}={url.removesuffix('/models')}", secrets_of(remote)
     address = httpx.URL(url).copy_with(query=query.encode()) if query else httpx.URL(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -102,27 +91,21 @@ def first_response(method: str, url: str, remote: RemoteConfig, key: str, body: 
     except (httpx.ReadTimeout, httpx.WriteTimeout):
         return None
     except httpx.RequestError as error:
-        raise ConfigError(
-            f"{named}: the server cannot be reached ({str(error) or type(error).__name__}): start it, or correct its "
-            "address (reward.probe=false starts all the same)"
-        ) from None
+        why, remedy = str(error) or type(error).__name__, "start it, or correct its address"
+        message = f"{named}: the server cannot be reached ({why}): {remedy} (reward.probe=false starts all the same)"
+        raise ConfigError(message) from None
     if response.status_code in (401, 403):
         sent = f"does not accept what {remote.token_variable} holds" if token else "asks for a token"
-        raise ConfigError(
-            f"{named}: the server {sent} (status {response.status_code}): name the "
-            "environment variable that holds it in reward.remote.token_variable"
-        )
+        remedy = "name the environment variable that holds it in reward.remote.token_variable"
+        raise ConfigError(f"{named}: the server {sent} (status {response.status_code}): {remedy}")
     return response
 
 
 def check_address(url: str, key: str) -> None:
-    try:
-        address = httpx.URL(url)
-        usable = address.scheme in ("http", "https") and address.host
-    except httpx.InvalidURL:
-        usable = ""
-    if not usable:
-        raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
+    with suppress(httpx.InvalidURL):
+        if httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host:
+            return
+    raise ConfigError(f"{key}={url}: not an address; write it as http://host:port/path")
 
 
 def secrets_of(remote: RemoteConfig) -> list[str]:
@@ -150,6 +133,8 @@ class RemoteAddress:
         self.url, self.remote, self.timeout_seconds = httpx.URL(url), remote, timeout_seconds
         if query:
             self.url = self.url.copy_with(query=query.encode())
+        port = f":{self.url.port}" if self.url.port else ""
+        self.name = f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"  # without what may be secret in it
         values = (*self.url.params.values(), *re.findall(r"=([^&]+)", query))  # as they are meant, and as they are sent
         self.secrets = [token, query, *(value for value in values if len(value) >= SHORTEST_SECRET)]
         self.client = httpx.AsyncClient(
@@ -163,10 +148,17 @@ class RemoteAddress:
         """Post a body, and return the JSON of the response; the time limit is for all attempts together."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                return self._parse(await self._try(json.dumps(body, default=str).encode()))
+                response = await self._try(json.dumps(body, default=str).encode())
         except TimeoutError:
-            message = f"{self.name()}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
+            message = f"{self.name}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
             raise RewardTimeout(message) from None
+        if not response.is_success:
+            failure = self.failure(f"status {response.status_code}: {response.text}")
+            raise Refusal(str(failure)) if response.status_code in (400, 422) else failure
+        try:
+            return response.json()
+        except ValueError:
+            raise self.failure(f"no JSON came back: {response.text}") from None
 
     async def _try(self, content: bytes) -> httpx.Response:
         problem = ""
@@ -182,34 +174,16 @@ class RemoteAddress:
             if tried + 1 < self.remote.attempts:
                 backoff = self.remote.backoff_seconds * 2**tried * random.uniform(0.75, 1.25)
                 await asyncio.sleep(backoff if wait is None else wait)
-        raise RewardUnreachable(f"{self.name()}: {problem} ({self.remote.attempts} tries)")
-
-    def _parse(self, response: httpx.Response) -> Any:
-        if response.status_code in (400, 422):
-            raise Refusal(str(self.failure(f"status {response.status_code}: {response.text}")))
-        if not response.is_success:
-            raise self.failure(f"status {response.status_code}: {response.text}")
-        try:
-            return response.json()
-        except ValueError:
-            raise self.failure(f"no JSON came back: {response.text}") from None
+        raise RewardUnreachable(f"{self.name}: {problem} ({self.remote.attempts} tries)")
 
     def failure(self, message: str) -> RewardFailure:
-        return RewardFailure(f"{self.name()}: {self._redact(message)}")
-
-    def name(self) -> str:
-        """Return the address without what may be secret in it."""
-        port = f":{self.url.port}" if self.url.port else ""
-        return f"{self.url.scheme}://{self.url.host}{port}{self.url.path}"
+        return RewardFailure(f"{self.name}: {self._redact(message)}")
 
     def _redact(self, text: str) -> str:
         """Return a text without secrets, which a server may repeat, and not too long."""
         for secret in filter(None, self.secrets):
             text = text.replace(secret, "***")
         return text if len(text) <= LONGEST_RESPONSE else text[:LONGEST_RESPONSE] + "..."
-
-    async def stop(self) -> None:
-        await self.client.aclose()
 
 
 def retry_after(response: httpx.Response) -> float | None:
@@ -227,7 +201,7 @@ class ScorerReward(BatchedReward):
 
     def __init__(self, url: str, part: RewardPartConfig, timeout_seconds: float, *, batch: int) -> None:
         self.address = RemoteAddress(url, part.remote, timeout_seconds)
-        super().__init__(self._score_batch, batch, part.remote.concurrency, self.address.stop)
+        super().__init__(self._score_batch, batch, part.remote.concurrency, self.address.client.aclose)
 
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         response = await self.address.post({"calls": calls})
@@ -251,36 +225,29 @@ class JudgeReward(BatchedReward):
         self.judge = part.judge
         self.temperature = part.judge.temperature  # None: not sent
         self.address = RemoteAddress(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.stop)
+        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.client.aclose)
 
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         (call,) = calls
-        response = await self._request([{"role": "user", "content": fill_prompt(self.judge.prompt, call)}])
+        prompt, sent = fill_prompt(self.judge.prompt, call), self.temperature
+        body = {"model": self.judge.model, "messages": [{"role": "user", "content": prompt}]}
+        try:
+            response = await self.address.post(body if sent is None else body | {"temperature": sent})
+        except Refusal as refusal:  # servers of reasoning models refuse a temperature
+            if sent is None or "temperature" not in str(refusal):
+                raise
+            self.temperature = None
+            response = await self.address.post(body)
         try:
             text = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise self.address.failure(f"no chat completion came back: {response!r}") from None
-        match = re.search(self.judge.pattern, text) if isinstance(text, str) else None
-        try:
+        match, number = re.search(self.judge.pattern, text) if isinstance(text, str) else None, math.nan
+        with suppress(ValueError, TypeError):  # the group matched other text, or nothing
             number = float(match[1]) * self.judge.scale if match else math.nan
-        except (ValueError, TypeError):  # the group matched other text, or nothing
-            number = math.nan
         if not math.isfinite(number):
             raise self.address.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
         return [number]
-
-    async def _request(self, messages: list[dict[str, str]]) -> Any:
-        """Send a temperature, unless the server refuses it, as those of reasoning models do."""
-        body, sent = {"model": self.judge.model, "messages": messages}, self.temperature
-        if sent is None:
-            return await self.address.post(body)
-        try:
-            return await self.address.post(body | {"temperature": sent})
-        except Refusal as refusal:
-            if "temperature" not in str(refusal):
-                raise
-            self.temperature = None
-            return await self.address.post(body)
 
 
 def fill_prompt(prompt: str, call: Call) -> str:
@@ -289,8 +256,7 @@ def fill_prompt(prompt: str, call: Call) -> str:
     def value(match: re.Match[str]) -> str:
         if match[1]:
             return f"{{{match[1]}}}"
-        found = call.get(match[2])
-        if found is None:
+        if (found := call.get(match[2])) is None:
             raise RewardFailure(f"judge.prompt: this row has no value for {{{match[2]}}}")
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 

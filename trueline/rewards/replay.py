@@ -18,18 +18,12 @@ from trueline.usercode.loading import load_function
 
 
 def write_failure(file: Path, part: RewardPartConfig | None, call: Call, error: str) -> None:
-    """Write only what a repeated call needs: neither tokens nor environment.
-
-    Without a part, the episode failed before any reward was called.
-    """
+    """Write only what a repeated call needs. Without a part, the episode failed before any reward was called."""
     reward = part.model_dump(include={"function", "pattern", "options"}) if part is not None else {"episode": "failed"}
-    record = {**reward, "call": call, "error": without_password(error)}
+    without_password = re.sub(r"(https?://)[^/\s@]+@", r"\1", error)
+    record = {**reward, "call": call, "error": without_password}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(record, indent=2, default=str) + "\n")
-
-
-def without_password(text: str) -> str:
-    return re.sub(r"(https?://)[^/\s@]+@", r"\1", text)
 
 
 def replay(file: Path) -> float:

@@ -25,42 +25,34 @@ Result = dict[str, Any]  # of one call: `reward`, or `policy_error`, or `error` 
 
 
 class RewardCode:
-    """A reward function in its process."""
-
     def __init__(self, specification: list[str], constants: dict[str, Any]) -> None:
+        """Load a function, and refuse what can be called and is no reward function."""
         self.function, self.constants = load_function(specification[0], REWARDS), constants
-        check_kind(self.function, specification[0])
+        parameters = inspect.signature(self.function).parameters.values()
+        if inspect.isclass(self.function):
+            name, file = self.function.__name__, specification[0].rpartition(":")[0]
+            raise NoSuchFunction(
+                f"{name} is a class, not a function: name a function, or an instance that can be called "
+                f"(reward = {name}() in the file, and --reward {file}:reward)"
+            )
+        if parameters and all(one.kind is one.VAR_POSITIONAL for one in parameters):
+            only = "it takes only *args, but values are passed by name: name its parameters, e.g. `reply`"
+            raise NoSuchFunction(only)
 
     def describe(self) -> dict[str, Any]:
         return asdict(Parameters.of(self.function))
 
     def score(self, calls: list[Call]) -> list[Result]:
-        return score_calls(self.function, calls, self.constants)
-
-
-def check_kind(function: Function, specification: str) -> None:
-    """Refuse what can be called and is no reward function."""
-    parameters = inspect.signature(function).parameters.values()
-    if inspect.isclass(function):
-        raise NoSuchFunction(
-            f"{function.__name__} is a class, not a function: name a function, or an instance that can be called "
-            f"(reward = {function.__name__}() in the file, and --reward {specification.rpartition(':')[0]}:reward)"
-        )
-    if parameters and all(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        raise NoSuchFunction("it takes only *args, but values are passed by name: name its parameters, e.g. `reply`")
-
-
-def score_calls(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[Result]:
-    """Return the reward of each call, or why there is none."""
-    try:
-        return [check_result(value) for value in call_function(function, calls, constants)]
-    except PolicyError as error:
-        if len(calls) == 1:
-            return [{"policy_error": str(error)[:LONGEST_ERROR]}]
-    except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
-        if len(calls) == 1 or isinstance(error, MemoryError):
-            return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
-    return [result for call in calls for result in score_calls(function, [call], constants)]  # to find the culprit
+        """Return the reward of each call, or why there is none."""
+        try:
+            return [check_result(value) for value in call_function(self.function, calls, self.constants)]
+        except PolicyError as error:
+            if len(calls) == 1:
+                return [{"policy_error": str(error)[:LONGEST_ERROR]}]
+        except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
+            if len(calls) == 1 or isinstance(error, MemoryError):
+                return [{"error": explain(error), "exhausted": isinstance(error, MemoryError)}] * len(calls)
+        return [result for call in calls for result in self.score([call])]  # to find the culprit
 
 
 def check_result(value: Any) -> Result:
@@ -71,8 +63,7 @@ def check_result(value: Any) -> Result:
 
 
 def reward_of(value: Any) -> float:
-    number = finite_number(value)
-    if number is None:
+    if (number := finite_number(value)) is None:
         advice = next((f": {text}" for kind, text in ADVICE if isinstance(value, kind)), "")
         raise TypeError(f"a reward must be a finite number, got {value!r:.200} of type {type(value).__name__}{advice}")
     return number
@@ -86,14 +77,10 @@ def call_function(function: Function, calls: list[Call], constants: dict[str, An
     unnamed = [one.name for one in inspected if one.kind is one.POSITIONAL_ONLY and one.name in given]
     returned = function(*[given.pop(name) for name in unnamed], **given)
     if inspect.isawaitable(returned):
-        returned = RUNNER.run(wait_for(returned))
+        returned = RUNNER.run(asyncio.wait_for(returned, None))  # which makes a coroutine of it
     if signature := signature_of(parameters):
         returned = signature.result(returned)
     return check_list(returned, len(calls)) if is_batched(parameters) else [returned]
-
-
-async def wait_for(value: Any) -> Any:
-    return await value
 
 
 def is_batched(parameters: Parameters) -> bool:
@@ -120,9 +107,6 @@ def check_list(returned: Any, expected: int) -> list[Any]:
     if len(values) != expected:
         raise ValueError(f"it returned {len(values)} rewards for {expected} replies")
     return values
-
-
-# Signatures of other projects
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +146,7 @@ def only_reward(returned: Any) -> Any:
 def named_result(returned: Any, *names: str) -> Any:
     if not isinstance(returned, Mapping):
         return returned
-    found = [name for name in names if name in returned]
-    if not found:
+    if not (found := [name for name in names if name in returned]):
         raise ValueError(f"it returned a dict without {' or '.join(map(repr, names))}: {returned!r:.200}")
     return returned[found[0]]
 

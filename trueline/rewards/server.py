@@ -44,18 +44,19 @@ class RewardServer(QuietServer):
 
     async def _score(self, request: Request) -> Response:
         try:
-            calls = await read_calls(request, self.token)
-            return as_json(200, {"rewards": await score_all(self.reward, calls)})
+            given = request.headers.get("authorization", "").encode("latin-1")
+            is_known = hmac.compare_digest(given, b"Bearer " + self.token)
+            content = parse_json(await read_request(request, known=is_known))
+            calls = content.get("calls") if isinstance(content, dict) else None
+            if not isinstance(calls, list):
+                raise HTTPException(400, 'an object {"calls": [...]} is expected')
+            return as_json(200, {"rewards": await asyncio.gather(*(score_one(self.reward, call) for call in calls))})
         except (RewardUnreachable, asyncio.CancelledError):
             return as_json(503, {"error": "the server is stopping"})
         except RuntimeError as error:  # the model, out of memory say
             if isinstance(error, self.fatal):
                 self.end(error)
             return as_json(500, {"error": f"{type(error).__name__}: {error}"})
-
-
-async def score_all(reward: Reward, calls: list[Any]) -> list[Any]:
-    return list(await asyncio.gather(*(score_one(reward, call) for call in calls)))
 
 
 async def score_one(reward: Reward, call: Any) -> float | dict[str, str]:
@@ -79,15 +80,6 @@ def check_call(call: Any) -> Call:
         return {**call, "messages": parsed, "tools": read_tools(Located(call, "the call"))}
     except ConfigError as error:
         raise RewardFailure(str(error)) from None
-
-
-async def read_calls(request: Request, token: bytes) -> list[Any]:
-    known = hmac.compare_digest(request.headers.get("authorization", "").encode("latin-1"), b"Bearer " + token)
-    content = parse_json(await read_request(request, known=known))
-    calls = content.get("calls") if isinstance(content, dict) else None
-    if not isinstance(calls, list):
-        raise HTTPException(400, 'an object {"calls": [...]} is expected')
-    return calls
 
 
 async def reply_unknown(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.trackers import check_trackers
-from trueline.monitoring.user_files import with_absolute_places
+from trueline.monitoring.user_files import changed_files, with_absolute_places
 from trueline.monitoring.watch import Watch
 from trueline.plan.describe import describe
 from trueline.plan.inputs import Reading, resolve_run_as_model
@@ -96,7 +96,7 @@ def launch(
         folder.write_plan(about, job.findings)
         progress.note(f"{about}\nrun        {folder.path}")
         progress.record([Finding(FINE, "started", f"{verb} of {job.total}"), *job.findings])
-        for finding in (*found, *folder.changed_files(movable(job.config).model_dump())):
+        for finding in (*found, *changed_files(folder.code, movable(job.config).model_dump())):
             progress.report(finding)
         if resume and job.trains and not folder.has_checkpoint():
             progress.note("resume     no checkpoint yet: starts over at step 0")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trueline.monitoring.culprits import CULPRITS, SAVING, Situation, find_culprit
 from trueline.monitoring.heartbeat import ELSEWHERE, GONE, ActivityGroup, Heartbeat, SeenProcess, run_py_spy
+from trueline.monitoring.watch import CULPRITS, SAVING, Situation, find_culprit
 from trueline.training.worker import Worker
 
 NOW, PLENTY = 1_000_000.0, 500 * 2**30

@@ -13,7 +13,7 @@ import pytest
 
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring import events as module
-from trueline.monitoring.events import GAP_SECONDS, MOST_SPANS, Events, Lane, resident_memory
+from trueline.monitoring.events import GAP_SECONDS, MOST_SPANS, Events, add_span, close_gaps, resident_memory
 from trueline.monitoring.heartbeat import Activity, ActivityLog, write_beat
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.trackers import Tracker
@@ -54,10 +54,10 @@ def do(recorder: Events, clock: Clock, seconds: float, *words: str) -> None:
 
 
 def lane(*spans: tuple[float, float]) -> list[tuple[float, float]]:
-    made = Lane()
+    made: list[tuple[float, float]] = []
     for span in spans:
-        made.add(*span)
-    return made.spans
+        add_span(made, *span)
+    return made
 
 
 def test_spans_that_overlap_or_nearly_touch_are_one() -> None:
@@ -118,21 +118,19 @@ def test_many_spans_of_a_step_become_fewer_that_cover_them(recorder: Events, clo
 
 
 def test_a_lane_never_holds_many_more_than_a_step_shows() -> None:
-    made = Lane()
+    made: list[tuple[float, float]] = []
     for number in range(20_000):
-        made.add(number, number + 0.5)
-        assert len(made.spans) <= 2 * MOST_SPANS
-    assert len(made.spans) > MOST_SPANS and made.spans[0][0] == 0 and made.spans[-1][1] == 19_999.5
+        add_span(made, number, number + 0.5)
+        assert len(made) <= 2 * MOST_SPANS
+    assert len(made) > MOST_SPANS and made[0][0] == 0 and made[-1][1] == 19_999.5
 
 
 def test_the_shortest_gaps_are_closed_first() -> None:
-    made = Lane()
-    for span in ((0, 1), (2, 3), (3.5, 4), (9, 10), (10.2, 11)):
-        made.add(*span)
-    made.close(2)
-    assert made.spans == [(0, 1), (2, 4), (9, 11)]
-    made.close(9)
-    assert made.spans == [(0, 11)]
+    made = lane((0, 1), (2, 3), (3.5, 4), (9, 10), (10.2, 11))
+    close_gaps(made, 2)
+    assert made == [(0, 1), (2, 4), (9, 11)]
+    close_gaps(made, 9)
+    assert made == [(0, 11)]
 
 
 def test_of_more_processes_than_spans_the_longest_and_all_phases_stay(recorder: Events, clock: Clock) -> None:

@@ -75,15 +75,6 @@ def test_only_what_ends_well_has_moved_the_run() -> None:
         assert work.moved > 0.0
 
 
-def test_an_end_counts_once() -> None:
-    work = ActivityLog()
-    with work.doing("phase", "train"):
-        call = work.begin("call", "policy-0", "update")
-        work.end(call)
-        work.end(call)
-        assert told(work) == [("phase", "train", 1, False)]
-
-
 def test_others_read_what_was_written(tmp_path: Path) -> None:
     work = ActivityLog()
     with work.doing("call", "", "update"):
@@ -128,12 +119,14 @@ def test_what_has_ended_inside_is_not_waited_for_and_what_follows_is_beside_it()
 def test_whoever_records_is_told_once_of_everything_that_ends() -> None:
     work, ended = ActivityLog(), []
     work.recorder = lambda doing: ended.append((doing.who, work.lock.locked()))
-    call = work.begin("call", "policy-0")
-    work.end(call)
-    work.end(call)
+    with work.doing("phase", "train"):
+        call = work.begin("call", "policy-0")
+        work.end(call)
+        work.end(call)
+        assert told(work) == [("phase", "train", 1, False)]
     with pytest.raises(OSError), work.doing("reward", "judge"):
         raise OSError
-    assert ended == [("policy-0", True), ("judge", True)]
+    assert ended == [("policy-0", True), ("train", True), ("judge", True)]
 
 
 def test_a_beat_says_who_and_when(monkeypatch: pytest.MonkeyPatch) -> None:

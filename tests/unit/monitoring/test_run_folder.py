@@ -28,34 +28,19 @@ def create(folder: Path, name: str = "first", verb: str = "grpo") -> RunFolder:
 def test_a_run_folder_keeps_its_configuration_and_its_verb(tmp_path: Path) -> None:
     made = create(tmp_path / "runs")
     assert made.path == tmp_path / "runs" / "first"
-    assert made.logs.is_dir()
+    assert made.logs.is_dir() and stat.S_IMODE(made.path.stat().st_mode) == 0o700
     assert RunConfig.load([made.config], []) == config(tmp_path / "runs")
     assert made.verb() == "grpo"
-
-
-def test_a_run_is_for_the_eyes_of_who_made_it(tmp_path: Path) -> None:
-    assert stat.S_IMODE(create(tmp_path).path.stat().st_mode) == 0o700
-
-
-def refused(folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        create(folder)
-    for part in (str(folder / "first"), "--resume", "--name"):
-        assert part in str(caught.value)
-
-
-def test_an_existing_name_is_refused_with_the_ways_out(tmp_path: Path) -> None:
-    made = create(tmp_path)
-    before = made.config.read_text()
-    refused(tmp_path)
-    assert made.config.read_text() == before
 
 
 def test_any_folder_of_that_name_is_in_the_way(tmp_path: Path) -> None:
     """Also one without logs: its metrics and checkpoints would be mixed with the new run's."""
     (tmp_path / "first" / "checkpoints").mkdir(parents=True)
     (tmp_path / "first" / "config.yaml").write_text("seed: 1\n")
-    refused(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        create(tmp_path)
+    for part in (str(tmp_path / "first"), "--resume", "--name"):
+        assert part in str(caught.value)
     assert (tmp_path / "first" / "config.yaml").read_text() == "seed: 1\n"
 
 

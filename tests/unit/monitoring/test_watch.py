@@ -12,17 +12,9 @@ import pytest
 from rich.console import Console
 
 from trueline.config.base import ConfigError
+from trueline.monitoring import heartbeat
 from trueline.monitoring.findings import FINE, REFUSED, Finding
-from trueline.monitoring.heartbeat import (
-    ELSEWHERE,
-    GONE,
-    WORK,
-    SeenProcess,
-    look_at_process,
-    read_beat,
-    request_stacks,
-    write_beat,
-)
+from trueline.monitoring.heartbeat import ELSEWHERE, GONE, WORK, SeenProcess, look_at_process, read_beat, write_beat
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.watch import Watch, explain
@@ -166,7 +158,7 @@ def test_threads_that_are_at_work_survive_being_looked_at(tmp_path: Path) -> Non
         while (beat := read_beat(tmp_path / "engine-0.beat")) is None:
             time.sleep(0.05)
         for _ in range(5):
-            while not (stacks := request_stacks(tmp_path / "engine-0")):
+            while not (stacks := heartbeat.request_stacks(tmp_path / "engine-0")):
                 assert busy.poll() is None
             assert stacks.count("in work_on") == 4
         assert look_at_process(beat, tmp_path).stack and busy.poll() is None

@@ -14,6 +14,7 @@ from trueline.usercode import sandbox
 from trueline.usercode.sandbox import FILE_BYTES, ProgramLimits, ProgramResult, run_python
 
 ADD = "def add(a, b):\n    return a + b\n"
+DATACLASS = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
 SUBTRACT = "def add(a, b):\n    return a - b\n"
 TESTS = "assert add(1, 2) == 3\nassert add(0, 0) == 0"
 DOUBLE = "print(2 * int(input()))"
@@ -42,11 +43,7 @@ def run(source: str, seconds: float = 10.0, memory_gib: float = 1.0, stdin: str 
         ("import os\nos._exit(0)", 0.0),
         (ADD + "if __name__ == '__main__':\n    input()", 1.0),
         (ADD + "print('chatter')", 1.0),
-        (
-            "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\n"
-            + ADD,
-            1.0,
-        ),
+        (DATACLASS + ADD, 1.0),
     ],
 )
 def test_code_is_run_against_the_tests_of_its_row(reply: str, reward: float) -> None:

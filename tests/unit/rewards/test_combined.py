@@ -8,14 +8,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.rewards.base import (
-    Call,
-    PolicyError,
-    RewardFailure,
-    RewardResult,
-    RewardTimeout,
-    RewardUnreachable,
-)
+from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardResult, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward, kind_of
 
 
@@ -52,11 +45,8 @@ def test_weighted_sum_of_clipped_parts() -> None:
     assert verdict.policy_error == ""
 
 
-def test_only_reward_keeps_its_weight_and_clip() -> None:
+def test_an_only_reward_keeps_its_weight_and_clip_and_none_is_zero() -> None:
     assert judged(("reward", 5.0, {"weight": 3.0, "clip": 2.0})) == RewardResult(6.0, {"reward": 2.0})
-
-
-def test_no_rewards_at_all() -> None:
     verdict = judged()
     assert verdict == RewardResult(0.0) and isinstance(verdict.reward, float)
 

@@ -74,9 +74,11 @@ def ids(folder: Path, text: str) -> list[int]:
 
 
 def test_score_is_that_of_transformers(outcome_model: Path, outcome: ModelGroup) -> None:
-    expected = plain_logits(outcome_model, "reward", ids(outcome_model, "2+3=5</s>"))
-    [reward] = scored(model_reward(outcome_model, outcome), [call("5")])
-    assert reward == pytest.approx(float(expected), abs=TOLERANCE)
+    """An empty reply is the end token alone."""
+    for reply, text in (("5", "2+3=5</s>"), ("", "2+3=</s>"), (" \n", "2+3=</s>")):
+        expected = plain_logits(outcome_model, "reward", ids(outcome_model, text))
+        [reward] = scored(model_reward(outcome_model, outcome), [call(reply)])
+        assert reward == pytest.approx(float(expected), abs=TOLERANCE)
 
 
 def test_chat_template_is_the_reward_models_own(tmp_path: Path) -> None:
@@ -103,13 +105,6 @@ def test_tools_and_calls_are_shown_as_they_were_trained(tmp_path: Path) -> None:
         scored(reward, [call("5") | asked, call("") | asked])
         said = [reward.chat.tokenizer.decode(sample.tokens) for sample in seen]
         assert said == [shown + ending, shown + ending.removeprefix("5")]
-
-
-def test_empty_reply_is_the_end_token_alone(outcome_model: Path, outcome: ModelGroup) -> None:
-    expected = plain_logits(outcome_model, "reward", ids(outcome_model, "2+3=</s>"))
-    for reply in ("", " \n"):
-        [reward] = scored(model_reward(outcome_model, outcome), [call(reply)])
-        assert reward == pytest.approx(float(expected), abs=TOLERANCE)
 
 
 def test_batches_change_nothing(outcome_model: Path, outcome: ModelGroup) -> None:
@@ -173,12 +168,10 @@ def test_normalised_by_what_is_stored(tmp_path: Path) -> None:
     reward.score_samples = lambda samples: [torch.full((sample.length(), 1), 1e30) for sample in samples]
     [failed] = scored(reward, [call("5")])
     assert isinstance(failed, RewardFailure) and "inf" in str(failed)
-    store(folder, reward_std=math.nan)
-    with pytest.raises(ConfigError, match=r"reward_std=nan"):
-        model_reward(folder, group, normalize=True)
-    store(folder, reward_std=0.0)
-    with pytest.raises(ConfigError, match=r"reward_std=0\.0"):
-        model_reward(folder, group, normalize=True)
+    for deviation in (math.nan, 0.0):
+        store(folder, reward_std=deviation)
+        with pytest.raises(ConfigError, match=f"reward_std={deviation}"):
+            model_reward(folder, group, normalize=True)
 
 
 def store(folder: Path, **facts: float) -> None:
@@ -199,12 +192,7 @@ def step_probabilities(folder: Path, prompt: str, steps: list[str]) -> list[floa
 
 def test_process_reward_is_that_of_transformers(process_model: Path, process: ModelGroup) -> None:
     good = step_probabilities(process_model, "2+3+4=", ["2+3 is 5", "5+4 is 8", "so 8"])
-    expected = {
-        "min": min(good),
-        "mean": sum(good) / 3,
-        "product": good[0] * good[1] * good[2],
-        "last": good[2],
-    }
+    expected = {"min": min(good), "mean": sum(good) / 3, "product": good[0] * good[1] * good[2], "last": good[2]}
     assert len({round(value, 3) for value in expected.values()}) >= 3
     for steps, value in expected.items():
         reward = model_reward(process_model, process, steps=steps)

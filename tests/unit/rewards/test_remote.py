@@ -75,8 +75,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+Serve = Callable[[Answer], Scripted]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], Scripted]]:
+def serve() -> Iterator[Serve]:
     servers: list[Scripted] = []
 
     def start(answer: Answer) -> Scripted:
@@ -122,7 +125,7 @@ def failure(reward: Reward, kind: type[RewardFailure]) -> str:
     return str(found)
 
 
-def test_calls_travel_whole_and_rewards_come_back_in_order(serve: Callable[[Answer], Scripted]) -> None:
+def test_calls_travel_whole_and_rewards_come_back_in_order(serve: Serve) -> None:
     server = serve(lengths)
     assert results(scorer(server.url), ["aaa", "", "aé"]) == [3.0, 0.0, 2.0]
     [asked] = server.asked
@@ -130,14 +133,14 @@ def test_calls_travel_whole_and_rewards_come_back_in_order(serve: Callable[[Answ
     assert asked["calls"][2] == {"reply": "aé", "prompt": "p", "label": None, "level": 2}
 
 
-def test_waiting_calls_share_a_request(serve: Callable[[Answer], Scripted]) -> None:
+def test_waiting_calls_share_a_request(serve: Serve) -> None:
     server = serve(lengths)
     replies = ["a" * number for number in range(10)]
     assert results(scorer(server.url, batch=4, concurrency=1), replies) == [float(number) for number in range(10)]
     assert [len(asked["calls"]) for asked in server.asked] == [4, 4, 2]
 
 
-def test_no_more_requests_than_allowed(serve: Callable[[Answer], Scripted]) -> None:
+def test_no_more_requests_than_allowed(serve: Serve) -> None:
     def slow(body: dict[str, Any], number: int) -> Reply:
         time.sleep(0.05)
         return lengths(body, number)
@@ -149,13 +152,13 @@ def test_no_more_requests_than_allowed(serve: Callable[[Answer], Scripted]) -> N
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_busy_servers_are_asked_again(serve: Callable[[Answer], Scripted], status: int) -> None:
+def test_busy_servers_are_asked_again(serve: Serve, status: int) -> None:
     server = serve(lambda body, number: lengths(body, number) if number else (status, {}, "busy"))
     assert results(scorer(server.url), ["aa"]) == [2.0]
     assert len(server.asked) == 2
 
 
-def test_the_server_says_how_long_to_wait(serve: Callable[[Answer], Scripted]) -> None:
+def test_the_server_says_how_long_to_wait(serve: Serve) -> None:
     server = serve(lambda body, number: lengths(body, number) if number else (429, {"Retry-After": "1"}, ""))
     started = time.monotonic()
     assert results(scorer(server.url, backoff_seconds=0), ["aa"]) == [2.0]
@@ -174,7 +177,7 @@ def test_retry_after_is_a_number_or_a_date_and_has_a_limit() -> None:
     assert retry_after(httpx.Response(429)) is None
 
 
-def test_unreachable_after_the_last_try(serve: Callable[[Answer], Scripted]) -> None:
+def test_unreachable_after_the_last_try(serve: Serve) -> None:
     server = serve(lambda body, number: (502, {}, "no upstream"))
     message = failure(scorer(server.url, attempts=4), RewardUnreachable)
     assert len(server.asked) == 4
@@ -188,7 +191,7 @@ def test_a_refused_connection_is_tried_again_too() -> None:
     assert f"http://127.0.0.1:{port}/score: ConnectError" in message and "(3 tries)" in message
 
 
-def test_waits_double(serve: Callable[[Answer], Scripted]) -> None:
+def test_waits_double(serve: Serve) -> None:
     """0.1, 0.2 and 0.4 seconds, each give or take a quarter; equal waits would make 0.375 at the most."""
     server = serve(lambda body, number: (500, {}, ""))
     started = time.monotonic()
@@ -196,7 +199,7 @@ def test_waits_double(serve: Callable[[Answer], Scripted]) -> None:
     assert time.monotonic() - started >= 0.7 * 0.75
 
 
-def test_time_limit_is_for_all_tries(serve: Callable[[Answer], Scripted]) -> None:
+def test_time_limit_is_for_all_tries(serve: Serve) -> None:
     def hanging(body: dict[str, Any], number: int) -> Reply:
         server.released.wait(10)
         return lengths(body, number)
@@ -208,7 +211,7 @@ def test_time_limit_is_for_all_tries(serve: Callable[[Answer], Scripted]) -> Non
     failure(scorer(busy.url, timeout=0.3), RewardTimeout)
 
 
-def test_waiting_for_ones_turn_is_not_timed(serve: Callable[[Answer], Scripted]) -> None:
+def test_waiting_for_ones_turn_is_not_timed(serve: Serve) -> None:
     def slow(body: dict[str, Any], number: int) -> Reply:
         time.sleep(0.2)
         return lengths(body, number)
@@ -233,9 +236,7 @@ def test_waiting_for_ones_turn_is_not_timed(serve: Callable[[Answer], Scripted])
         ((200, {}, {"rewards": [{"error": "it hurts"}]}), "it hurts"),
     ],
 )
-def test_what_cannot_be_a_reward_is_a_failure_at_once(
-    serve: Callable[[Answer], Scripted], reply: Reply, said: str
-) -> None:
+def test_what_cannot_be_a_reward_is_a_failure_at_once(serve: Serve, reply: Reply, said: str) -> None:
     server = serve(lambda body, number: reply)
     message = failure(scorer(server.url), RewardFailure)
     assert message.startswith(f"{server.url}/score: ") and said in message
@@ -243,7 +244,7 @@ def test_what_cannot_be_a_reward_is_a_failure_at_once(
     assert len(server.asked) == 1
 
 
-def test_an_error_of_one_call_is_not_that_of_its_neighbours(serve: Callable[[Answer], Scripted]) -> None:
+def test_an_error_of_one_call_is_not_that_of_its_neighbours(serve: Serve) -> None:
     server = serve(lambda body, number: (200, {}, {"rewards": [0.5, {"error": "too rude"}, True]}))
     first, second, third = results(scorer(server.url), ["a", "b", "c"])
     assert (first, third) == (0.5, 1.0)
@@ -251,19 +252,13 @@ def test_an_error_of_one_call_is_not_that_of_its_neighbours(serve: Callable[[Ans
 
 
 def test_token_is_sent_and_never_shown(
-    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", logger="httpx")
     monkeypatch.setenv("SCORER_TOKEN", f"{SECRET}\n")  # as `export T=$(cat file)` may leave it in other shells
     echo = f"you sent Bearer {SECRET}"
-    replies: list[Reply] = [
-        (403, {}, echo),
-        (500, {}, echo),
-        (200, {}, echo),
-        (200, {}, {"rewards": [{"error": echo}]}),
-        (200, {}, {"rewards": [echo]}),
-    ]
-    for reply in replies:
+    replies: list[Reply] = [(status, {}, echo) for status in (403, 500, 200)]
+    for reply in [*replies, (200, {}, {"rewards": [{"error": echo}]}), (200, {}, {"rewards": [echo]})]:
         server = serve(lambda body, number, reply=reply: reply)
         [found] = results(scorer(server.url, token_variable="SCORER_TOKEN"), ["a"])
         assert set(server.tokens) == {f"Bearer {SECRET}"}
@@ -274,7 +269,7 @@ def test_token_is_sent_and_never_shown(
 
 @pytest.mark.parametrize("query", [f"key={SECRET}%2F&v=1", f"?key={SECRET}%2F&v=1\n"])
 def test_the_query_is_sent_and_never_shown(
-    serve: Callable[[Answer], Scripted], query: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, query: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
     monkeypatch.setenv("SCORER_QUERY", query)
@@ -289,18 +284,14 @@ def test_the_query_is_sent_and_never_shown(
 @pytest.mark.parametrize(
     "address",
     [
-        f"http://me:{SECRET}@host/",
-        f"http://me:{SECRET}@host:port/",
-        f"https://{SECRET}@host",
-        f"http://host/score?key={SECRET}",
-        f"http://host?{SECRET}",
-        f"HTTP://host/#{SECRET}",
+        *("http://me:{}@host/", "http://me:{}@host:port/", "https://{}@host"),
+        *("http://host/score?key={}", "http://host?{}", "HTTP://host/#{}"),
     ],
 )
 @pytest.mark.parametrize("tree", ["function", "judge.url", "parts.a.function"])
 def test_an_address_with_a_secret_is_in_no_configuration(address: str, tree: str) -> None:
     with pytest.raises(ConfigError, match=r"remote\.token_variable.* or remote\.query_variable") as refused:
-        RewardConfig.load([], [f"{tree}={address}"])
+        RewardConfig.load([], [f"{tree}={address.format(SECRET)}"])
     assert str(refused.value).startswith(f"{tree}: ")
     assert SECRET not in str(refused.value)
 
@@ -324,7 +315,7 @@ def test_checks_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         check_scorer(missing)
 
 
-def test_stopping_answers_those_who_wait(serve: Callable[[Answer], Scripted]) -> None:
+def test_stopping_answers_those_who_wait(serve: Serve) -> None:
     def hanging(body: dict[str, Any], number: int) -> Reply:
         server.released.wait(10)
         return lengths(body, number)
@@ -343,7 +334,7 @@ def test_stopping_answers_those_who_wait(serve: Callable[[Answer], Scripted]) ->
     assert [type(one) for one in found] == [RewardUnreachable] * 3
 
 
-def test_a_caller_that_gives_up_leaves_the_others_alone(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_caller_that_gives_up_leaves_the_others_alone(serve: Serve) -> None:
     server = serve(lengths)
 
     async def give_up() -> float:
@@ -363,12 +354,12 @@ def said(text: Any) -> Answer:
     return lambda body, number: (200, {}, {"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-def judge(url: str, **settings: Any) -> JudgeReward:
+def judge(url: str, address: RemoteConfig | None = None, **settings: Any) -> JudgeReward:
     config = JudgeConfig(url=f"{url}/v1/", model="wise", **settings)
-    return JudgeReward(RewardPartConfig(function="judge", remote=remote(), judge=config), 20)
+    return JudgeReward(RewardPartConfig(function="judge", remote=address or remote(), judge=config), 20)
 
 
-def test_a_judges_number_times_the_scale(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judges_number_times_the_scale(serve: Serve) -> None:
     server = serve(said("Grade: 7.5 of 10"))
     assert results(judge(server.url), ["it {depends}"]) == [pytest.approx(0.75)]
     [asked] = server.asked
@@ -378,78 +369,69 @@ def test_a_judges_number_times_the_scale(serve: Callable[[Answer], Scripted]) ->
     assert "[Request]\np\n" in message["content"] and "[Reply]\nit {depends}\n" in message["content"]
 
 
-def test_a_judge_that_refuses_a_temperature_is_asked_without(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judge_that_refuses_a_temperature_is_asked_without(serve: Serve) -> None:
     def answer(body: dict[str, Any], number: int) -> Any:
         if "temperature" not in body:
             return said("5")(body, number)
         return 400, {}, {"error": {"message": "Unsupported value: 'temperature' does not support 0 with this model."}}
 
     server = serve(answer)
-    config = JudgeConfig(url=f"{server.url}/v1", model="wise")
-    part = RewardPartConfig(function="judge", remote=remote(concurrency=1), judge=config)
-    assert results(JudgeReward(part, 20), ["a", "b", "c"]) == [0.5] * 3
+    assert results(judge(server.url, remote(concurrency=1)), ["a", "b", "c"]) == [0.5] * 3
     assert ["temperature" in asked for asked in server.asked] == [True, False, False, False]  # it is remembered
 
 
-def test_a_judges_temperature_and_other_refusals(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judges_temperature_and_other_refusals(serve: Serve) -> None:
     server = serve(said("5"))
-    assert (
-        results(judge(server.url, temperature=None), ["a"]) + results(judge(server.url, temperature=0.5), ["a"])
-        == [0.5] * 2
-    )
+    assert [results(judge(server.url, temperature=one), ["a"]) for one in (None, 0.5)] == [[0.5]] * 2
     assert [asked.get("temperature") for asked in server.asked] == [None, 0.5]
     wrong = serve(lambda body, number: (400, {}, {"error": {"message": "no such model"}}))
     [failed] = results(judge(wrong.url), ["a"])
     assert isinstance(failed, RewardFailure) and "no such model" in str(failed) and len(wrong.asked) == 1
 
 
-def test_a_judge_is_asked_with_its_query(serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judge_is_asked_with_its_query(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_QUERY", "version=1")
     server = serve(said("5"))
-    config = JudgeConfig(url=f"{server.url}/v1", model="wise")
-    part = RewardPartConfig(function="judge", remote=remote(query_variable="JUDGE_QUERY"), judge=config)
-    assert results(JudgeReward(part, 20), ["a"]) == [0.5]
+    assert results(judge(server.url, remote(query_variable="JUDGE_QUERY")), ["a"]) == [0.5]
     assert server.asked[0]["path"] == "/v1/chat/completions?version=1"
 
 
-def test_a_judges_own_pattern(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judges_own_pattern(serve: Serve) -> None:
     server = serve(said("3 points are wrong, so <grade>-2</grade>"))
     assert results(judge(server.url, pattern="<grade>(.*?)</grade>", scale=1), ["a"]) == [-2.0]
 
 
 @pytest.mark.parametrize("text", ["I would rather not say" + "." * 5000, "", None, ["7"]])
-def test_no_number_is_a_failure(serve: Callable[[Answer], Scripted], text: Any) -> None:
+def test_no_number_is_a_failure(serve: Serve, text: Any) -> None:
     message = failure(judge(serve(said(text)).url), RewardFailure)
     assert "finds no number in: " in message and len(message) < 700
 
 
 @pytest.mark.parametrize("pattern", ["(seven)", "7(x)?", "(1e999)"])
-def test_what_is_found_must_be_a_finite_number(serve: Callable[[Answer], Scripted], pattern: str) -> None:
+def test_what_is_found_must_be_a_finite_number(serve: Serve, pattern: str) -> None:
     server = serve(said("seven 7 1e999"))
     assert "finds no number in: seven 7" in failure(judge(server.url, pattern=pattern), RewardFailure)
 
 
-def test_a_grade_is_finite_after_its_scale_too(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_grade_is_finite_after_its_scale_too(serve: Serve) -> None:
     server = serve(said("1e308"))
     assert "finds no number in" in failure(judge(server.url, pattern="(.+)", scale=10.0), RewardFailure)
 
 
-def test_judges_that_fail(serve: Callable[[Answer], Scripted]) -> None:
+def test_judges_that_fail(serve: Serve) -> None:
     strange = serve(lambda body, number: (200, {}, {"choices": []}))
     assert "no chat completion came back: {'choices': []}" in failure(judge(strange.url), RewardFailure)
     busy = serve(lambda body, number: (503, {}, "loading"))
     assert "status 503: loading (3 tries)" in failure(judge(busy.url), RewardUnreachable)
 
 
-def test_a_judge_is_asked_by_so_many_at_a_time(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judge_is_asked_by_so_many_at_a_time(serve: Serve) -> None:
     def slow(body: dict[str, Any], number: int) -> Reply:
         time.sleep(0.05)
         return said("5")(body, number)
 
     server = serve(slow)
-    config = JudgeConfig(url=server.url, model="wise")
-    reward = JudgeReward(RewardPartConfig(remote=remote(concurrency=2), judge=config), 20)
-    assert results(reward, ["a"] * 6) == [pytest.approx(0.5)] * 6
+    assert results(judge(server.url, remote(concurrency=2)), ["a"] * 6) == [pytest.approx(0.5)] * 6
     assert len(server.asked) == 6 and server.busiest == 2
 
 
@@ -504,9 +486,7 @@ def test_a_server_that_is_not_there_is_refused_by_its_address() -> None:
     check_judge(judged(url=url), ["reply", "prompt"])
 
 
-def test_a_scorer_is_asked_for_no_rewards_with_its_token(
-    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scorer_is_asked_for_no_rewards_with_its_token(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_TOKEN", SECRET)
     server = serve(lengths)
     part = RewardPartConfig(function=f"{server.url}/score", remote=remote(token_variable="SCORER_TOKEN"))
@@ -524,7 +504,7 @@ def test_a_scorer_is_asked_for_no_rewards_with_its_token(
     check_scorer(part.with_keys({"function": busy.url}), probe=True)
 
 
-def test_a_judge_that_lacks_its_model_is_refused(serve: Callable[[Answer], Scripted]) -> None:
+def test_a_judge_that_lacks_its_model_is_refused(serve: Serve) -> None:
     models = {"data": [{"id": "wise"}, {"id": "wiser"}]}
     server = serve(lambda body, number: (200, {}, models))
     check_judge(judged(url=f"{server.url}/v1"), ["reply", "prompt"], probe=True)
@@ -542,9 +522,7 @@ def test_a_judge_that_lacks_its_model_is_refused(serve: Callable[[Answer], Scrip
         check_judge(judged(url=locked.url), ["reply", "prompt"], probe=True)
 
 
-def test_a_server_that_takes_its_time_is_not_refused(
-    serve: Callable[[Answer], Scripted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_takes_its_time_is_not_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(body: dict[str, Any], number: int) -> Reply:
         server.released.wait()
         return 200, {}, {}

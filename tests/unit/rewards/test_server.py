@@ -371,15 +371,8 @@ def test_a_taken_port_is_named() -> None:
 def test_configuration() -> None:
     assert ServingConfig().ranks.engine == "torch"
     assert ServingConfig.parse({"runtime": "ray"}).ranks.engine == "deepspeed"
-    wrong: dict[str, dict[str, Any]] = {
-        r"ranks\.ranks=3 is not a multiple of its tensor_parallel=2": {
-            "runtime": "ray",
-            "ranks": {"ranks": 3, "tensor_parallel": 2},
-        },
-    }
-    for message, tree in wrong.items():
-        with pytest.raises(ConfigError, match=message):
-            ServingConfig.parse(tree)
+    with pytest.raises(ConfigError, match=r"ranks\.ranks=3 is not a multiple of its tensor_parallel=2"):
+        ServingConfig.parse({"runtime": "ray", "ranks": {"ranks": 3, "tensor_parallel": 2}})
 
 
 def test_calls_and_tools_reach_the_reward() -> None:

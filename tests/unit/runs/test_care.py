@@ -161,7 +161,7 @@ def test_a_run_that_goes_on_is_judged_by_what_it_reported_before(tmp_path: Path)
     patient = Patient(tmp_path, "stop")
     with pytest.raises(TrainingFailure):
         patient.live([{"reward/mean": 0.0}] * 5)
-    assert len(patient.care.monitor.history.values("reward/mean")) <= 12
+    assert len(patient.care.monitor.history.series["reward/mean"].last) <= 12
 
 
 def test_going_back_needs_checkpoints() -> None:
