@@ -22,7 +22,6 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
 from trueline.offline.build import supervised_trainer
-from trueline.offline.trainer import SupervisedTrainer
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.rl import RLPlan
 from trueline.plan.tasks import Material
@@ -75,9 +74,6 @@ class Sampled:
     def completions(self) -> list[Trajectory]:
         return [one for group in self.groups for one in group]
 
-    def samples(self) -> list[Sample]:
-        return [one for number, episode in enumerate(self.completions()) for one in to_samples(episode, number)]
-
 
 def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     """Publish weights, sample, compare and train; yield each finding at once."""
@@ -86,13 +82,14 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     with passing_folder(tried, verb) as (folder, progress), rl_trainer(tried, folder, progress) as trainer:
         sync = trainer.publish()
         how = "verified" if trainer.sync.check else "not verified (sync.check=false)"
-        what = f"weight sync takes {duration(sync['sync/seconds'])}, {how}"
-        yield Finding(FINE, "weight_sync", what, key="sync.check")
+        yield Finding(
+            FINE, "weight_sync", f"weight sync takes {duration(sync['sync/seconds'])}, {how}", key="sync.check"
+        )
         sampled = sample(trainer, asked.algorithm.group_size)
         yield from failures(sampled, asked)
         if not sampled.groups:
             return
-        samples = sampled.samples()
+        samples = [one for number, made in enumerate(sampled.completions()) for one in to_samples(made, number)]
         metrics = describe_step(sampled.groups, samples, trainer.rollouts.dropped, trainer.state.version)
         yield from truncation(metrics, asked)
         yield from rewards(sampled, metrics) if asked.has_reward() else ()
@@ -116,8 +113,7 @@ def sample(trainer: RLTrainer, size: int) -> Sampled:
 
 def failures(sampled: Sampled, config: RLConfig) -> Iterator[Finding]:
     if sampled.failed:
-        asked = sampled.prompts * config.algorithm.group_size
-        first = sampled.failed[0]
+        asked, first = sampled.prompts * config.algorithm.group_size, sampled.failed[0]
         cause = first.error.strip().rpartition("\n")[2]
         what = f"{len(sampled.failed)} of {asked} completions have no reward: {first.outcome}: {cause}"
         stops = len(sampled.failed) > config.reward.max_failure_share * asked
@@ -139,8 +135,7 @@ def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     what = f"{len(found)} rewards from {min(found):.3g} to {max(found):.3g}, mean {mean:.3g}, deviation {spread:.2g}"
     same = "" if spread else "all are equal, so there is nothing to learn: `trueline reward try`"
     yield Finding(FINE if spread else BAD, "equal_rewards", what, same, "reward.function")
-    share = metrics.get(UNIFORM)
-    if share:
+    if share := metrics.get(UNIFORM):
         level = WATCH if share > MOSTLY_UNIFORM else FINE
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == WATCH else ""
         what = f"in {share:.0%} of {len(sampled.groups)} groups all completions have the same reward"
@@ -174,8 +169,7 @@ def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding
 
 def step_time(trainer: RLTrainer, config: RLConfig, prompts: int) -> Finding:
     """Scale the phases of the trial, except the sync, to the prompts of a step."""
-    seconds = trainer.timer.seconds
-    scale = config.prompts_per_step / prompts
+    seconds, scale = trainer.timer.seconds, config.prompts_per_step / prompts
     scaled = {name: seconds[name] * (1 if name == "sync" else scale) for name in ("rollout", "score", "train", "sync")}
     whole = sum(scaled.values())
     parts = ", ".join(f"{name} {duration(value)}" for name, value in scaled.items())
@@ -195,19 +189,15 @@ def try_supervised(plan: SupervisedPlan, verb: str) -> Iterator[Finding]:
         config, train = tried.config, material.train
         order = train.order(config.seed, config.data.shuffle, 0)
         rows = [next(order) for _ in range(config.samples_per_step)]
-        metrics = trainer.learn(rows)
-        yield from check_update(metrics)
-        yield passes(trainer, train.take(rows))
+        yield from check_update(trainer.learn(rows))
+        samples = train.take(rows)
+        passes = trainer.model.plan(samples, train.task.samples_per_row)
+        tokens = [sum(samples[at].length() for at in one if at >= 0) for rank in passes for one in rank]
+        what = f"{len(tokens)} passes of up to {max(tokens)} tokens; the limit is {trainer.model.budget.tokens}"
+        yield Finding(FINE, "passes", what, key="training.micro_batch_tokens")
         seconds = trainer.timer.seconds["train"]
         what = f"about {duration(seconds)} per step, {duration(seconds * plan.steps)} for {plan.steps} steps"
         yield Finding(FINE, "step_time", what, "an estimate; a first step is slower", "samples_per_step")
-
-
-def passes(trainer: SupervisedTrainer, samples: list[Sample]) -> Finding:
-    plan = trainer.model.plan(samples, trainer.plan.material.train.task.samples_per_row)
-    tokens = [sum(samples[at].length() for at in one if at >= 0) for rank in plan for one in rank]
-    what = f"{len(tokens)} passes of up to {max(tokens)} tokens; the limit is {trainer.model.budget.tokens}"
-    return Finding(FINE, "passes", what, key="training.micro_batch_tokens")
 
 
 def check_update(metrics: Metrics) -> Iterator[Finding]:
@@ -215,10 +205,9 @@ def check_update(metrics: Metrics) -> Iterator[Finding]:
     loss, norm = metrics["loss"], metrics["grad_norm"]
     memory = f"; {metrics['memory/peak_gib']:.2g} GiB of memory" if "memory/peak_gib" in metrics else ""
     what = f"one step was trained: loss {loss:.4g}, gradient norm {norm:.3g}{memory}"
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        yield Finding(
-            BAD, "not_finite", what, "not finite, so the step was skipped: try model.dtype=float32", "model.dtype"
-        )
-    else:
-        why = "" if norm else "nothing was learnt from these rows"
+    if math.isfinite(loss) and math.isfinite(norm):
+        why = "" if norm else "nothing was learned from these rows"
         yield Finding(FINE if norm else WATCH, "trial_step", what, why, "training.learning_rate")
+    else:
+        why = "not finite, so the step was skipped: try model.dtype=float32"
+        yield Finding(BAD, "not_finite", what, why, "model.dtype")

@@ -10,7 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.doctor import data, machine, rewards, template, training
+from trueline.doctor import data, machine, template, training
 from trueline.doctor.case import Case, Check, case_of, gather
 from trueline.doctor.table import Findings, refusal
 from trueline.monitoring.findings import BAD, FINE, REFUSED, WATCH, Finding
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, tuple[Check, ...]]] = {  # the part of the case that they need, and the checks
     "data": ("rows", data.CHECKS),
     "chat template": ("tokenizer", template.CHECKS),
-    "rewards": ("rows", rewards.CHECKS),
+    "rewards": ("rows", (data.check_trials,)),
     "training": ("model", training.CHECKS),
     "machine": ("model", machine.CHECKS),
 }
@@ -60,11 +60,14 @@ def run_checks(run: Planned) -> Findings:
     found = {family: list(apply_checks(case, checks)) for family, (_, checks) in FAMILIES.items()}
     known = {one.code for findings in found.values() for one in findings}
     plan = [one for one in run.findings if one.level == REFUSED or one.code not in known]
+    absent = {"rows": not case.rows, "tokenizer": case.chat is None, "model": case.facts is None}
     filled: Findings = {"plan": plan or [Finding(FINE, "would_start", "the run would start")]}
     for family, findings in found.items():
+        needed, checks = FAMILIES[family]
         new = [one for one in findings if one.level != REFUSED or one not in run.findings]
-        new += unread(case, family)
-        count = len(FAMILIES[family][1])
+        if absent[needed] and (family != "rewards" or case.rewards.named_parts()):
+            new.append(Finding(WATCH, "unread", f"some checks were skipped: the run's {needed} could not be read"))
+        count = len(checks)
         filled[family] = new or [Finding(FINE, "nothing_found", f"{count} check{'s' * (count > 1)} found nothing")]
     return filled
 
@@ -114,11 +117,3 @@ def apply_checks(case: Case, checks: Iterable[Check]) -> Iterator[Finding]:
             yield refusal(error)
         except OSError as error:
             yield Finding(WATCH, "unread", f"a check could not read a file: {error}")
-
-
-def unread(case: Case, family: str) -> Iterator[Finding]:
-    """Report what a family needs and could not be read."""
-    absent = {"rows": not case.rows, "tokenizer": case.chat is None, "model": case.facts is None}
-    needed, _ = FAMILIES[family]
-    if absent[needed] and (family != "rewards" or case.rewards.named_parts()):
-        yield Finding(WATCH, "unread", f"some checks were skipped: the run's {needed} could not be read")

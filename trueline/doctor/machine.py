@@ -29,7 +29,9 @@ def disk(case: Case) -> Iterator[Finding]:
     config = case.config
     if case.facts is None or not config.checkpoint.save or not isinstance(config, RLConfig | SupervisedConfig):
         return
-    size, kept, place = checkpoint_bytes(case), checkpoints_at_once(config), existing(Path(config.folder))
+    asked, size, place = config.checkpoint, checkpoint_bytes(case), existing(Path(config.folder))
+    written = math.ceil((config.steps or 1) / asked.every) if asked.every else 1
+    kept = min(written, asked.keep + asked.keep_best + 1)  # at once
     needed, free = size * kept, shutil.disk_usage(place).free
     if needed > limits.DISK.watch * free:
         each = f"{size / case.facts.parameters:.3g} bytes (weights, float32 masters, two moments)"
@@ -57,12 +59,6 @@ def has_critic(config: RLConfig) -> bool:
         return False
 
 
-def checkpoints_at_once(config: RLConfig | SupervisedConfig) -> int:
-    asked = config.checkpoint
-    written = math.ceil((config.steps or 1) / asked.every) if asked.every else 1
-    return min(written, asked.keep + asked.keep_best + 1)
-
-
 def existing(folder: Path) -> Path:
     """Return the folder, or the nearest above it that exists."""
     folder = folder.expanduser().resolve()
@@ -71,23 +67,14 @@ def existing(folder: Path) -> Path:
 
 def versions(case: Case) -> Iterator[Finding]:
     """Compare installed packages with the required versions; those of extras only if they are installed."""
-    for line in requirements():
-        asked = Requirement(line)
+    for asked in map(Requirement, (metadata.requires(PACKAGE) or []) if version_of(PACKAGE) else []):
         here = asked.marker is None or asked.marker.evaluate({"extra": ""})
-        found = version_of(asked.name)
+        found, remedy = version_of(asked.name), f"untested: pip install '{asked.name}{asked.specifier}'"
         if found is None and here:
-            yield Finding(BAD, "versions", f"{asked.name}{asked.specifier} is not installed", install(asked))
+            yield Finding(BAD, "versions", f"{asked.name}{asked.specifier} is not installed", remedy)
         if found is not None and not asked.specifier.contains(found, prereleases=True):
             what = f"{asked.name} {found} is outside {asked.specifier}"
-            yield Finding(BAD if here else WATCH, "versions", what, install(asked))
-
-
-def requirements() -> list[str]:
-    return (metadata.requires(PACKAGE) or []) if version_of(PACKAGE) else []
-
-
-def install(asked: Requirement) -> str:
-    return f"untested: pip install '{asked.name}{asked.specifier}'"
+            yield Finding(BAD if here else WATCH, "versions", what, remedy)
 
 
 def version_of(name: str) -> str | None:

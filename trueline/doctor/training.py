@@ -3,15 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from trueline.config.rl import RLConfig
+from trueline.config.rl import RLConfig, RolloutConfig
 from trueline.config.rounds import RoundsConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.doctor.case import Case
+from trueline.doctor.case import LOOKED_AT, Case
 from trueline.monitoring import limits
 from trueline.monitoring.findings import BAD, WATCH, Finding
 from trueline.plan.resolve import rate_findings
-
-LOOKED_AT = 200  # rows
 
 
 def uneven_ranks(case: Case) -> Iterator[Finding]:
@@ -38,8 +36,7 @@ def batch_of(case: Case) -> tuple[int, str, int, int]:
 
 
 def epochs(case: Case) -> Iterator[Finding]:
-    config, rows = case.config, len(case.rows)
-    drawn = batch_of(case)[0]
+    config, rows, drawn = case.config, len(case.rows), batch_of(case)[0]
     steps = config.steps if isinstance(config, RLConfig | SupervisedConfig) else None
     if rows and steps and steps * drawn > limits.MANY_EPOCHS * rows:
         what = f"{steps} steps of {drawn} rows are {steps * drawn / rows:.0f} epochs over {rows} rows"
@@ -59,20 +56,14 @@ def learning_rate(case: Case) -> Iterator[Finding]:
 
 
 def warm_up(case: Case) -> Iterator[Finding]:
-    updates = updates_of(case)
-    warming = case.training.warmup_steps if case.training else 0
+    config, updates, warming = case.config, 0, case.training.warmup_steps if case.training else 0
+    if isinstance(config, RLConfig):
+        updates = config.steps * config.minibatches * config.epochs
+    if isinstance(config, SupervisedConfig):
+        updates = config.steps or math.ceil(len(case.rows) * config.epochs / config.samples_per_step)
     if updates and warming >= updates:
         what = f"training.warmup_steps={warming} of {updates} optimizer steps"
         yield Finding(BAD, "endless_warmup", what, "the learning rate never reaches its peak", "training.warmup_steps")
-
-
-def updates_of(case: Case) -> int:
-    config = case.config
-    if isinstance(config, RLConfig):
-        return config.steps * config.minibatches * config.epochs
-    if isinstance(config, SupervisedConfig):
-        return config.steps or math.ceil(len(case.rows) * config.epochs / config.samples_per_step)
-    return 0
 
 
 def temperature(case: Case) -> Iterator[Finding]:
@@ -86,7 +77,8 @@ def temperature(case: Case) -> Iterator[Finding]:
 
 def short_completions(case: Case) -> Iterator[Finding]:
     """Forecast truncation from the lengths of labels, which a reply has to contain."""
-    limit = case.rollout.max_new_tokens if case.rollout else None
+    rollout = case.section("rollout", RolloutConfig)
+    limit = rollout.max_new_tokens if rollout else None
     tested = any(part.function == "code" for part in case.rewards.named_parts().values())  # whose labels are no replies
     if case.chat is None or limit is None or tested:
         return
@@ -94,8 +86,10 @@ def short_completions(case: Case) -> Iterator[Finding]:
     long = sum(len(case.chat.text_tokens(label)) > limit for label in labels)
     if long > limits.LONG_ROWS.watch * len(labels):
         what = f"{long} of {len(labels)} labels checked are longer than rollout.max_new_tokens={limit}"
-        level = BAD if long > limits.LONG_ROWS.bad * len(labels) else WATCH
-        why = "replies as long as these would be truncated"
+        level, why = (
+            BAD if long > limits.LONG_ROWS.bad * len(labels) else WATCH,
+            "replies as long as these would be truncated",
+        )
         yield Finding(level, "short_completions", what, why, "rollout.max_new_tokens")
 
 

@@ -1,6 +1,6 @@
 """Broken set-ups are named with the key to change; sound ones are left in peace.
 
-Covers `trueline.doctor.case`, `trueline.doctor.machine`, `trueline.doctor.template`.
+Covers `trueline.doctor.case`, `trueline.doctor.data`, `trueline.doctor.machine`, `trueline.doctor.template`.
 """
 
 from pathlib import Path
