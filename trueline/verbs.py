@@ -142,19 +142,19 @@ VERBS: dict[str, Verb] = {
 
 TOOLS: dict[str, tuple[str, str]] = {  # verbs that start no run: what each is for, and an example
     "serve-reward": ("Serve a reward model over HTTP", "serve-reward --model runs/judge --port 8900"),
+    "config": ("List configuration keys with defaults and meanings", "config grpo learning_rate"),
+    "data": ("Show rows as they will be trained on", "data preview sft --model model/ --data data.jsonl --rows 5"),
     "reward": ("Score rows of the data with a reward", "reward try --reward math --data data.jsonl --reply 42"),
     "export": ("Write a run's model as a Hugging Face folder", "export runs/first model/ --dtype bfloat16"),
-    "doctor": ("Check a run before it starts", "doctor grpo --model model/ --data data.jsonl --reward math --deep"),
     "plan": (
         "Plan a run on GPUs you name: placement, memory and time",
         "plan grpo --devices 8x8xH100 --model-shape llama-70b",
     ),
-    "data": ("Show rows as they will be trained on", "data preview sft --model model/ --data data.jsonl --rows 5"),
-    "config": ("List configuration keys with defaults and meanings", "config grpo learning_rate"),
-    "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
     "report": ("Write curves, times and transcripts of runs to an HTML file", "report first second --out both.html"),
     "watch": ("Serve that page, up to date, to this machine", "watch first --port 8000"),
+    "doctor": ("Check a run before it starts", "doctor grpo --model model/ --data data.jsonl --reward math --deep"),
     "demo": ("Teach a small new model to add, in minutes", "demo --steps 30"),
+    "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {  # as `trueline --help` shows them
     "train with RL": (*PRESETS, "raft", "iterative_dpo"),

@@ -137,12 +137,12 @@ def row_of(record: Record) -> DataRow:
         case Conversation(messages, place, tools):
             return DataRow(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
         case Pair(prompt, chosen, rejected):
-            texts = join_contents(chosen), join_contents(rejected)
+            texts = [join_contents(chosen), join_contents(rejected)]
         case Rated(prompt, completion):
-            texts = (join_contents(completion),)
+            texts = [join_contents(completion)]
         case StepRated(prompt, steps):
-            texts = ("\n".join(steps),)
-    return DataRow(prompt, texts, record.place, tools=tuple(record.tools))
+            texts = ["\n".join(steps)]
+    return DataRow(prompt, tuple(texts), record.place, tools=tuple(record.tools))
 
 
 def join_contents(messages: list[Message]) -> str:

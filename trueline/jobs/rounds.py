@@ -120,14 +120,12 @@ def read_json(file: Path) -> Any:
 
 def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
     recipe, plan = plan_rounds(config, start.folder.path)
-    text = describe_rounds(recipe.config, plan, recipe.prompts)
-    work = partial(run_rounds, recipe, start.verb)
+    text, work = describe_rounds(recipe.config, plan, recipe.prompts), partial(run_rounds, recipe, start.verb)
     return Job(recipe.config, text, config.rounds, work, findings=plan.findings)
 
 
 def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
-    status = run_stages(recipe, verb, progress)
-    if status:
+    if status := run_stages(recipe, verb, progress):
         progress.note(f"Continue with: {folder.resume_command()}")
         return status
     results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
@@ -164,15 +162,14 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
             continue
         progress.console.print(f"\n[bold]{verb} {stage.name}[/] of {recipe.config.rounds} rounds")
         begun = (recipe.folder / stage.name).exists()
-        status = launch(stage.config, stage.verb, stage.prepare, resume=begun)
-        if status:
+        if status := launch(stage.config, stage.verb, stage.prepare, resume=begun):
             return status
         if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
             assert isinstance(stage.config, GenerateConfig)
             why = selection_warnings(read_json(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
-            learnt = f"{recipe.config.trainer} in {recipe.config.learnt}"
-            progress.note(f"error: {stage.name} has nothing for {learnt}: {why}")
+            missing = f"{recipe.config.trainer} in {recipe.config.learnt}"
+            progress.note(f"error: {stage.name} has nothing for {missing}: {why}")
             return 1
         done.append(stage.name)
         write_json(recipe.folder / DONE, done)
@@ -180,15 +177,9 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
 
 
 def rounds_table(results: list[dict[str, Any]]) -> Table:
-    table = Table()
-    for column in ("round", "held-out reward", "mean of samples", "mean of the best", "learnt"):
-        table.add_column(column)
+    table = Table("round", "held-out reward", "mean of samples", "mean of the best", "learned")
     for row in results:
-        table.add_row(
-            str(row["round"]),
-            format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95")),
-            format_number(row.get("reward_mean")),
-            format_number(row.get("reward_best_mean")),
-            str(row.get("learnt", "-")),
-        )
+        held_out = format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95"))
+        sampled = [format_number(row.get(name)) for name in ("reward_mean", "reward_best_mean")]
+        table.add_row(str(row["round"]), held_out, *sampled, str(row.get("learnt", "-")))
     return table

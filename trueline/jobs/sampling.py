@@ -9,21 +9,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.files import Row
-from trueline.jobs.sample_file import (
-    SampleFile,
-    line_of,
-    prompt_row,
-    row_of,
-    write_aside,
-    write_json,
-    write_selection,
-)
+from trueline.jobs.sample_file import SampleFile, line_of, prompt_row, row_of, write_aside, write_json, write_selection
 from trueline.monitoring.findings import WATCH
 from trueline.monitoring.health import limits_in, truncation_findings
 from trueline.monitoring.limits import CUT_OFF
@@ -72,14 +64,13 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         progress.note("starting   engines and rewards; each process imports its libraries first")
         specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
-        pool = EnginePool(engines, rollout.max_sequences)
-        seed, seconds = config.seed, config.timeout_seconds
-        reward_models = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
-        if reward_models:
-            start_groups(list(reward_models.values()))
+        pool, roles = EnginePool(engines, rollout.max_sequences), plan.reward_roles
+        judges = {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}
+        if judges:
+            start_groups(list(judges.values()))
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.
-        rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs, plan.rewards)
+        rewards = open_rewards(config.reward, roles, judges, folder.logs, plan.rewards)
         yield stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
 
 
@@ -263,18 +254,15 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     played = bool(config.environment.kind())
     groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
     with write_aside(folder.transcripts) as stream:
-        rows = (row_of(at, group, scored=True, played=played) for at, group in enumerate(groups))
-        stream.writelines(map(line_of, rows))
+        stream.writelines(line_of(row_of(at, one, scored=True, played=played)) for at, one in enumerate(groups))
     counts = {name: len(prompts) for name, prompts in sets.items()}
     write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
     progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
     if reported := environment_names(groups):
         progress.console.print(environment_table(metrics, list(counts), reported))
     for name in sets:
-        shares = limits_in(metrics, prefix_of(name))
-        warn_of_limits(
-            progress, plan, metrics[f"{prefix_of(name)}truncated_share"], shares, f"{name}: " if name else ""
-        )
+        prefix, place = prefix_of(name), f"{name}: " if name else ""
+        warn_of_limits(progress, plan, metrics[f"{prefix}truncated_share"], limits_in(metrics, prefix), place)
     done = f"done: {folder.path / EVALUATION}, completions in {folder.transcripts.name}"
     progress.note("\n".join([*pace.budget.total(), done]))
     return 0
@@ -283,27 +271,20 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
 def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples: int) -> Table:
     """Make a table with a row per set; `±` is the half width of the 95 % confidence interval over prompts."""
     at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
-    table = Table()
-    table.add_column("set", overflow="fold")  # a name may be long; numbers stay whole
-    for column in ("prompts", f"mean@{samples}", *at_k, "failed"):
-        table.add_column(column, no_wrap=True)
+    columns = [Column(name, no_wrap=True) for name in ("prompts", f"mean@{samples}", *at_k, "failed")]
+    table = Table(Column("set", overflow="fold"), *columns)  # a name may be long; numbers stay whole
     for name, count in prompts.items():
-        found = {
-            key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")
-        }
-        mean = format_number(found["reward"]) + (
-            f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else ""
-        )
-        passes = [format_number(found[key]) for key in at_k]
-        table.add_row(name or "evaluation", str(count), mean, *passes, f"{found['failed_share']:.1%}")
+        prefix = prefix_of(name)
+        mean = format_number(metrics.get(f"{prefix}reward"), metrics.get(f"{prefix}reward_ci95"))
+        passes = [format_number(metrics.get(f"{prefix}{key}")) for key in at_k]
+        table.add_row(name or "evaluation", str(count), mean, *passes, f"{metrics[f'{prefix}failed_share']:.1%}")
     return table
 
 
 def environment_table(metrics: dict[str, float], sets: list[str], names: list[str]) -> Table:
     """Make a table with a row for each metric of the environment, and a column for each set."""
-    table = Table()
-    for column in ("mean of an episode", *(name or "evaluation" for name in sets)):
-        table.add_column(column, overflow="fold")
+    columns = ("mean of an episode", *(name or "evaluation" for name in sets))
+    table = Table(*(Column(column, overflow="fold") for column in columns))
     for name in names:
         table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
     return table

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from trueline.data.transcripts import NUMBERS
+from trueline.files import Row
 from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.findings import HEALTH_LEVELS
 from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.timing import duration
-from trueline.report.runs import ReportedRun, Row, Transcript, is_number, pick_evenly, round_short
+from trueline.report.runs import ReportedRun, Transcript, is_number, pick_evenly, round_short
 
 LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"}  # shown in a run's header
 LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
-
 LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
-
 METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
 PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
 MOST_FINDINGS = 200  # of one run
@@ -51,12 +50,12 @@ def usual_mean(runs: list[ReportedRun]) -> int:
 
 
 def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
-    rows, told = with_axes(run.rows), run.transcripts
+    rows, transcripts = with_axes(run.rows), run.transcripts
     chosen = fit_bytes(
-        lambda count: choose_transcripts(told.entries, count),
+        lambda count: choose_transcripts(transcripts.entries, count),
         MOST_TRANSCRIPTS,
         TRANSCRIPT_BYTES // runs,
-        lambda chosen: without_tokens(told.rows(chosen)),
+        lambda chosen: without_tokens(transcripts.rows(chosen)),
     )
     shown = {
         "name": run.name,
@@ -66,16 +65,16 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
         "timeline": fit_bytes(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
-        "histograms": histograms(told.entries, *span),
-        "transcripts": without_tokens(told.rows(chosen)),
-        "transcript_count": len(told.entries),
+        "histograms": histograms(transcripts.entries, *span),
+        "transcripts": without_tokens(transcripts.rows(chosen)),
+        "transcript_count": len(transcripts.entries),
         "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
         "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
         "config": shorten(run.config),
     }
-    return shown | {"tokens": choose_tokens(told.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
+    return shown | {"tokens": choose_tokens(transcripts.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
@@ -178,24 +177,24 @@ def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
     """Return the tokens of as many transcripts as fit, chosen evenly, by their places."""
     # As they are written: lists of short texts take many times as much memory.
     found = {place: as_json(tokens) for place, row in enumerate(rows) if (tokens := token_sequences(row))}
-    count = len(found)
-    while (
-        sum(len(f'"{place}":,') + len(found[place]) for place in pick_evenly(list(found), count)) > most_bytes and count
-    ):
-        count //= 2
-    return {place: json.loads(found[place]) for place in pick_evenly(list(found), count)}
+    places = list(found)
+    while sum(len(f'"{place}":,') + len(found[place]) for place in places) > most_bytes and places:
+        places = pick_evenly(list(found), len(places) // 2)
+    return {place: json.loads(found[place]) for place in places}
 
 
 def token_sequences(row: Row) -> list[Row]:
     """Return the tokens of a transcript, sequence by sequence."""
-    told = [one for one in as_list(row.get("tokens")) if isinstance(one, dict)]
-    return [token_sequence(one, one["text"]) for one in told if isinstance(one.get("text"), list)]
-
-
-def token_sequence(told: Row, texts: list[Any]) -> Row:
-    numbers = {name: told[name] for name in NUMBERS if isinstance(told.get(name), str) or is_number(told.get(name))}
-    counts = [int(count) for count in as_list(told.get("sampled")) if is_number(count)]
-    return {"text": list(map(str, texts)), "sampled": counts, **numbers, "left_out": int(number(told, "left_out"))}
+    sequences = []
+    for one in as_list(row.get("tokens")):
+        if isinstance(one, dict) and isinstance(one.get("text"), list):
+            numbers = {
+                name: one[name] for name in NUMBERS if isinstance(one.get(name), str) or is_number(one.get(name))
+            }
+            counts = [int(count) for count in as_list(one.get("sampled")) if is_number(count)]
+            shown = {"text": list(map(str, one["text"])), "sampled": counts, **numbers}
+            sequences.append(shown | {"left_out": int(number(one, "left_out"))})
+    return sequences
 
 
 def shorten(value: Any, most: int = MOST_TURNS) -> Any:

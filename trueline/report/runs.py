@@ -15,10 +15,9 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from trueline.config.base import ConfigError
-from trueline.files import UNFINISHED, parse_line
+from trueline.files import UNFINISHED, Row, parse_line
 from trueline.monitoring.run_folder import RUNS, RunFolder
 
-Row = dict[str, Any]
 Kept = TypeVar("Kept")
 
 FAILURES = "failures"  # folder with a file for each failed call of a reward
@@ -90,10 +89,8 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
         raise ConfigError(f"{RUNS.resolve()} holds no run that logs steps: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]
-    return {
-        name if names.count(name) == 1 else str(folder.path): folder
-        for name, folder in zip(names, folders, strict=True)
-    }
+    named = zip(names, folders, strict=True)
+    return {name if names.count(name) == 1 else str(folder.path): folder for name, folder in named}
 
 
 def runs_inside(folder: Path) -> list[RunFolder]:
@@ -103,8 +100,7 @@ def runs_inside(folder: Path) -> list[RunFolder]:
 
 def runs_named(word: str) -> list[RunFolder]:
     """Return the run of a word, or the last changed runs of a folder of runs; all of them log steps."""
-    inside = [] if is_run(RunFolder(Path(word))) else runs_inside(Path(word))
-    if inside:
+    if not is_run(RunFolder(Path(word))) and (inside := runs_inside(Path(word))):
         return inside[:MOST_RUNS]
     found = find_run(word)
     if refused := without_steps(found):
@@ -117,12 +113,9 @@ def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
     if not words:
         return f"run        {', '.join(str(one.path) for one in found.values())}, the latest"
     inside = {word: len(runs_inside(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
-    lines = [
-        f"runs       {word} has {count} that log steps"
-        + (f", of which the {MOST_RUNS} latest are shown" if count > MOST_RUNS else "")
-        for word, count in inside.items()
-        if count
-    ]
+    most = f", of which the {MOST_RUNS} latest are shown"
+    counts = [(word, count, most if count > MOST_RUNS else "") for word, count in inside.items() if count]
+    lines = [f"runs       {word} has {count} that log steps{more}" for word, count, more in counts]
     return "\n".join([*lines, f"shown      {', '.join(found)}"]) if lines else ""
 
 
@@ -159,7 +152,8 @@ class RunReader:
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder = name, folder
-        self.files = [GrowingRows(file, whole_row) for file in (folder.metrics, folder.ledger, folder.events)]
+        files = (folder.metrics, folder.ledger, folder.events)
+        self.files = [GrowingRows(file, lambda row, start, size: row) for file in files]
         self.transcripts = GrowingRows(folder.transcripts, Transcript.of)
 
     def read(self) -> ReportedRun:
@@ -184,14 +178,6 @@ class RunReader:
         paths = [*growing, self.folder.findings, self.folder.path / FAILURES]
         states = [path.stat() for path in paths if path.exists()]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
-
-
-def read_run(name: str, folder: RunFolder) -> ReportedRun:
-    return RunReader(name, folder).read()
-
-
-def whole_row(row: Row, start: int, size: int) -> Row:
-    return row
 
 
 class GrowingRows(Generic[Kept]):
@@ -251,18 +237,17 @@ def without_password(text: str) -> str:
 
 def read_failures(folder: Path) -> list[dict[str, str]]:
     """Read the failed calls, each with the command that repeats it."""
-    return [failure(file) for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
-
-
-def failure(file: Path) -> dict[str, str]:
-    record = parse_line(file.read_bytes())
-    known = record if isinstance(record, dict) else {}
-    return {
-        "file": file.name,
-        "function": str(known.get("function", "")),
-        "error": str(known.get("error", "the file cannot be read")),
-        "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
-    }
+    files = [file for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
+    known = {file: {"error": "the file cannot be read"} | (parse_line(file.read_bytes()) or {}) for file in files}
+    return [
+        {
+            "file": file.name,
+            "function": str(record.get("function", "")),
+            "error": str(record["error"]),
+            "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
+        }
+        for file, record in known.items()
+    ]
 
 
 # Numbers and lists as a page takes them: finite, short, and not too many

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
+from trueline.config.rl import RLConfig
+from trueline.doctor.case import Case, DataRow
 from trueline.doctor.training import short_completions
 from trueline.monitoring.findings import FAILING, Finding
 from trueline.plan import rewards
@@ -245,12 +247,9 @@ def test_what_is_no_run_is_refused_at_once(words: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize(("long", "levels"), [(1, []), (2, ["watch"]), (10, ["watch"]), (11, ["bad"])])
 def test_labels_longer_than_an_answer_are_told_of_from_a_twentieth_on(long: int, levels: list[str]) -> None:
     """Of 20 labels so many have five tokens, and an answer may have four."""
-    case: Any = SimpleNamespace(
-        rollout=SimpleNamespace(max_new_tokens=4),
-        rewards=SimpleNamespace(named_parts=dict),
-        chat=SimpleNamespace(text_tokens=list),
-        rows=[SimpleNamespace(label="x" * (5 if row < long else 4)) for row in range(20)],
-    )
-    found = list(short_completions(case))
+    config = RLConfig.parse({"rollout": {"max_new_tokens": 4}})
+    chat: Any = SimpleNamespace(text_tokens=list)
+    rows = [DataRow([], (), "", label="x" * (5 if row < long else 4)) for row in range(20)]
+    found = list(short_completions(Case(config, None, chat, rows, [])))
     assert [one.level for one in found] == levels
     assert all(f"{long} of 20 labels checked" in one.what for one in found)

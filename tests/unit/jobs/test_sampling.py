@@ -190,7 +190,7 @@ def test_without_rewards_everything_is_kept() -> None:
 )
 def test_a_pair_is_the_best_against_the_worst(answers: Any, pair: tuple[str, str] | None) -> None:
     found = pair_of(row(0, *answers), config(pairs=True))
-    assert (found and (found[0]["reply"], found[1]["reply"])) == pair
+    assert (found and (found["chosen"], found["rejected"])) == pair
 
 
 def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_worse_one() -> None:
@@ -202,7 +202,7 @@ def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_wor
     strict = config(**keys, keep_truncated=False)
     assert [answer["reply"] for answer in select_kept(mixed, strict)] == ["whole"]
     found = pair_of(mixed, strict)
-    assert found is not None and [answer["reply"] for answer in found] == ["whole", "cut too"]
+    assert found is not None and (found["chosen"], found["rejected"]) == ("whole", "cut too")
 
 
 def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
