@@ -90,10 +90,10 @@ def make_parser() -> CommandParser:
 
 def describe_verbs() -> str:
     meanings = {name: verb.meaning for name, verb in VERBS.items()} | {name: TOOLS[name][0] for name in TOOLS}
-    width = max(map(len, meanings))
-    groups = [[f"{title}:", *(f"  {name:{width}}  {meanings[name]}" for name in GROUPS[title])] for title in GROUPS]
-    more = "`trueline VERB --help` shows a verb's options, its most used keys and an example."
-    return "\n".join([*("\n".join(lines) + "\n" for lines in groups), more])
+    width, lines = max(map(len, meanings)), list[str]()
+    for title, names in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {meanings[name]}" for name in names), ""]
+    return "\n".join([*lines, "`trueline VERB --help` shows a verb's options, its most used keys and an example."])
 
 
 def installed_version() -> str:
@@ -339,18 +339,14 @@ def show_config(options: argparse.Namespace) -> int:
     wanted = [word.lower() for word in (*words, *options.filter)]
     keys = [key for key in config.leaves() if all(word in f"{key.path} {key.meaning}".lower() for word in wanted)]
     if not keys:
-        near = near_keys(type(config), wanted)
-        raise ConfigError(f"no key of {verb} has {' and '.join(map(repr, wanted))} in its name or meaning{near}")
+        # Keys with a word that is almost one of these, or that another library calls so.
+        parts = {key: re.split(r"[._]", key) for key in keys_of(type(config))}
+        near = [key for key, names in parts.items() if any(likeness(a, b) >= NEAR for a in wanted for b in names)]
+        guess = f"; similar: {', '.join(near[:LISTED_KEYS])}" if near else suggestion(type(config), "_".join(wanted))
+        raise ConfigError(f"no key of {verb} has {' and '.join(map(repr, wanted))} in its name or meaning{guess}")
     for key in keys:
         sys.stdout.write(f"{key.path} = {default_text(key)}  [{key.kind}]\n    {key.meaning}\n")
     return 0
-
-
-def near_keys(kind: type[Config], wanted: Words) -> str:
-    """Name keys with a word that is almost one of these, or that another library calls so."""
-    parts = {key: re.split(r"[._]", key) for key in keys_of(kind)}
-    near = [key for key, names in parts.items() if any(likeness(a, b) >= NEAR for a in wanted for b in names)]
-    return f"; similar: {', '.join(near[:LISTED_KEYS])}" if near else suggestion(kind, "_".join(wanted))
 
 
 if __name__ == "__main__":

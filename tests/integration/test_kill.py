@@ -39,12 +39,7 @@ MOST_SAVES = 3  # that a child starts before it is killed
 SPAN = 1.1  # kills are spread over this many times the duration of a save
 KEEP = 2
 TRAINING = TrainingConfig(
-    engine="torch",
-    learning_rate=1e-3,
-    schedule="linear",
-    warmup_steps=5,
-    weight_decay=0.1,
-    ema_decay=0.9,
+    engine="torch", learning_rate=1e-3, schedule="linear", warmup_steps=5, weight_decay=0.1, ema_decay=0.9
 )
 
 Digests = dict[str, str]

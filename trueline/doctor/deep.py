@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
 from trueline.data.types import Sample, Trajectory, to_samples
-from trueline.doctor.machine import existing
+from trueline.doctor.training import existing
 from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
 from trueline.monitoring.health import TRUNCATED, UNIFORM, gap_level, limits_in, truncation_findings
 from trueline.monitoring.limits import ALWAYS_TRUNCATED, CUT_OFF
@@ -63,18 +63,6 @@ def passing_folder(plan: RLPlan | SupervisedPlan, verb: str) -> Iterator[tuple[R
 # Reinforcement learning
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Groups that a step could train on, and completions without a reward."""
-
-    groups: list[Group]
-    failed: list[Trajectory]
-    prompts: int
-
-    def completions(self) -> list[Trajectory]:
-        return [one for group in self.groups for one in group]
-
-
 def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     """Publish weights, sample, compare and train; yield each finding at once."""
     asked, once = plan.config, plan.config.with_keys(KEEP_NOTHING | {"minibatches": 1})
@@ -85,22 +73,30 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
         yield Finding(
             FINE, "weight_sync", f"weight sync takes {duration(sync['sync/seconds'])}, {how}", key="sync.check"
         )
-        sampled = sample(trainer, asked.algorithm.group_size)
-        yield from failures(sampled, asked)
-        if not sampled.groups:
+        groups, failed, prompts = sample(trainer, asked.algorithm.group_size)
+        yield from failures(failed, prompts, asked)
+        if not groups:
             return
-        samples = [one for number, made in enumerate(sampled.completions()) for one in to_samples(made, number)]
-        metrics = describe_step(sampled.groups, samples, trainer.rollouts.dropped, trainer.state.version)
-        yield from truncation(metrics, asked)
-        yield from rewards(sampled, metrics) if asked.has_reward() else ()
+        completions = [one for group in groups for one in group]
+        samples = [one for number, made in enumerate(completions) for one in to_samples(made, number)]
+        metrics = describe_step(groups, samples, trainer.rollouts.dropped, trainer.state.version)
+        share = metrics[TRUNCATED]
+        level = BAD if share > ALWAYS_TRUNCATED else WATCH if share > CUT_OFF else FINE
+        cut = truncation_findings(level, share, limits_in(metrics, "response_length/"), asked)
+        what = f"{cut.what}; their mean length is {metrics['response_length/mean']:.0f} tokens"
+        yield replace(cut, what=what, why="" if level == FINE else f"{cut.why}, or check that completions can end")
+        yield from rewards(groups, metrics) if asked.has_reward() else ()
         with trainer.sharing.training():
-            yield from gaps(trainer, samples)
+            yield gap(trainer, samples)
             yield from training_step(trainer, samples)
-        yield step_time(trainer, asked, sampled.prompts)
+        yield step_time(trainer, asked, prompts)
 
 
-def sample(trainer: RLTrainer, size: int) -> Sampled:
-    """Sample completions of the run's first prompts, with the seeds of the run."""
+def sample(trainer: RLTrainer, size: int) -> tuple[list[Group], list[Trajectory], int]:
+    """Sample completions of the run's first prompts, with the seeds of the run.
+
+    Return the groups that a step could train on, the completions without a reward, and how many prompts there were.
+    """
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
@@ -108,29 +104,20 @@ def sample(trainer: RLTrainer, size: int) -> Sampled:
         made = dict(rollouts.sampler.each(prompts, rollouts.loop, in_flight=COMPLETIONS))
     groups = [[one for one in made[place] if one.outcome.is_scored] for place in sorted(made)]
     failed = [one for group in made.values() for one in group if one.outcome.is_failure]
-    return Sampled([group for group in groups if len(group) >= min(2, size)], failed, count)
+    return [group for group in groups if len(group) >= min(2, size)], failed, count
 
 
-def failures(sampled: Sampled, config: RLConfig) -> Iterator[Finding]:
-    if sampled.failed:
-        asked, first = sampled.prompts * config.algorithm.group_size, sampled.failed[0]
-        cause = first.error.strip().rpartition("\n")[2]
-        what = f"{len(sampled.failed)} of {asked} completions have no reward: {first.outcome}: {cause}"
-        stops = len(sampled.failed) > config.reward.max_failure_share * asked
+def failures(failed: list[Trajectory], prompts: int, config: RLConfig) -> Iterator[Finding]:
+    if failed:
+        asked, cause = prompts * config.algorithm.group_size, failed[0].error.strip().rpartition("\n")[2]
+        what = f"{len(failed)} of {asked} completions have no reward: {failed[0].outcome}: {cause}"
+        stops = len(failed) > config.reward.max_failure_share * asked
         why = "more than reward.max_failure_share, so the run would stop" if stops else "they are dropped"
         yield Finding(BAD if stops else WATCH, "failed_rewards", what, why, "reward.function")
 
 
-def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
-    share = metrics[TRUNCATED]
-    level = BAD if share > ALWAYS_TRUNCATED else WATCH if share > CUT_OFF else FINE
-    found = truncation_findings(level, share, limits_in(metrics, "response_length/"), config)
-    what = f"{found.what}; their mean length is {metrics['response_length/mean']:.0f} tokens"
-    yield replace(found, what=what, why="" if level == FINE else f"{found.why}, or check that completions can end")
-
-
-def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
-    found = [one.reward for one in sampled.completions() if one.reward is not None]
+def rewards(groups: list[Group], metrics: Metrics) -> Iterator[Finding]:
+    found = [one.reward for group in groups for one in group if one.reward is not None]
     mean, spread = metrics["reward/mean"], metrics["reward/std"]
     what = f"{len(found)} rewards from {min(found):.3g} to {max(found):.3g}, mean {mean:.3g}, deviation {spread:.2g}"
     same = "" if spread else "all are equal, so there is nothing to learn: `trueline reward try`"
@@ -138,11 +125,11 @@ def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
     if share := metrics.get(UNIFORM):
         level = WATCH if share > MOSTLY_UNIFORM else FINE
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == WATCH else ""
-        what = f"in {share:.0%} of {len(sampled.groups)} groups all completions have the same reward"
+        what = f"in {share:.0%} of {len(groups)} groups all completions have the same reward"
         yield Finding(level, "uniform_groups", what, why, "algorithm.group_size")
 
 
-def gaps(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
+def gap(trainer: RLTrainer, samples: list[Sample]) -> Finding:
     """Compare the log-probs of engines and trainer on sampled tokens, by their gap under equal weights."""
     scored = trainer.models.policy.score(samples, trainer.models.temperature)
     for one, logprobs in zip(samples, scored, strict=True):
@@ -152,7 +139,7 @@ def gaps(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
     level = gap_level(mean, trainer.sync.floor)
     what = f"log-probs of engines and trainer differ by {mean:.2g} nats per token on average, {largest:.2g} at most"
     why = "" if level == FINE else "the trained policy is not the sampled one: try rollout.dtype, or rollout.engine=hf"
-    yield Finding(level, "gap", what, why, "rollout.dtype")
+    return Finding(level, "gap", what, why, "rollout.dtype")
 
 
 def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.doctor import data, machine, template, training
+from trueline.doctor import data, template, training
 from trueline.doctor.case import Case, Check, case_of, gather
 from trueline.doctor.table import Findings, refusal
 from trueline.monitoring.findings import BAD, FINE, REFUSED, WATCH, Finding
@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, tuple[Check, ...]]] = {  # the part of the case t
     "chat template": ("tokenizer", template.CHECKS),
     "rewards": ("rows", (data.check_trials,)),
     "training": ("model", training.CHECKS),
-    "machine": ("model", machine.CHECKS),
+    "machine": ("model", training.MACHINE_CHECKS),
 }
 
 

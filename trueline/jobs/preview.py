@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.data.chat import ChatFormat
 from trueline.data.pieces import render
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
@@ -49,20 +47,16 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     for prompts in sets.values():
         longest = max(measure(prompts, chat).lengths)
         lines.append(f"data       {len(prompts)} prompts of {prompts[0].source}, longest {longest} tokens")
-        lines += [line for prompt in prompts[:rows] for line in describe_prompt(prompt, chat, config)]
+        for prompt in prompts[:rows]:
+            tokens, limit = chat.prompt_tokens(prompt.messages, prompt.tools), config.rollout.max_prompt_tokens
+            above = f", more than rollout.max_prompt_tokens={limit}" if limit and len(tokens) > limit else ""
+            text = chat.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            lines += [f"\nrow {prompt.id + 1}: {len(tokens)} tokens{above}", str(text), *columns_of(prompt)]
     findings = [*chat.findings(), *rewards.warnings]  # of what was rendered
-    remarks = [*rewards.lines, *(f"warning: {one.text()}" for one in findings)]
-    lines += ["", *remarks] if remarks else []
+    if remarks := [*rewards.lines, *(f"warning: {one.text()}" for one in findings)]:
+        lines += ["", *remarks]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
-
-
-def describe_prompt(prompt: Prompt, chat: ChatFormat, config: RLConfig | SamplingConfig) -> Iterator[str]:
-    tokens, limit = chat.prompt_tokens(prompt.messages, prompt.tools), config.rollout.max_prompt_tokens
-    above = f", more than rollout.max_prompt_tokens={limit}" if limit and len(tokens) > limit else ""
-    yield f"\nrow {prompt.id + 1}: {len(tokens)} tokens{above}"
-    yield str(chat.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    yield from columns_of(prompt)
 
 
 def show_rows(config: SupervisedConfig, rows: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Self, TextIO
 
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
-from trueline.data.messages import Message, content_of
+from trueline.data.messages import content_of
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.files import Row, atomic_path, rows_at, whole_lines
 from trueline.rollout.evaluation import PART
@@ -74,8 +74,7 @@ class SampleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.places = find_rows(path) if path.exists() else {}  # where the line of each prompt's number begins
-        self.stream = path.open("ab")
-        self.synced = time.monotonic()
+        self.stream, self.synced = path.open("ab"), time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -138,15 +137,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def is_usable(completion: Sampled) -> bool:
-    """Tell whether a completion could be trained on: it has its reward, and says something."""
+    """Tell whether a completion could be trained on: it has its reward, and says something in every message.
+
+    A message without text may call a tool, or be a tool's result.
+    """
     scored, talks = Outcome(completion["outcome"]).is_scored, completion.get("conversations", [])
-    messages = (message for one in talks for message in (*one["prompt"], *one["completion"]))
-    return scored and bool(completion["reply"].strip()) and all(map(is_readable, messages))
-
-
-def is_readable(message: Message) -> bool:
-    """Tell whether a trainer reads a message: it has text, calls a tool or is a tool's result."""
-    return bool(content_of(message).strip() or message.get("tool_calls") or message["role"] == "tool")
+    messages = [message for one in talks for message in (*one["prompt"], *one["completion"])]
+    bare = [one for one in messages if not one.get("tool_calls") and one["role"] != "tool"]
+    return scored and bool(completion["reply"].strip()) and all(content_of(one).strip() for one in bare)
 
 
 def is_eligible(completion: Sampled, config: GenerateConfig) -> bool:

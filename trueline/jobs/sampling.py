@@ -118,8 +118,12 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
+    counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
+    parts = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
+    rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
+    parts += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
     warnings = [f"warning: {line}" for line in selection_warnings(summary, plan.config)]
-    progress.note("\n".join([summary_line(summary), *warnings, *pace.budget.total()]))
+    progress.note("\n".join([f"summary    {', '.join(parts)}", *warnings, *pace.budget.total()]))
     shares = {key: count / summary["completions"] for key, count in summary["truncated_by"].items()}
     warn_of_limits(progress, plan, summary["truncated"] / summary["completions"], shares)
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
@@ -208,14 +212,6 @@ def warn_of_limits(
         progress.report(replace(found, what=f"{place}{found.what}"))
 
 
-def summary_line(summary: Row) -> str:
-    counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
-    parts = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
-    rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
-    parts += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
-    return "summary    " + ", ".join(parts)
-
-
 def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
     """Say why nothing was selected, where that is so."""
     found, best = [], summary.get("reward_best_mean")
@@ -247,19 +243,23 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     sets = {name: one.prompts for name, one in plan.sets.items()}
     pace = Pace(progress, 0, budget_for(config, folder))
     with open_job(plan, folder, progress) as sampling, progress:
-        longest = plan.rollout.max_new_tokens
-        sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
+        longest, count = plan.rollout.max_new_tokens, evaluation.samples
+        sampler = sampling.sampler(evaluation, longest, count, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
-    groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
+    groups = [trajectories[at : at + count] for at in range(0, len(trajectories), count)]
     with write_aside(folder.transcripts) as stream:
         stream.writelines(line_of(row_of(at, one, scored=True, played=played)) for at, one in enumerate(groups))
     counts = {name: len(prompts) for name, prompts in sets.items()}
     write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
-    progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
+    progress.console.print(evaluation_table(metrics, counts, count))
     if reported := environment_names(groups):
-        progress.console.print(environment_table(metrics, list(counts), reported))
+        columns = ("mean of an episode", *(name or "evaluation" for name in sets))
+        table = Table(*(Column(column, overflow="fold") for column in columns))
+        for name in reported:
+            table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
+        progress.console.print(table)
     for name in sets:
         prefix, place = prefix_of(name), f"{name}: " if name else ""
         warn_of_limits(progress, plan, metrics[f"{prefix}truncated_share"], limits_in(metrics, prefix), place)
@@ -278,15 +278,6 @@ def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples
         mean = format_number(metrics.get(f"{prefix}reward"), metrics.get(f"{prefix}reward_ci95"))
         passes = [format_number(metrics.get(f"{prefix}{key}")) for key in at_k]
         table.add_row(name or "evaluation", str(count), mean, *passes, f"{metrics[f'{prefix}failed_share']:.1%}")
-    return table
-
-
-def environment_table(metrics: dict[str, float], sets: list[str], names: list[str]) -> Table:
-    """Make a table with a row for each metric of the environment, and a column for each set."""
-    columns = ("mean of an episode", *(name or "evaluation" for name in sets))
-    table = Table(*(Column(column, overflow="fold") for column in columns))
-    for name in names:
-        table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
     return table
 
 

@@ -32,7 +32,7 @@ MOST_POINTS, MOST_PROCESSES = 200, 16  # of the memory
 
 def describe(runs: list[ReportedRun]) -> Row:
     """Return the content of the page, as JSON."""
-    rewards = [one.reward for run in runs for one in run.transcripts.entries if one.reward is not None]
+    rewards = [one.reward for run in runs for one in run.transcripts if one.reward is not None]
     low, high = bounds(rewards or [0.0])
     return {
         "charts": CHARTS,
@@ -50,12 +50,12 @@ def usual_mean(runs: list[ReportedRun]) -> int:
 
 
 def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
-    rows, transcripts = with_axes(run.rows), run.transcripts
+    rows = with_axes(run.rows)
     chosen = fit_bytes(
-        lambda count: choose_transcripts(transcripts.entries, count),
+        lambda count: choose_transcripts(run.transcripts, count),
         MOST_TRANSCRIPTS,
         TRANSCRIPT_BYTES // runs,
-        lambda chosen: without_tokens(transcripts.rows(chosen)),
+        lambda chosen: without_tokens(run.texts(chosen)),
     )
     shown = {
         "name": run.name,
@@ -65,16 +65,16 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
         "timeline": fit_bytes(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
-        "histograms": histograms(transcripts.entries, *span),
-        "transcripts": without_tokens(transcripts.rows(chosen)),
-        "transcript_count": len(transcripts.entries),
+        "histograms": histograms(run.transcripts, *span),
+        "transcripts": without_tokens(run.texts(chosen)),
+        "transcript_count": len(run.transcripts),
         "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
         "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
         "config": shorten(run.config),
     }
-    return shown | {"tokens": choose_tokens(transcripts.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
+    return shown | {"tokens": choose_tokens(run.texts(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
@@ -248,19 +248,14 @@ def timeline(events: list[Row], count: int) -> Row | None:
         "worst": range(worst, worst + 1),
     }
     kept = sorted({place for window in windows.values() for place in window})
-    names: dict[str, int] = {}
-    return {
-        "steps": [step_of(rows[place], names) for place in kept],
-        "names": list(names),
-        "windows": {name: [kept.index(window[0]), len(window)] for name, window in windows.items()},
-    }
-
-
-def step_of(row: Row, names: dict[str, int]) -> Row:
-    """Return a step with numbers in place of names, and number the new names."""
-    spans = [span for span in as_list(row.get("spans")) if is_span(span)]
-    numbered = [[names.setdefault(name, len(names)) for name in span[:2]] + span[2:] for span in spans]
-    return {"step": row["step"], "start": row["start"], "seconds": row["seconds"], "spans": numbered}
+    names: dict[str, int] = {}  # which spans name by their numbers
+    steps = []
+    for row in (rows[place] for place in kept):
+        spans = [span for span in as_list(row.get("spans")) if is_span(span)]
+        numbered = [[names.setdefault(name, len(names)) for name in span[:2]] + span[2:] for span in spans]
+        steps.append({"step": row["step"], "start": row["start"], "seconds": row["seconds"], "spans": numbered})
+    places = {name: [kept.index(window[0]), len(window)] for name, window in windows.items()}
+    return {"steps": steps, "names": list(names), "windows": places}
 
 
 def is_span(value: Any) -> bool:

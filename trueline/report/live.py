@@ -16,7 +16,7 @@ from starlette.routing import Route
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import as_json, describe
 from trueline.report.page import page
-from trueline.report.runs import RunReader
+from trueline.report.runs import ReportedRun
 from trueline.usercode.http_server import QuietServer, open_port
 
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ class LiveServer(QuietServer):
     """Serves the page, and its content once that has changed, to clients that know the token."""
 
     def __init__(self, runs: dict[str, RunFolder], token: str) -> None:
-        self.runs, self.lock = [RunReader(name, folder) for name, folder in runs.items()], threading.Lock()
+        self.runs, self.lock = [ReportedRun(name, folder) for name, folder in runs.items()], threading.Lock()
         self.stamp, self.content, self.token, self.title = "", b"", token, ", ".join(runs)
         routes = [Route("/{token}/", self._page), Route("/{token}/data", self._data)]
         super().__init__(routes, unknown=nothing_here, refused=nothing_here)

@@ -15,7 +15,7 @@ from trueline.monitoring.curves import Point, smooth, svg_curve
 from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import as_json, describe, usual_mean
-from trueline.report.runs import ReportedRun, RunReader, is_number
+from trueline.report.runs import ReportedRun, is_number
 
 HERE = Path(__file__).parent
 SCRIPTS = ("transcripts.js", "timeline.js", "page.js")  # joined; the last one draws
@@ -25,7 +25,7 @@ def write_report(folders: dict[str, RunFolder], out: Path | None, note: Callable
     """Write the page of these runs and return its path; `note` gets what the page lacks."""
     file = out or Path(f"report-{Path(next(iter(folders))).name}.html")
     check_ending(file, "a page", (".html", ".htm"))
-    runs = [RunReader(name, folder).read() for name, folder in folders.items()]
+    runs = [ReportedRun(name, folder).read() for name, folder in folders.items()]
     for run in runs:
         if not run.rows:
             note(f"warning: {run.name} has logged no step yet: the page shows only its plan and configuration")
@@ -75,7 +75,7 @@ def source(text: bytes) -> str:
 
 def write_picture(folders: dict[str, RunFolder], words: str, out: Path | None, mean: int | None) -> Path:
     """Draw the metrics that the words name, with commas between them, and return the file."""
-    runs = [RunReader(name, folder).read() for name, folder in folders.items()]
+    runs = [ReportedRun(name, folder).read() for name, folder in folders.items()]
     metrics = [metric.strip() for metric in words.split(",") if metric.strip()]
     if not metrics:
         raise ConfigError(f"--svg names no metric; there are {', '.join(known_metrics(runs)) or 'none yet'}")
@@ -92,7 +92,12 @@ def series_of(runs: list[ReportedRun], metrics: list[str], mean: int) -> dict[st
     points = {(run.name, metric): curve(run, metric, mean) for run, metric in product(runs, metrics)}
     for metric in metrics:
         if not any(points[run.name, metric] for run in runs):
-            raise ConfigError(unknown_metric(metric, runs))
+            names, known = ", ".join(run.name for run in runs), known_metrics(runs)
+            near = difflib.get_close_matches(metric, known, n=1)
+            guess = f" (did you mean {near[0]!r}?)" if near else ""
+            unknown = f"no run has this metric{guess}; there are {', '.join(known)}"
+            early = f"{names} has logged no step yet: wait for one"
+            raise ConfigError(f"--svg {metric}: {unknown if any(run.rows for run in runs) else early}")
     named = [len(runs) > 1, len(metrics) > 1 or len(runs) == 1]
     return {", ".join(compress(key, named)): found for key, found in points.items() if found}
 
@@ -101,15 +106,6 @@ def curve(run: ReportedRun, metric: str, mean: int) -> list[Point]:
     """Return means over `mean` steps; of fewer values, if not every step has one."""
     points = [(row["step"], row[metric]) for row in run.rows if is_number(row.get(metric))]
     return smooth(points, max(round(mean * len(points) / max(len(run.rows), 1)), 1))
-
-
-def unknown_metric(metric: str, runs: list[ReportedRun]) -> str:
-    if not any(run.rows for run in runs):
-        return f"--svg {metric}: {', '.join(run.name for run in runs)} has logged no step yet: wait for one"
-    known = known_metrics(runs)
-    near = difflib.get_close_matches(metric, known, n=1)
-    guess = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"--svg {metric}: no run has this metric{guess}; there are {', '.join(known)}"
 
 
 def known_metrics(runs: list[ReportedRun]) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import yaml
 
@@ -46,37 +46,6 @@ class Transcript:
         reward = row["reward"] if is_number(row.get("reward")) else None
         group = row["group"] if isinstance(row.get("group"), int) else None
         return cls(row["step"], purpose, source, group, reward, start, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Transcripts:
-    """All transcripts of a run. Their texts stay in the file, because they may be larger than memory."""
-
-    path: Path
-    entries: list[Transcript]
-
-    def rows(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
-        """Read the chosen ones, one by one; if the file was replaced since, those that are still there."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as stream:
-            for one in chosen:
-                stream.seek(one.start)
-                yield from rows_of(stream.read(one.size))
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedRun:
-    name: str
-    verb: str
-    config: dict[str, str]  # every key by its path, with its value as text
-    plan: str  # its text: machine, models, algorithm, batches
-    findings: list[Row]
-    rows: list[Row]  # of metrics.jsonl
-    transcripts: Transcripts
-    ledger: list[Row]
-    events: list[Row]
-    failures: list[dict[str, str]]
 
 
 def find_runs(words: list[str]) -> dict[str, RunFolder]:
@@ -147,36 +116,50 @@ def without_steps(folder: RunFolder) -> str:
     return ""
 
 
-class RunReader:
-    """Reads a run repeatedly, and only the new lines of its files."""
+class ReportedRun:
+    """A run, which can be read again and again; only the new lines of its files are read then."""
+
+    verb: str
+    config: dict[str, str]  # every key by its path, with its value as text
+    plan: str  # its text: machine, models, algorithm, batches
+    findings: list[Row]
+    failures: list[dict[str, str]]
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder = name, folder
         files = (folder.metrics, folder.ledger, folder.events)
         self.files = [GrowingRows(file, lambda row, start, size: row) for file in files]
-        self.transcripts = GrowingRows(folder.transcripts, Transcript.of)
+        self.transcript_file = GrowingRows(folder.transcripts, Transcript.of)
 
-    def read(self) -> ReportedRun:
-        rows, ledger, events = (file.read() for file in self.files)
-        plan = parse_line(self.folder.plan.read_bytes()) if self.folder.plan.is_file() else None
-        return ReportedRun(
-            name=self.name,
-            verb=self.folder.verb() if self.folder.config.is_file() else "",
-            config=read_config(self.folder.config),
-            plan=without_password(str((plan or {}).get("text", ""))),
-            findings=[{"step": step, **one.row()} for step, one in self.folder.read_findings()],
-            rows=rows,
-            transcripts=Transcripts(self.transcripts.path, self.transcripts.read()),
-            ledger=ledger,
-            events=events,
-            failures=read_failures(self.folder.path / FAILURES),
-        )
+    def read(self) -> Self:
+        folder = self.folder
+        self.rows, self.ledger, self.events = (file.read() for file in self.files)
+        self.transcripts = self.transcript_file.read()
+        plan = parse_line(folder.plan.read_bytes()) if folder.plan.is_file() else None
+        self.verb, self.config = folder.verb() if folder.config.is_file() else "", read_config(folder.config)
+        self.plan = without_password(str((plan or {}).get("text", "")))
+        self.findings = [{"step": step, **one.row()} for step, one in folder.read_findings()]
+        self.failures = read_failures(folder.path / FAILURES)
+        return self
+
+    def texts(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
+        """Read the whole rows of transcripts, which may be larger than memory, one by one.
+
+        If the file was replaced since, those that are still there.
+        """
+        if not self.folder.transcripts.is_file():
+            return
+        with self.folder.transcripts.open("rb") as stream:
+            for one in chosen:
+                stream.seek(one.start)
+                yield from rows_of(stream.read(one.size))
 
     def stamp(self) -> str:
         """Return a text that changes whenever the files of the run do."""
-        growing = [*(file.path for file in self.files), self.transcripts.path]
-        paths = [*growing, self.folder.findings, self.folder.path / FAILURES]
-        states = [path.stat() for path in paths if path.exists()]
+        growing = [*(file.path for file in self.files), self.folder.transcripts]
+        states = [
+            path.stat() for path in (*growing, self.folder.findings, self.folder.path / FAILURES) if path.exists()
+        ]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
 
 
