@@ -121,18 +121,8 @@ def add_files(folder: Path) -> None:
     make_reward_model(folder / "steps", "steps")
     for name, keys in KINDS.items():
         change(copy(folder, name) / "config.json", **keys)
-    for name in (
-        "headless",
-        "pickled",
-        "pointer",
-        "cut",
-        "damaged",
-        "endless",
-        "unpadded",
-        "gguf_folder",
-        "sharded",
-        "garbled",
-    ):
+    weights = ("headless", "pickled", "pointer", "cut", "damaged", "gguf_folder", "sharded", "garbled")
+    for name in (*weights, "endless", "unpadded"):
         copy(folder, name)
     (folder / "pickled/model.safetensors").rename(folder / "pickled/pytorch_model.bin")
     (folder / "pointer/model.safetensors").write_text(POINTER)

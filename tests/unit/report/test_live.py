@@ -64,16 +64,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_only_those_who_know_the_token_are_answered(folder: RunFolder) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
-        for path in (
-            "/",
-            "/data",
-            "/wrong/",
-            "/wrong/data",
-            f"/{TOKEN}",
-            f"/{TOKEN}x/",
-            f"/{TOKEN}/config.yaml",
-            "/%C3%A9/",
-        ):
+        near = (f"/{TOKEN}", f"/{TOKEN}x/", f"/{TOKEN}/config.yaml")
+        for path in ("/", "/data", "/wrong/", "/wrong/data", "/%C3%A9/", *near):
             answer = await client.get(path)
             assert answer.status_code == 404 and "reward" not in answer.text
         for method in ("POST", "PUT", "DELETE"):
