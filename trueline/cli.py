@@ -27,6 +27,7 @@ LATEST = "default: the latest run in runs/"
 LISTED_KEYS = 5  # most keys that are listed as similar to a word
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
 Run = Callable[[argparse.Namespace], int]
+Respell = Callable[[Words], Words]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,9 +104,7 @@ def installed_version() -> str:
         return "(not installed: run from its sources)"
 
 
-def require_verb(
-    parser: CommandParser, verbs: Collection[str], respell: Callable[[Words], Words], others: Collection[str] = ()
-) -> None:
+def require_verb(parser: CommandParser, verbs: Collection[str], respell: Respell, others: Collection[str] = ()) -> None:
     """Let a parser take a verb first; argparse would list all verbs where one is unknown."""
 
     def check(words: Words) -> Words:
@@ -285,10 +284,8 @@ def choose_runs(words: Words) -> dict[str, RunFolder]:
 def plan_run(options: argparse.Namespace) -> int:
     verb, shape, model = options.verb, options.model_shape, vars(options)["model.path"]
     if not VERBS[verb].is_training:
-        raise ConfigError(
-            f"plan {verb}: plan takes verbs that train one model; use `trueline {verb} ... --dry-run` to plan it on "
-            "this machine"
-        )
+        other = f"use `trueline {verb} ... --dry-run` to plan it on this machine"
+        raise ConfigError(f"plan {verb}: plan takes verbs that train one model; {other}")
     if shape is not None and model not in (None, shape):
         raise ConfigError(f"--model-shape {shape} and --model {model}: give only one of them")
     options.overrides = [*options.overrides, *[f"model.path={shape}"] * (shape is not None)]

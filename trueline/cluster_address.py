@@ -17,10 +17,7 @@ NO_RAY = "the server there is not a Ray head: use the port given to `ray start -
 
 
 def check_address(address: str, key: str) -> str:
-    """Refuse an address where no Ray head can be joined; return a warning if anyone can join it.
-
-    `key` is what holds the address.
-    """
+    """Refuse an address, given by `key`, where no Ray head can be joined; return a warning if anyone can join it."""
     if address == "auto" or address.startswith("ray://"):
         return ""
     problem, status = connection_problem(address), ""
@@ -72,10 +69,8 @@ def token_problem(address: str, status: str) -> str:
         file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
         token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text().strip() if file.is_file() else "")
     if not token:
-        return (
-            "the head requires a token: set RAY_AUTH_MODE=token here, and put the head's token into ~/.ray/auth_token "
-            "or RAY_AUTH_TOKEN (docs/cluster.md)"
-        )
+        place = "put the head's token into ~/.ray/auth_token or RAY_AUTH_TOKEN (docs/cluster.md)"
+        return f"the head requires a token: set RAY_AUTH_MODE=token here, and {place}"
     if grpc_status(address, token) == "UNAUTHENTICATED":
         return "the head has a different token than this machine: copy its ~/.ray/auth_token here"
     return ""

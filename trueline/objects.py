@@ -65,10 +65,9 @@ class Objects:
         try:
             return self._add(re.sub(r"\W+", "", name), pickle_function(function), PICKLED)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ConfigError(
-                f"{path}: {name} cannot be sent to the processes that run it: {error}; make what it uses inside of "
-                f"it, or give it as file.py:{name}"
-            ) from None
+            remedy = f"make what it uses inside of it, or give it as file.py:{name}"
+            text = f"{path}: {name} cannot be sent to the processes that run it: {error}; {remedy}"
+            raise ConfigError(text) from None
 
     def _rows(self, rows: list[Any] | Table, path: str) -> str:
         if isinstance(rows, Table):

@@ -124,8 +124,7 @@ def default_text(key: Key) -> str:
 
 def split_words(rest: Sequence[str]) -> tuple[Words, Words]:
     """Return unknown flags, and words that belong to none of them; the values behind a flag belong to it."""
-    flags: Words = []
-    words: Words = []
+    flags, words = Words(), Words()
     for word in rest:
         if word.startswith("-") and not NUMBER.fullmatch(word):
             flags.append(word)

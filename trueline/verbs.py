@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trueline.config import supervised
+from trueline.config import supervised as tasks
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
@@ -35,7 +35,7 @@ class Verb:
     @property
     def is_training(self) -> bool:
         """Whether it trains one model and resumes from checkpoints; other jobs resume from what they have written."""
-        return issubclass(self.kind, RLConfig | supervised.SupervisedConfig)
+        return issubclass(self.kind, RLConfig | tasks.SupervisedConfig)
 
 
 def rl(preset: str) -> Verb:
@@ -46,15 +46,13 @@ def rl(preset: str) -> Verb:
     return Verb(RLConfig, RL_MEANINGS[preset], "trueline.rl.build:prepare_rl", flags, keys, example, defaults)
 
 
-def offline(
-    kind: type[supervised.SupervisedConfig], meaning: str, key: str, data: str = "data.jsonl", **defaults: Tree
-) -> Verb:
+def offline(kind: type[RunConfig], meaning: str, key: str, data: str = "data.jsonl", **defaults: Tree) -> Verb:
     keys, prepare = ("epochs", "samples_per_step", RATE, LORA, key), "trueline.offline.build:prepare_supervised"
     return Verb(kind, meaning, prepare, COMMON | DATA | HELD_OUT, keys, f"--data {data}", defaults)
 
 
 def preference(meaning: str, keys: Tree, key: str = "preference.beta") -> Verb:
-    return offline(supervised.PreferenceRunConfig, meaning, key, "pairs.jsonl", preference=keys)
+    return offline(tasks.PreferenceRunConfig, meaning, key, "pairs.jsonl", preference=keys)
 
 
 def job(kind: type[RunConfig], meaning: str, prepare: str, flags: Flags, keys: Keys, data: str = "data.jsonl") -> Verb:
@@ -82,11 +80,9 @@ RL_MEANINGS = {
     "on_policy_distill": "Imitate a teacher on the policy's own completions",
 }
 TASK_VERBS: dict[str, Verb] = {
-    "sft": offline(supervised.SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),
-    "rm": offline(supervised.RewardModelRunConfig, "Train a reward model on preference pairs", SHARE, "pairs.jsonl"),
-    "prm": offline(
-        supervised.ProcessRewardRunConfig, "Train a process reward model on rated steps", SHARE, "steps.jsonl"
-    ),
+    "sft": offline(tasks.SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),
+    "rm": offline(tasks.RewardModelRunConfig, "Train a reward model on preference pairs", SHARE, "pairs.jsonl"),
+    "prm": offline(tasks.ProcessRewardRunConfig, "Train a process reward model on rated steps", SHARE, "steps.jsonl"),
     "dpo": preference("Direct preference optimisation", {"loss": "sigmoid", "beta": 0.1}),
     "cdpo": preference("DPO for noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
     "ipo": preference("Identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
@@ -94,9 +90,9 @@ TASK_VERBS: dict[str, Verb] = {
     "orpo": preference(
         "SFT plus an odds-ratio loss, without a reference model", {"loss": "orpo"}, "preference.odds_coefficient"
     ),
-    "kto": offline(supervised.KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
+    "kto": offline(tasks.KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
     "distill": offline(
-        supervised.DistillRunConfig,
+        tasks.DistillRunConfig,
         "Learn a teacher's next-token distributions",
         TEACHER,
         f"data.jsonl {TEACHER}=teacher/",

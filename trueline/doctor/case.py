@@ -78,7 +78,6 @@ Check = Callable[[Case], Iterable[Finding]]
 
 
 def case_of(config: RunConfig, reading: Reading) -> Case:
-    """Make a case from what a plan has read."""
     return Case(config, reading.facts, reading.chat, rows_of(reading.rows), rows_of(reading.held_out), reading.trials)
 
 

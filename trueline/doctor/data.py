@@ -101,11 +101,8 @@ def path_key(case: Case) -> str:
     return "data.mixture" if dict(dict(case.config)["data"])["mixture"] else "data.path"
 
 
-# Rewards, by the few calls that a plan made
-
-
 def check_trials(case: Case) -> Iterator[Finding]:
-    """Check what each reward function returned for two rows."""
+    """Check what each reward function returned in the few calls that a plan made."""
     config = case.rewards
     if not config.named_parts():
         yield Finding(FINE, "no_reward", "there is no reward function to check")

@@ -60,9 +60,6 @@ def passing_folder(plan: RLPlan | SupervisedPlan, verb: str) -> Iterator[tuple[R
         yield folder, Progress("doctor", 1, Console(stderr=True, highlight=False), folder)
 
 
-# Reinforcement learning
-
-
 def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     """Publish weights, sample, compare and train; yield each finding at once."""
     asked, once = plan.config, plan.config.with_keys(KEEP_NOTHING | {"minibatches": 1})
@@ -70,9 +67,8 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     with passing_folder(tried, verb) as (folder, progress), rl_trainer(tried, folder, progress) as trainer:
         sync = trainer.publish()
         how = "verified" if trainer.sync.check else "not verified (sync.check=false)"
-        yield Finding(
-            FINE, "weight_sync", f"weight sync takes {duration(sync['sync/seconds'])}, {how}", key="sync.check"
-        )
+        what = f"weight sync takes {duration(sync['sync/seconds'])}, {how}"
+        yield Finding(FINE, "weight_sync", what, key="sync.check")
         groups, failed, prompts = sample(trainer, asked.algorithm.group_size)
         yield from failures(failed, prompts, asked)
         if not groups:
@@ -93,10 +89,7 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
 
 
 def sample(trainer: RLTrainer, size: int) -> tuple[list[Group], list[Trajectory], int]:
-    """Sample completions of the run's first prompts, with the seeds of the run.
-
-    Return the groups that a step could train on, the completions without a reward, and how many prompts there were.
-    """
+    """Sample the run's first prompts with its seeds; return groups to train on, failures, count of prompts."""
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
@@ -165,9 +158,6 @@ def step_time(trainer: RLTrainer, config: RLConfig, prompts: int) -> Finding:
     return Finding(FINE, "step_time", what, why, "prompts_per_step")
 
 
-# Tasks on given rows
-
-
 def try_supervised(plan: SupervisedPlan, verb: str) -> Iterator[Finding]:
     """Train one step on the first rows of the run."""
     material = Material(plan.material.train, None)
@@ -188,7 +178,6 @@ def try_supervised(plan: SupervisedPlan, verb: str) -> Iterator[Finding]:
 
 
 def check_update(metrics: Metrics) -> Iterator[Finding]:
-    """Check the loss and gradient norm of an optimizer step."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
     memory = f"; {metrics['memory/peak_gib']:.2g} GiB of memory" if "memory/peak_gib" in metrics else ""
     what = f"one step was trained: loss {loss:.4g}, gradient norm {norm:.3g}{memory}"

@@ -67,8 +67,8 @@ def run_checks(run: Planned) -> Findings:
         new = [one for one in findings if one.level != REFUSED or one not in run.findings]
         if absent[needed] and (family != "rewards" or case.rewards.named_parts()):
             new.append(Finding(WATCH, "unread", f"some checks were skipped: the run's {needed} could not be read"))
-        count = len(checks)
-        filled[family] = new or [Finding(FINE, "nothing_found", f"{count} check{'s' * (count > 1)} found nothing")]
+        checked = f"{len(checks)} check{'s' * (len(checks) > 1)}"
+        filled[family] = new or [Finding(FINE, "nothing_found", f"{checked} found nothing")]
     return filled
 
 
@@ -80,7 +80,6 @@ def findings_at_start(config: RunConfig, reading: Reading, known: Iterable[Findi
 
 
 def try_plan(config: RunConfig, verb: str, prepare: str, *, resume: bool) -> Planned:
-    """Plan a run as its start does."""
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     try:

@@ -24,10 +24,8 @@ def no_template(case: Case, chat: ChatFormat) -> Iterator[Finding]:
 def rewritten_turns(case: Case, chat: ChatFormat) -> Iterator[Finding]:
     if chat.templated and (kind := chat.rewrites()):
         several = isinstance(case.config, RLConfig) and bool(case.config.environment.kind())
-        level, what = (
-            WATCH if several or kind == "all of them" else FINE,
-            f"the template rewrites earlier turns ({kind})",
-        )
+        level = WATCH if several or kind == "all of them" else FINE
+        what = f"the template rewrites earlier turns ({kind})"
         why = "each turn of a conversation becomes a training sequence of its own"
         yield Finding(level, "template_rewrites_turns", what, why, TEMPLATE)
 
@@ -51,10 +49,8 @@ def unended_turns(case: Case, chat: ChatFormat) -> Iterator[Finding]:
 def end_tokens(case: Case, chat: ChatFormat) -> Iterator[Finding]:
     """Compare the end tokens of the tokenizer, config.json and generation_config.json."""
     own, settings = chat.tokenizer.eos_token_id, load_settings(case.model).get("eos_token_id")
-    named = {
-        "config.json": settings if isinstance(settings, list) else [settings] * (settings is not None),
-        "generation_config.json": generation_ends(case.model),
-    }
+    configured = settings if isinstance(settings, list) else [settings] * (settings is not None)
+    named = {"config.json": configured, "generation_config.json": generation_ends(case.model)}
     if other := {file: ends for file, ends in named.items() if ends and own not in ends}:
         files = ", ".join(f"{file} with {'or '.join(map(str, ends))}" for file, ends in other.items())
         what = f"end tokens disagree: the tokenizer ends with {own} ({chat.tokenizer.eos_token}), {files}"

@@ -102,10 +102,8 @@ def short_completions(case: Case) -> Iterator[Finding]:
     long = sum(len(case.chat.text_tokens(label)) > limit for label in labels)
     if long > limits.LONG_ROWS.watch * len(labels):
         what = f"{long} of {len(labels)} labels checked are longer than rollout.max_new_tokens={limit}"
-        level, why = (
-            BAD if long > limits.LONG_ROWS.bad * len(labels) else WATCH,
-            "replies as long as these would be truncated",
-        )
+        level = BAD if long > limits.LONG_ROWS.bad * len(labels) else WATCH
+        why = "replies as long as these would be truncated"
         yield Finding(level, "short_completions", what, why, "rollout.max_new_tokens")
 
 
@@ -127,9 +125,6 @@ def long_rows(case: Case) -> Iterator[Finding]:
 CHECKS = (uneven_ranks, epochs, learning_rate, warm_up, temperature, short_completions, long_rows)
 
 
-# The machine: disk space, and versions of libraries
-
-
 def disk(case: Case) -> Iterator[Finding]:
     config = case.config
     if case.facts is None or not config.checkpoint.save or not isinstance(config, RLConfig | SupervisedConfig):
@@ -140,10 +135,8 @@ def disk(case: Case) -> Iterator[Finding]:
     needed, free = size * kept, shutil.disk_usage(place).free
     if needed > limits.DISK.watch * free:
         each = f"{size / case.facts.parameters:.3g} bytes (weights, float32 masters, two moments)"
-        what = (
-            f"about {kept} checkpoints x {case.facts.parameters / 1e9:.2f} B parameters x {each} = {needed / GIB:.1f} "
-            f"GiB, and {free / GIB:.1f} GiB are free in {place}"
-        )
+        sizes = f"{case.facts.parameters / 1e9:.2f} B parameters x {each} = {needed / GIB:.1f} GiB"
+        what = f"about {kept} checkpoints x {sizes}, and {free / GIB:.1f} GiB are free in {place}"
         why = "one more is on the disk while it is written; checkpoint.model=last saves fewer weights"
         yield Finding(BAD if needed > limits.DISK.bad * free else WATCH, "disk", what, why, "checkpoint.keep")
 

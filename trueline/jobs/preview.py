@@ -26,6 +26,7 @@ from trueline.runs.rewards import open_rewards
 
 COMPLETIONS = ("completion", "response", "output", "chosen")  # columns whose text can serve as a reply
 SHOWN = 300  # characters
+Verdict = RewardResult | RewardFailure
 PLAYED = "turns      an environment or agent may rewrite the first message; these are the rows that it gets"
 
 
@@ -33,10 +34,8 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     """Show the first prompts of each dataset, after the checks of data, tools and rewards that a run makes."""
     config, taken = resolve_run_as_model(config)
     assert isinstance(config, RLConfig | SamplingConfig)  # all other verbs learn rows
-    if isinstance(config, EvalConfig):
-        sets = held_out_prompts(config.data, config.evaluation)
-    else:
-        sets = training_prompts(config.data)
+    data = config.data
+    sets = held_out_prompts(data, config.evaluation) if isinstance(config, EvalConfig) else training_prompts(data)
     if not sets:
         raise ConfigError("evaluation.data is empty: name prompts with --data, or several with evaluation.sets")
     sets, rewards = check_prompts(config, sets, required=False)
@@ -71,16 +70,12 @@ def show_rows(config: SupervisedConfig, rows: int) -> int:
     return 0
 
 
-# reward try
-
-
 def show_trial(config: GenerateConfig, reply: str | None, rows: int) -> int:
     """Show every row's call and verdict; return 1 where a reward could not be had."""
     for part in config.reward.named_parts().values():
         if kind_of(part) == "model":
-            raise ConfigError(
-                f"reward.function={part.function} is a reward model, which must be loaded: ask it with `trueline eval`"
-            )
+            why = "is a reward model, which must be loaded: ask it with `trueline eval`"
+            raise ConfigError(f"reward.function={part.function} {why}")
     sources = [*training_prompts(config.data).values()]
     prompts = [one for source in sources for one in source[:rows]]
     found = check_rewards(config.reward, sources, config.data, probe=False)
@@ -104,9 +99,7 @@ def reply_of(prompt: Prompt) -> tuple[str, str]:
     return (prompt.columns[named[0]], f"column {named[0]}") if named else ("", "empty: give one with --reply")
 
 
-async def ask(
-    config: GenerateConfig, prompts: list[Prompt], replies: list[str], checked: RewardCheck
-) -> list[RewardResult | RewardFailure]:
+async def ask(config: GenerateConfig, prompts: list[Prompt], replies: list[str], checked: RewardCheck) -> list[Verdict]:
     with tempfile.TemporaryDirectory() as logs:
         rewards = open_rewards(config.reward, [], {}, Path(logs), checked)
         calls = [reward_call(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)]
@@ -116,7 +109,7 @@ async def ask(
             await rewards.stop()
 
 
-async def verdict_of(rewards: CombinedReward, call: dict[str, Any]) -> RewardResult | RewardFailure:
+async def verdict_of(rewards: CombinedReward, call: dict[str, Any]) -> Verdict:
     try:
         return await rewards.score(call)
     except RewardFailure as failure:
@@ -130,7 +123,7 @@ def columns_of(prompt: Prompt) -> list[str]:
     return [f"  {name:<8} {shorten(value)}" for name, value in (labels | others).items()]
 
 
-def describe_result(verdict: RewardResult | RewardFailure) -> str:
+def describe_result(verdict: Verdict) -> str:
     """Put a verdict into one line; of a traceback, its last words and the function's line."""
     if isinstance(verdict, RewardFailure):
         return f"none: {short_cause(str(verdict))}"

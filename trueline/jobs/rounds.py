@@ -14,15 +14,8 @@ from trueline.config.rl import SamplingControls
 from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
+from trueline.jobs import sampling
 from trueline.jobs.sample_file import write_json
-from trueline.jobs.sampling import (
-    EVALUATION,
-    SUMMARY,
-    format_number,
-    prepare_eval,
-    prepare_generate,
-    selection_warnings,
-)
 from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
@@ -60,10 +53,10 @@ class Recipe:
         """Yield the stages in order, each made when its turn comes, for its model is that of the rounds before it."""
         for number in range(self.config.rounds + 1):
             if number > 0:
-                yield Stage(number, "generate", prepare_generate, self.generation(number))
+                yield Stage(number, "generate", sampling.prepare_generate, self.generation(number))
                 yield Stage(number, self.config.trainer, prepare_supervised, self.training(number))
             if self.config.evaluation.named_sets():
-                yield Stage(number, "eval", prepare_eval, self.evaluation(number))
+                yield Stage(number, "eval", sampling.prepare_eval, self.evaluation(number))
 
     def generation(self, number: int) -> GenerateConfig:
         place = {"skip": (number - 1) * self.prompts, "limit": self.prompts}
@@ -98,18 +91,20 @@ class Recipe:
             export(run, merged, Export(merge=True))
         return str(merged)
 
+    def summary(self, number: int) -> Any:
+        return read_json(self.folder / f"round_{number}/generate" / sampling.SUMMARY)
+
     def learnt(self, number: int) -> int:
         """Return how many rows a round's samples gave to train on."""
-        return int(read_json(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
+        return int(self.summary(number)[Path(self.config.learnt).stem])
 
     def result(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = {"round": number}
         if self.config.evaluation.named_sets():
-            metrics = read_json(self.folder / f"round_{number}/eval" / EVALUATION)["metrics"]
+            metrics = read_json(self.folder / f"round_{number}/eval" / sampling.EVALUATION)["metrics"]
             found |= {name: value for name, value in metrics.items() if name.startswith("evaluation/reward")}
         if number > 0:
-            summary = read_json(self.folder / f"round_{number}/generate" / SUMMARY)
-            found |= {name: summary.get(name) for name in ("reward_mean", "reward_best_mean")}
+            found |= {name: self.summary(number).get(name) for name in ("reward_mean", "reward_best_mean")}
             found["learnt"] = self.learnt(number)
         return found
 
@@ -139,9 +134,8 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, SamplingPla
     """Check what can be known of all stages before the first one starts; return its plan as well."""
     check_engines(config, "training")
     if config.trainer == "dpo" and not config.has_reward():
-        raise ConfigError(
-            "reward.function is empty: iterative_dpo prefers completions by their rewards: name one with --reward"
-        )
+        why = "iterative_dpo prefers completions by their rewards"
+        raise ConfigError(f"reward.function is empty: {why}: name one with --reward")
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
     first.training(1)
@@ -167,7 +161,7 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
         if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
             assert isinstance(stage.config, GenerateConfig)
-            why = selection_warnings(read_json(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
+            why = sampling.selection_warnings(recipe.summary(stage.round), stage.config)[-1]
             missing = f"{recipe.config.trainer} in {recipe.config.learnt}"
             progress.note(f"error: {stage.name} has nothing for {missing}: {why}")
             return 1
@@ -179,7 +173,7 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
 def rounds_table(results: list[dict[str, Any]]) -> Table:
     table = Table("round", "held-out reward", "mean of samples", "mean of the best", "learned")
     for row in results:
-        held_out = format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95"))
-        sampled = [format_number(row.get(name)) for name in ("reward_mean", "reward_best_mean")]
+        held_out = sampling.format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95"))
+        sampled = [sampling.format_number(row.get(name)) for name in ("reward_mean", "reward_best_mean")]
         table.add_row(str(row["round"]), held_out, *sampled, str(row.get("learnt", "-")))
     return table

@@ -107,10 +107,8 @@ def find_rows(path: Path) -> dict[int, int]:
             try:
                 places[json.loads(line)["number"]] = place
             except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"{path}, line {len(places) + 1} is not a row that was written here: remove the line to sample "
-                    "its prompt again"
-                ) from None
+                where, remedy = f"{path}, line {len(places) + 1}", "remove the line to sample its prompt again"
+                raise ConfigError(f"{where} is not a row that was written here: {remedy}") from None
             end = place + len(line)
         stream.truncate(end)
     return places
@@ -137,10 +135,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def is_usable(completion: Sampled) -> bool:
-    """Tell whether a completion could be trained on: it has its reward, and says something in every message.
-
-    A message without text may call a tool, or be a tool's result.
-    """
+    """Tell whether a completion could be trained on: it has its reward, and all messages have text or a tool."""
     scored, talks = Outcome(completion["outcome"]).is_scored, completion.get("conversations", [])
     messages = [message for one in talks for message in (*one["prompt"], *one["completion"])]
     bare = [one for one in messages if not one.get("tool_calls") and one["role"] != "tool"]
@@ -169,10 +164,7 @@ def select_kept(row: Row, config: GenerateConfig) -> list[Sampled]:
 
 
 def pair_of(row: Row, config: GenerateConfig) -> Row | None:
-    """Return the best and the worst completion of a prompt as a row that `dpo` and `rm` read.
-
-    None where they are equally good, or say the same.
-    """
+    """Return the best and the worst completion as `dpo` and `rm` read them; None if they are as good, or the same."""
     usable = [one for one in row["completions"] if is_usable(one)]
     # In a pair, each is one training sequence.
     completions = [one for one in usable if one.get("metrics", {}).get("episode/sequences", 1) == 1]

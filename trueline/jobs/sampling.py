@@ -39,14 +39,8 @@ from trueline.training.group import start_groups
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
 ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever resumes the run
-    "seed",
-    "samples",
-    "model.path",
-    "data.",
-    *(f"rollout.{key}" for key in SamplingControls.model_fields),
-    "rollout.max_new_tokens",
-    "rollout.max_prompt_tokens",
-    "shard",
+    *("seed", "samples", "model.path", "data.", "shard"),
+    *(f"rollout.{key}" for key in (*SamplingControls.model_fields, "max_new_tokens", "max_prompt_tokens")),
     *(f"reward.{key}" for key in ("function", "parts", "pattern", "options", "weight", "clip", "normalize")),
     *(f"reward.{key}" for key in ("policy_error", "chat_template", "step", "judge")),
     *(f"environment.{key}" for key in ("function", "agent", "tool", "options", "max_turn", "truncated")),
@@ -75,11 +69,8 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
 
 
 def job_of(plan: SamplingPlan[Kind], run: Callable[[SamplingPlan[Kind], RunFolder, Progress], int]) -> Job:
-    text, reading = describe(plan), plan.reading()
-    return Job(plan.config, text, plan.total, partial(run, plan), reading=reading, findings=plan.findings)
-
-
-# generate
+    work, reading = partial(run, plan), plan.reading()
+    return Job(plan.config, describe(plan), plan.total, work, reading=reading, findings=plan.findings)
 
 
 def prepare_generate(config: GenerateConfig, start: Start) -> Job:
@@ -95,11 +86,9 @@ def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
     before = {key.path: key.default for key in movable(GenerateConfig.parse(saved)).leaves()}
     for key in movable(config).leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
-            raise ConfigError(
-                f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its completions "
-                "would be of two kinds; choose another --name",
-                key=key.path,
-            )
+            change = f"{key.path} was {before[key.path]} when this run began and is {key.default} now"
+            why = "its completions would be of two kinds; choose another --name"
+            raise ConfigError(f"{change}: {why}", key=key.path)
 
 
 def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Progress) -> int:
@@ -137,10 +126,9 @@ def check_sampled(file: SampleFile, sampled: list[Numbered]) -> None:
         now = json.loads(line_of(prompt_row(prompt)))
         moved = Path(row["source"]).name != Path(prompt.source).name
         if moved or any(row.get(key) != now.get(key) for key in ("id", "prompt", "tools")):
-            raise ConfigError(
-                f'{file.path}: "number": {number} is another prompt than {prompt.place()}, which has that number now: '
-                "the data has changed since this run began; choose another --name"
-            )
+            other = f'"number": {number} is another prompt than {prompt.place()}, which has that number now'
+            why = "the data has changed since this run began; choose another --name"
+            raise ConfigError(f"{file.path}: {other}: {why}")
 
 
 def budget_for(config: SamplingConfig, folder: RunFolder) -> FailureBudget:
@@ -206,7 +194,6 @@ def sample(
 def warn_of_limits(
     progress: Progress, plan: SamplingPlan[Kind], share: float, limits: dict[str, float], place: str = ""
 ) -> None:
-    """Name the limits that cut most completions off."""
     if share > CUT_OFF:
         found = truncation_findings(WATCH, share, limits, plan.config)
         progress.report(replace(found, what=f"{place}{found.what}"))
@@ -216,21 +203,14 @@ def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
     """Say why nothing was selected, where that is so."""
     found, best = [], summary.get("reward_best_mean")
     if not summary["kept"] and config.keep == "threshold" and best is not None:
-        found.append(
-            f"nothing was kept: no reward reached threshold={config.threshold:g} (mean of the best {best:.3f}): lower "
-            "it, or raise samples"
-        )
+        short = f"no reward reached threshold={config.threshold:g} (mean of the best {best:.3f})"
+        found.append(f"nothing was kept: {short}: lower it, or raise samples")
     elif not summary["kept"]:
         found.append("nothing was kept: every completion failed, was empty or was cut off (rollout.max_new_tokens)")
     if config.pairs and not summary["pairs"]:
-        found.append(
-            "no prompt has a pair: its completions have equal rewards or equal texts, or failed: raise samples or "
-            "rollout.temperature, or use a reward that tells completions apart"
-        )
+        remedy = "raise samples or rollout.temperature, or use a reward that tells completions apart"
+        found.append(f"no prompt has a pair: its completions have equal rewards or equal texts, or failed: {remedy}")
     return found
-
-
-# eval
 
 
 def prepare_eval(config: EvalConfig, start: Start) -> Job:

@@ -79,10 +79,8 @@ def plan_serving(config: ServingConfig) -> ServingPlan:
     world = rank_count(config.ranks, model, machine)
     limit = min(facts.context, config.ranks.tokens_per_pass() * model.context_parallel)
     if (config.max_tokens or 0) > limit:
-        raise ConfigError(
-            f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
-            f"ranks.micro_batch_tokens={config.ranks.tokens_per_pass()} allow: lower it"
-        )
+        most = f"the model's context of {facts.context} and ranks.micro_batch_tokens={config.ranks.tokens_per_pass()}"
+        raise ConfigError(f"max_tokens={config.max_tokens} is more than {limit}, which {most} allow: lower it")
     if machine.gpus and world > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
     ranks = config.ranks.with_keys({"placement": "separate"})  # there is no policy to share with

@@ -31,17 +31,11 @@ MOST_POINTS, MOST_PROCESSES = 200, 16  # of the memory
 
 
 def describe(runs: list[ReportedRun]) -> Row:
-    """Return the content of the page, as JSON."""
     rewards = [one.reward for run in runs for one in run.transcripts if one.reward is not None]
     low, high = bounds(rewards or [0.0])
-    return {
-        "charts": CHARTS,
-        "colours": COLOURS,
-        "levels": HEALTH_LEVELS,
-        "bins": [low, high],
-        "mean": usual_mean(runs),
-        "runs": [describe_run(run, len(runs), (low, high)) for run in runs],
-    }
+    shared: Row = {"charts": CHARTS, "colours": COLOURS, "levels": HEALTH_LEVELS}
+    shared |= {"bins": [low, high], "mean": usual_mean(runs)}
+    return shared | {"runs": [describe_run(run, len(runs), (low, high)) for run in runs]}
 
 
 def usual_mean(runs: list[ReportedRun]) -> int:
@@ -184,13 +178,11 @@ def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
 
 
 def token_sequences(row: Row) -> list[Row]:
-    """Return the tokens of a transcript, sequence by sequence."""
     sequences = []
     for one in as_list(row.get("tokens")):
         if isinstance(one, dict) and isinstance(one.get("text"), list):
-            numbers = {
-                name: one[name] for name in NUMBERS if isinstance(one.get(name), str) or is_number(one.get(name))
-            }
+            found = {name: one.get(name) for name in NUMBERS}
+            numbers = {name: value for name, value in found.items() if isinstance(value, str) or is_number(value)}
             counts = [int(count) for count in as_list(one.get("sampled")) if is_number(count)]
             shown = {"text": list(map(str, one["text"])), "sampled": counts, **numbers}
             sequences.append(shown | {"left_out": int(number(one, "left_out"))})
@@ -232,21 +224,15 @@ def ledger(rows: list[Row]) -> Row | None:
     return {"step": rows[-1]["step"], "fates": {fate: [sums[fate], last[fate]] for fate in sums}}
 
 
-# The timeline
-
-
 def timeline(events: list[Row], count: int) -> Row | None:
     """Return `count` of the first, middle and last steps, and the longest; None if nothing is recorded."""
     rows = [row for row in events if is_number(row.get("start")) and is_number(row.get("seconds"))]
     if not rows or not count:
         return None
     middle, worst = max((len(rows) - count) // 2, 0), max(range(len(rows)), key=lambda place: rows[place]["seconds"])
-    windows = {
-        "last": range(len(rows))[-count:],
-        "first": range(len(rows))[:count],
-        "middle": range(len(rows))[middle : middle + count],
-        "worst": range(worst, worst + 1),
-    }
+    every = range(len(rows))
+    windows = {"last": every[-count:], "first": every[:count], "middle": every[middle : middle + count]}
+    windows["worst"] = every[worst : worst + 1]
     kept = sorted({place for window in windows.values() for place in window})
     names: dict[str, int] = {}  # which spans name by their numbers
     steps = []

@@ -43,34 +43,25 @@ def write_private(file: Path, content: bytes) -> None:
     try:
         write_atomically(file, content, mode=PRIVATE_FILE)
     except OSError as error:
-        raise ConfigError(
-            f"--out {file}: cannot be written ({error.strerror}): name a file in a folder that exists and has room"
-        ) from error
+        remedy = "name a file in a folder that exists and has room"
+        raise ConfigError(f"--out {file}: cannot be written ({error.strerror}): {remedy}") from error
 
 
 def page(content: bytes, *, title: str, connects: str = "'none'") -> bytes:
-    """Assemble the page around the JSON of `as_json`."""
     script, style = b"".join((HERE / name).read_bytes() for name in SCRIPTS), (HERE / "page.css").read_bytes()
     policy = (
         f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src {connects}; "
         "base-uri 'none'; form-action 'none'"
     )
     head = Template((HERE / "page.html").read_text()).substitute(policy=policy, title=html.escape(title))
-    parts = [
-        head.encode(errors="replace"),
-        b"<style>" + style + b"</style>",
-        b'<script type="application/json" id="data">' + content + b"</script>",
-        b"<script>" + script + b"</script>",
-    ]
+    data = b'<script type="application/json" id="data">' + content + b"</script>"
+    parts = [head.encode(errors="replace"), b"<style>" + style + b"</style>", data, b"<script>" + script + b"</script>"]
     return b"\n".join(parts) + b"\n"
 
 
 def source(text: bytes) -> str:
     """Return the hash by which a page's policy allows this text and no other."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
-
-
-# Curves
 
 
 def write_picture(folders: dict[str, RunFolder], words: str, out: Path | None, mean: int | None) -> Path:

@@ -97,10 +97,9 @@ def find_run(word: str) -> RunFolder:
         if is_run(folder):
             return folder
     near = difflib.get_close_matches(word, [file.parent.name for file in RUNS.glob("*/config.yaml")], n=1)
-    raise ConfigError(
-        f"{word}: neither it nor {RUNS / word} is the folder of a run (there is no config.yaml and no metrics.jsonl): "
-        "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
-    )
+    why = "is the folder of a run (there is no config.yaml and no metrics.jsonl)"
+    remedy = "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
+    raise ConfigError(f"{word}: neither it nor {RUNS / word} {why}: {remedy}")
 
 
 def without_steps(folder: RunFolder) -> str:
@@ -143,10 +142,7 @@ class ReportedRun:
         return self
 
     def texts(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
-        """Read the whole rows of transcripts, which may be larger than memory, one by one.
-
-        If the file was replaced since, those that are still there.
-        """
+        """Read transcripts whole, one by one, as all may exceed memory; if the file was replaced, what is left."""
         if not self.folder.transcripts.is_file():
             return
         with self.folder.transcripts.open("rb") as stream:
@@ -156,17 +152,13 @@ class ReportedRun:
 
     def stamp(self) -> str:
         """Return a text that changes whenever the files of the run do."""
-        growing = [*(file.path for file in self.files), self.folder.transcripts]
-        states = [
-            path.stat() for path in (*growing, self.folder.findings, self.folder.path / FAILURES) if path.exists()
-        ]
+        others = (self.folder.transcripts, self.folder.findings, self.folder.path / FAILURES)
+        states = [path.stat() for path in (*(file.path for file in self.files), *others) if path.exists()]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
 
 
 class GrowingRows(Generic[Kept]):
-    """What is kept of each row of a file that may still be written to; it is read line by line, and from its first
-    one again where it was cut or replaced.
-    """
+    """What is kept of each row of a file that grows; one that was cut or replaced is read from its first line again."""
 
     def __init__(self, path: Path, keep: Callable[[Row, int, int], Kept]) -> None:
         self.path, self.keep = path, keep  # which is given a row, and where it begins and how long it is in bytes
@@ -191,7 +183,6 @@ class GrowingRows(Generic[Kept]):
 
 
 def rows_of(text: bytes) -> list[Row]:
-    """Return the rows among the lines of a text."""
     found = map(parse_line, text.split(b"\n"))
     return [row for row in found if row is not None and isinstance(row.get("step"), int)]
 
@@ -221,19 +212,12 @@ def without_password(text: str) -> str:
 def read_failures(folder: Path) -> list[dict[str, str]]:
     """Read the failed calls, each with the command that repeats it."""
     files = [file for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
-    known = {file: {"error": "the file cannot be read"} | (parse_line(file.read_bytes()) or {}) for file in files}
-    return [
-        {
-            "file": file.name,
-            "function": str(record.get("function", "")),
-            "error": str(record["error"]),
-            "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
-        }
-        for file, record in known.items()
-    ]
-
-
-# Numbers and lists as a page takes them: finite, short, and not too many
+    found = []
+    for file in files:
+        record = {"function": "", "error": "the file cannot be read"} | (parse_line(file.read_bytes()) or {})
+        shown = {"file": file.name, "function": str(record["function"]), "error": str(record["error"])}
+        found.append(shown | {"command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}"})
+    return found
 
 
 def is_number(value: Any) -> bool:
