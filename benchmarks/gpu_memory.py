@@ -6,29 +6,40 @@ Without --model, one of that shape with random weights is made in FOLDER; a seco
 are short and completions have 512 tokens. Exits 1 if forecast and peak differ by more than 15 % of the peak.
 """
 
-import json
-import re
 import shutil
 import sys
 from pathlib import Path
 
 from random_model import SHAPES, make_model, make_parser, make_prompts, run_words
 
-from trueline.cli import main as trueline
+from trueline import cli
+from trueline.api import quiet_libraries
+from trueline.config.rl import RLConfig
+from trueline.files import read_rows
+from trueline.plan.describe import memory_lines
+from trueline.plan.memory import GIB, Forecast
+from trueline.plan.rl import plan_rl
 
 LARGEST_GAP = 0.15  # of the peak
 
 
-def report(run: Path) -> int:
-    log = (run / "logs" / "run.log").read_text()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "memory/device_gib" in row]
-    forecast = re.search(r"^.*memory     .*GiB on each GPU.*$", log, re.MULTILINE)
-    if forecast is None or not rows:
+def forecast_memory(words: list[str]) -> Forecast:
+    """Plan the run as its start will."""
+    options, options.overrides = cli.make_parser().parse_known_args(words)
+    config = cli.load_options(options)
+    assert isinstance(config, RLConfig)
+    plan = plan_rl(config)
+    plan.rewards.close()
+    return plan.forecast
+
+
+def report(forecast: Forecast, run: Path) -> int:
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "memory/device_gib" in row]
+    if forecast.room.device == "cpu" or not rows:
         print("no GPU: nothing was forecast or measured")
         return 0
-    print(forecast.group())
-    expected = {name: float(size) for name, size in re.findall(r"(\w+) ([\d.]+) GiB[,; ]", forecast.group())}
+    print(*memory_lines(forecast))
+    expected = {name: size / GIB for name, size in forecast.room.phases(forecast.choice).items()}
     phases = {name: f"memory/{name}_gib" for name in ("start", "rollout", "training")}
     for name, key in phases.items():
         used = max((row[key] for row in rows if key in row), default=0.0)
@@ -57,7 +68,9 @@ def main() -> int:
     make_prompts(folder)
     shutil.rmtree(folder / "run", ignore_errors=True)
     words = [*run_words(folder, options.steps), f"model.path={model}", "rollout.max_new_tokens=512", *overrides]
-    return trueline(["grpo", *words]) or report(folder / "run")
+    quiet_libraries()
+    forecast = forecast_memory(["grpo", *words])
+    return cli.main(["grpo", *words]) or report(forecast, folder / "run")
 
 
 if __name__ == "__main__":

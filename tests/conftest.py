@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.tiny import small_config
 from trueline.demo.material import make_tokenizer
 from trueline.monitoring.metrics import is_known
 from trueline.monitoring.trackers import Tracker
@@ -70,20 +71,6 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
     """A random Llama of two layers with the demo's byte tokenizer. Read it, do not write to it."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.3,  # far from uniform, so that mistakes show
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(small_config(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

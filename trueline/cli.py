@@ -16,17 +16,8 @@ from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, s
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.monitoring.run_folder import RunFolder, default_name
-from trueline.options import (
-    CommandParser,
-    Words,
-    add_config_options,
-    default_text,
-    flag_overrides,
-    keys_first,
-    positive,
-    verb_first,
-)
+from trueline.monitoring.run_folder import RUNS, RunFolder, default_name
+from trueline.options import CommandParser, Words, default_text, given_keys, keys_first, positive, verb_first
 from trueline.verbs import DATA, GROUPS, REWARD, TOOLS, VERBS, Verb
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -36,6 +27,7 @@ LATEST = "default: the latest run in runs/"
 LISTED_KEYS = 5  # most keys that are listed as similar to a word
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
 Run = Callable[[argparse.Namespace], int]
+Respell = Callable[[Words], Words]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,15 +78,12 @@ def make_parser() -> CommandParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB", prog="trueline", help=argparse.SUPPRESS)
     for name, command in VERBS.items():
         add_run(verbs, name, command, run_command)
-    add_config_options(serve := add_tool(verbs, "serve-reward", serve_reward), SERVE_FLAGS, ServingConfig)
-    serve.common_keys = ("port", "token_variable", "max_tokens", "normalize", "batch")
-    config = add_tool(verbs, "config", show_config)
-    config.add_argument("of", nargs="*", metavar="VERB WORD", help="a verb, and words that its keys must contain")
-    config.add_argument("--filter", action="append", default=[], metavar="WORD", help="the same as WORD")
-    for add in (add_data, add_reward, add_export, add_plan, add_report, add_doctor, add_demo):
-        add(verbs)
-    explain = add_tool(verbs, "explain", run_explain)
-    explain.add_argument("of", nargs="?", metavar="RUN", help=f"folder of the run, or its name in runs/; {LATEST}")
+    tools: dict[str, CommandParser] = {}
+    for name, (meaning, example) in TOOLS.items():
+        tools[name] = verbs.add_parser(name, description=f"{meaning}.")
+        tools[name].example = f"trueline {example}"
+    add_words(tools)
+    add_commands(tools, verbs.choices)
     parser.set_defaults(verbs=list(verbs.choices))
     require_verb(parser, verbs.choices, list)
     return parser
@@ -102,10 +91,10 @@ def make_parser() -> CommandParser:
 
 def describe_verbs() -> str:
     meanings = {name: verb.meaning for name, verb in VERBS.items()} | {name: TOOLS[name][0] for name in TOOLS}
-    width = max(map(len, meanings))
-    groups = [[f"{title}:", *(f"  {name:{width}}  {meanings[name]}" for name in GROUPS[title])] for title in GROUPS]
-    more = "`trueline VERB --help` shows a verb's options, its most used keys and an example."
-    return "\n".join([*("\n".join(lines) + "\n" for lines in groups), more])
+    width, lines = max(map(len, meanings)), list[str]()
+    for title, names in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {meanings[name]}" for name in names), ""]
+    return "\n".join([*lines, "`trueline VERB --help` shows a verb's options, its most used keys and an example."])
 
 
 def installed_version() -> str:
@@ -115,9 +104,7 @@ def installed_version() -> str:
         return "(not installed: run from its sources)"
 
 
-def require_verb(
-    parser: CommandParser, verbs: Collection[str], respell: Callable[[Words], Words], others: Collection[str] = ()
-) -> None:
+def require_verb(parser: CommandParser, verbs: Collection[str], respell: Respell, others: Collection[str] = ()) -> None:
     """Let a parser take a verb first; argparse would list all verbs where one is unknown."""
 
     def check(words: Words) -> Words:
@@ -132,19 +119,9 @@ def require_verb(
     parser.respell = check
 
 
-def add_tool(verbs: Any, name: str, run: Run | None = None) -> CommandParser:
-    """Add a verb that starts no run, or only the name in front of its verbs."""
-    meaning, example = TOOLS[name]
-    parser: CommandParser = verbs.add_parser(name, description=f"{meaning}.")
-    parser.example = f"trueline {example}"
-    if run is not None:
-        parser.set_defaults(run=run)
-    return parser
-
-
 def add_run(verbs: Any, name: str, command: Verb, run: Run) -> CommandParser:
     parser: CommandParser = verbs.add_parser(name, description=f"{command.meaning}.", help=command.meaning)
-    add_config_options(parser, command.flags, command.kind)
+    parser.add_config_options(command.flags, command.kind)
     parser.defaults, parser.common_keys = command.defaults, command.keys
     parser.example = f"{parser.prog} --model Qwen/Qwen3-0.6B {command.example}"
     parser.respell = keys_first
@@ -158,85 +135,78 @@ def add_run(verbs: Any, name: str, command: Verb, run: Run) -> CommandParser:
     return parser
 
 
-def add_runs(parser: CommandParser, run: Run) -> list[CommandParser]:
+def add_runs(
+    parser: CommandParser, run: Run, others: Collection[str] = (), flag: str = "", default: str = ""
+) -> list[CommandParser]:
     """Let a parser take a whole command of a run, from its verb on; return one parser per verb."""
     verbs = parser.add_subparsers(required=True, metavar="VERB")
+    require_verb(parser, VERBS, lambda words: verb_first(words, VERBS, flag, default), others)
     return [add_run(verbs, name, command, run) for name, command in VERBS.items()]
 
 
-def add_data(verbs: Any) -> None:
-    kinds = add_tool(verbs, "data").add_subparsers(required=True, metavar="preview")
+def add_commands(tools: dict[str, CommandParser], every: Collection[str]) -> None:
+    """Let the tools that look at a run take its whole command."""
+    kinds = tools["data"].add_subparsers(required=True, metavar="preview")
     about = "Show rows as they will be trained on, with learned tokens marked, or prompts as engines will get them"
     preview = kinds.add_parser("preview", help=about, description=f"{about}.")
-    for parser in add_runs(preview, preview_data):
+    for parser in add_runs(preview, preview_data, flag="--task", default="sft"):
         parser.add_argument("--rows", type=positive, default=3, help="how many (default 3)")
         parser.add_argument("--task", metavar="VERB", help="verb of the run, instead of the word after `preview`")
-    require_verb(preview, VERBS, lambda words: verb_first(words, VERBS, "--task", default="sft"))
+    devices = "NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node; a GPU without a name: 8x80GiB@990TFLOPs"
+    shape = "published shape instead of --model, e.g. llama-70b"
+    for parser in add_runs(tools["plan"], plan_run, every):
+        parser.example += " --devices 8xH100"
+        parser.add_argument("--devices", required=True, help=devices)
+        parser.add_argument("--model-shape", metavar="NAME", help=shape)
+    deep = "also load the models, sample 16 prompts and train one step, in a folder that is removed again"
+    for parser in add_runs(tools["doctor"], run_doctor, every):
+        parser.add_argument("--deep", action="store_true", help=deep)
 
 
-def add_reward(verbs: Any) -> None:
-    kinds = (reward := add_tool(verbs, "reward")).add_subparsers(required=True, metavar="try")
+def add_words(tools: dict[str, CommandParser]) -> None:
+    """Add the options of all other tools."""
+    (serve := tools["serve-reward"]).add_config_options(SERVE_FLAGS, ServingConfig)
+    serve.common_keys = ("port", "token_variable", "max_tokens", "normalize", "batch")
+    serve.set_defaults(run=serve_reward)
+    (config := tools["config"]).set_defaults(run=show_config)
+    config.add_argument("of", nargs="*", metavar="VERB WORD", help="a verb, and words that its keys must contain")
+    config.add_argument("--filter", action="append", default=[], metavar="WORD", help="the same as WORD")
+    kinds = tools["reward"].add_subparsers(required=True, metavar="try")
     about = "Score rows of the data with a reward, and show what it receives and returns"
     trial = kinds.add_parser("try", help=about, description=f"{about}.")
     trial.add_argument("--reply", help="completion to score; default: each row's label or completion")
     trial.add_argument("--rows", type=positive, default=3, help="how many, from the first (default 3)")
-    add_config_options(trial, TRIAL_FLAGS, GenerateConfig)
-    trial.stray, trial.example = "give a reply as --reply {0!r}", reward.example
+    trial.add_config_options(TRIAL_FLAGS, GenerateConfig)
+    trial.stray, trial.example = "give a reply as --reply {0!r}", tools["reward"].example
     trial.set_defaults(run=try_reward)
-
-
-def add_export(verbs: Any) -> None:
-    export = add_tool(verbs, "export", run_export)
+    (export := tools["export"]).set_defaults(run=run_export)
     export.add_argument("source", type=Path, help="run folder (its newest checkpoint) or checkpoint folder")
     export.add_argument("target", type=Path, help="new folder")
     export.add_argument("--merge", action="store_true", help="merge a LoRA into the weights")
     export.add_argument("--average", action="store_true", help="export the moving average of the weights")
     export.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as trained")
-
-
-def add_plan(verbs: Any) -> None:
-    plan = add_tool(verbs, "plan")
-    devices = "NODESxGPUSxNAME, e.g. 8x8xH100, or GPUSxNAME for one node; a GPU without a name: 8x80GiB@990TFLOPs"
-    for parser in add_runs(plan, plan_run):
-        parser.example += " --devices 8xH100"
-        parser.add_argument("--devices", required=True, help=devices)
-        shape = "published shape instead of --model, e.g. llama-70b"
-        parser.add_argument("--model-shape", metavar="NAME", help=shape)
-    require_verb(plan, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
-
-
-def add_report(verbs: Any) -> None:
     runs = f"folder of a run, or its name in runs/; several, or a folder of runs, are compared; {LATEST}"
-    report = add_tool(verbs, "report", run_report)
+    (report := tools["report"]).set_defaults(run=run_report)
     report.add_argument("of", nargs="*", metavar="RUN", help=runs)
     report.add_argument("--out", type=Path, metavar="FILE", help="default: report-RUN.html here")
     report.add_argument("--svg", metavar="METRIC,...", help="draw only these curves, as an SVG file")
     mean = "with --svg: average over this many steps; default as on the page"
     report.add_argument("--mean", type=positive, metavar="STEPS", help=mean)
-    watch = add_tool(verbs, "watch", run_watch)
+    (watch := tools["watch"]).set_defaults(run=run_watch)
     watch.add_argument("of", nargs="*", metavar="RUN", help=runs)
     watch.add_argument("--port", type=int, default=0, help="default: any free port")
-
-
-def add_doctor(verbs: Any) -> None:
-    doctor = add_tool(verbs, "doctor")
-    deep = "also load the models, sample 16 prompts and train one step, in a folder that is removed again"
-    for parser in add_runs(doctor, run_doctor):
-        parser.add_argument("--deep", action="store_true", help=deep)
-    require_verb(doctor, VERBS, lambda words: verb_first(words, VERBS), verbs.choices)
-
-
-def add_demo(verbs: Any) -> None:
-    demo = add_tool(verbs, "demo", run_demo)
+    (demo := tools["demo"]).set_defaults(run=run_demo)
     demo.add_argument("--seed", type=int, default=0, help="of model, data and sampling (default 0)")
     demo.add_argument("--steps", type=positive, default=80, help="steps of GRPO (default 80; 30 give most of the gain)")
     demo.add_argument("--folder", type=Path, help="new folder for model, data and runs; default runs/demo-TIME")
+    (explain := tools["explain"]).set_defaults(run=run_explain)
+    explain.add_argument("of", nargs="?", metavar="RUN", help=f"folder of the run, or its name in runs/; {LATEST}")
 
 
 def load_options(options: argparse.Namespace) -> RunConfig:
     command = VERBS[options.verb]
-    asked = command.kind.merge_sources(options.config, [*flag_overrides(options, command.flags), *options.overrides])
-    return load(options.verb, asked, resume=options.resume, restart=options.restart)
+    keys = command.kind.merge_sources(options.config, given_keys(options, command.flags))
+    return load(options.verb, keys, resume=options.resume, restart=options.restart)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -254,7 +224,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def serve_reward(options: argparse.Namespace) -> int:
-    config = ServingConfig.load(options.config, [*flag_overrides(options, SERVE_FLAGS), *options.overrides])
+    config = ServingConfig.load(options.config, given_keys(options, SERVE_FLAGS))
     quiet_libraries()
     from trueline.jobs.serve_reward import serve  # noqa: PLC0415
 
@@ -272,9 +242,9 @@ def preview_data(options: argparse.Namespace) -> int:
 
 
 def try_reward(options: argparse.Namespace) -> int:
-    config = GenerateConfig.load(options.config, [*flag_overrides(options, TRIAL_FLAGS), *options.overrides])
+    config = GenerateConfig.load(options.config, given_keys(options, TRIAL_FLAGS))
     quiet_libraries()
-    from trueline.jobs.try_reward import show_trial  # noqa: PLC0415
+    from trueline.jobs.preview import show_trial  # noqa: PLC0415
 
     return show_trial(config, options.reply, options.rows)
 
@@ -283,9 +253,8 @@ def run_export(options: argparse.Namespace) -> int:
     quiet_libraries()
     from trueline.training.export import export  # noqa: PLC0415
 
-    wanted = {"merge": options.merge, "average": options.average, "dtype": options.dtype}
-    written = export(options.source, options.target, **wanted)
-    say(f"written: {written}")
+    how = {"merge": options.merge, "average": options.average, "dtype": options.dtype}
+    say(f"written: {export(options.source, options.target, **how)}")
     return 0
 
 
@@ -294,32 +263,29 @@ def run_explain(options: argparse.Namespace) -> int:
     from trueline.report.runs import find_run  # noqa: PLC0415
 
     if options.of is None:
-        base = Path(RunConfig.model_fields["folder"].default)
-        if not (runs := RunFolder.all_in(base)):
-            raise ConfigError(f"{base.resolve()} holds no run: name one")
+        if not (runs := RunFolder.all_in(RUNS)):
+            raise ConfigError(f"{RUNS.resolve()} holds no run: name one")
         options.of = str(runs[0].path)
         say(f"run        {options.of}, the latest")
     sys.stdout.write(explain(find_run(options.of).path) + "\n")
     return 0
 
 
-def choose_runs(words: Words) -> Words:
-    """Return the folders of the runs that the words mean, and print them where not all are named."""
+def choose_runs(words: Words) -> dict[str, RunFolder]:
+    """Return the runs that the words mean, and print them where not all are named."""
     from trueline.report.runs import describe_choice, find_runs  # noqa: PLC0415
 
     found = find_runs(words)
     if line := describe_choice(words, found):
         say(line)
-    return [str(folder.path) for folder in found.values()]
+    return found
 
 
 def plan_run(options: argparse.Namespace) -> int:
     verb, shape, model = options.verb, options.model_shape, vars(options)["model.path"]
     if not VERBS[verb].is_training:
-        raise ConfigError(
-            f"plan {verb}: plan takes verbs that train one model; use `trueline {verb} ... --dry-run` to plan it on "
-            "this machine"
-        )
+        other = f"use `trueline {verb} ... --dry-run` to plan it on this machine"
+        raise ConfigError(f"plan {verb}: plan takes verbs that train one model; {other}")
     if shape is not None and model not in (None, shape):
         raise ConfigError(f"--model-shape {shape} and --model {model}: give only one of them")
     options.overrides = [*options.overrides, *[f"model.path={shape}"] * (shape is not None)]
@@ -333,8 +299,7 @@ def plan_run(options: argparse.Namespace) -> int:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    from trueline.report.page import write_report  # noqa: PLC0415
-    from trueline.report.picture import write_picture  # noqa: PLC0415
+    from trueline.report.page import write_picture, write_report  # noqa: PLC0415
 
     runs = choose_runs(options.of)
     if options.svg is None and options.mean is not None:
@@ -342,7 +307,7 @@ def run_report(options: argparse.Namespace) -> int:
     if options.svg is None:
         written = write_report(runs, options.out, say)
     else:
-        written = write_picture(runs, options.svg.split(","), options.out, options.mean)
+        written = write_picture(runs, options.svg, options.out, options.mean)
     say(f"written: {written}")
     return 0
 
@@ -358,7 +323,7 @@ def run_demo(options: argparse.Namespace) -> int:
     quiet_libraries()
     from trueline.demo.run import run  # noqa: PLC0415
 
-    return run(options.folder or Path("runs") / default_name("demo"), options.seed, options.steps)
+    return run(options.folder or RUNS / default_name("demo"), options.seed, options.steps)
 
 
 def show_config(options: argparse.Namespace) -> int:
@@ -371,18 +336,14 @@ def show_config(options: argparse.Namespace) -> int:
     wanted = [word.lower() for word in (*words, *options.filter)]
     keys = [key for key in config.leaves() if all(word in f"{key.path} {key.meaning}".lower() for word in wanted)]
     if not keys:
-        near = near_keys(type(config), wanted)
-        raise ConfigError(f"no key of {verb} has {' and '.join(map(repr, wanted))} in its name or meaning{near}")
+        # Keys with a word that is almost one of these, or that another library calls so.
+        parts = {key: re.split(r"[._]", key) for key in keys_of(type(config))}
+        near = [key for key, names in parts.items() if any(likeness(a, b) >= NEAR for a in wanted for b in names)]
+        guess = f"; similar: {', '.join(near[:LISTED_KEYS])}" if near else suggestion(type(config), "_".join(wanted))
+        raise ConfigError(f"no key of {verb} has {' and '.join(map(repr, wanted))} in its name or meaning{guess}")
     for key in keys:
         sys.stdout.write(f"{key.path} = {default_text(key)}  [{key.kind}]\n    {key.meaning}\n")
     return 0
-
-
-def near_keys(kind: type[Config], wanted: Words) -> str:
-    """Name keys with a word that is almost one of these, or that another library calls so."""
-    parts = {key: re.split(r"[._]", key) for key in keys_of(kind)}
-    near = [key for key, names in parts.items() if any(likeness(a, b) >= NEAR for a in wanted for b in names)]
-    return f"; similar: {', '.join(near[:LISTED_KEYS])}" if near else suggestion(kind, "_".join(wanted))
 
 
 if __name__ == "__main__":

@@ -17,25 +17,18 @@ NO_RAY = "the server there is not a Ray head: use the port given to `ray start -
 
 
 def check_address(address: str, key: str) -> str:
-    """Refuse an address where no Ray head can be joined; return a warning if anyone can join it.
-
-    `key` is what holds the address.
-    """
+    """Refuse an address, given by `key`, where no Ray head can be joined; return a warning if anyone can join it."""
     if address == "auto" or address.startswith("ray://"):
         return ""
-    if problem := connection_problem(address):
+    problem, status = connection_problem(address), ""
+    if not problem and not uses_tls() and find_spec("grpc") is not None:
+        status = grpc_status(address)
+        problem = token_problem(address, status)
+    if problem:
         raise ConfigError(f"{key}={address}: {problem}")
-    if uses_tls() or find_spec("grpc") is None:
-        return ""
-    status = grpc_status(address)
-    if status == "OK":
-        return (
-            f"warning: the Ray head at {address} requires no token, so anyone who reaches it can run code there: "
-            f"start it with `{START}{address.rpartition(':')[2]}` (docs/cluster.md)"
-        )
-    if problem := token_problem(address, status):
-        raise ConfigError(f"{key}={address}: {problem}")
-    return ""
+    danger = f"the Ray head at {address} requires no token, so anyone who reaches it can run code there"
+    remedy = f"start it with `{START}{address.rpartition(':')[2]}` (docs/cluster.md)"
+    return f"warning: {danger}: {remedy}" if status == "OK" else ""
 
 
 def connection_problem(address: str) -> str:
@@ -71,11 +64,13 @@ def token_problem(address: str, status: str) -> str:
     """Return what is wrong with this machine's token at a head that replied so without one, or nothing."""
     if status != "UNAUTHENTICATED":
         return NO_RAY if status == "UNIMPLEMENTED" else ""
-    if not (token := own_token()):
-        return (
-            "the head requires a token: set RAY_AUTH_MODE=token here, and put the head's token into ~/.ray/auth_token "
-            "or RAY_AUTH_TOKEN (docs/cluster.md)"
-        )
+    token = ""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":  # as Ray would send it
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+        token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text().strip() if file.is_file() else "")
+    if not token:
+        place = "put the head's token into ~/.ray/auth_token or RAY_AUTH_TOKEN (docs/cluster.md)"
+        return f"the head requires a token: set RAY_AUTH_MODE=token here, and {place}"
     if grpc_status(address, token) == "UNAUTHENTICATED":
         return "the head has a different token than this machine: copy its ~/.ray/auth_token here"
     return ""
@@ -92,11 +87,3 @@ def grpc_status(address: str, token: str = "") -> str:
         except grpc.RpcError as error:
             return str(error.code().name)
     return "OK"
-
-
-def own_token() -> str:
-    """Return the token that Ray would send, or nothing."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return ""
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    return os.environ.get("RAY_AUTH_TOKEN") or (file.read_text().strip() if file.is_file() else "")

@@ -41,7 +41,9 @@ class Objects:
 
     def _value(self, value: Any, path: str) -> Any:
         if is_splits(value) and DATASETS.fullmatch(path):
-            value = self._split(value, path)
+            name, remark = choose_split(list(value), f"{path}=DatasetDict", held_out=path.startswith("evaluation."))
+            self.remarks.append(remark)
+            value = value[name]
         if isinstance(value, dict):
             return self.with_file_names(value, f"{path}.")
         if isinstance(value, os.PathLike):
@@ -63,24 +65,23 @@ class Objects:
         try:
             return self._add(re.sub(r"\W+", "", name), pickle_function(function), PICKLED)
         except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise ConfigError(
-                f"{path}: {name} cannot be sent to the processes that run it: {error}; make what it uses inside of "
-                f"it, or give it as file.py:{name}"
-            ) from None
-
-    def _split(self, splits: dict[str, Table], path: str) -> Table:
-        name, remark = choose_split(list(splits), f"{path}=DatasetDict", held_out=path.startswith("evaluation."))
-        self.remarks.append(remark)
-        return splits[name]
+            remedy = f"make what it uses inside of it, or give it as file.py:{name}"
+            text = f"{path}: {name} cannot be sent to the processes that run it: {error}; {remedy}"
+            raise ConfigError(text) from None
 
     def _rows(self, rows: list[Any] | Table, path: str) -> str:
         if isinstance(rows, Table):
             stream = io.BytesIO()
             rows.to_parquet(stream)
             return self._add("data", stream.getvalue(), ".parquet")
-        return self._add(
-            "data", "".join(line_of(row, number, path) for number, row in enumerate(rows, 1)).encode(), ".jsonl"
-        )
+        lines = []
+        for number, row in enumerate(rows, 1):
+            try:
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+            except (TypeError, ValueError) as error:
+                text = f"{path}: row {number} cannot be written as JSON: {error}; give plain values"
+                raise ConfigError(text) from None
+        return self._add("data", "".join(lines).encode(), ".jsonl")
 
     def _add(self, name: str, content: bytes, ending: str) -> str:
         file = self.folder / f"{name}-{sha256(content).hexdigest()[:12]}{ending}"
@@ -98,13 +99,6 @@ class Objects:
 def is_splits(value: Any) -> bool:
     """Return whether a value is a `datasets.DatasetDict`, or a dictionary like it, and no section of keys."""
     return isinstance(value, dict) and bool(value) and all(isinstance(part, Table) for part in value.values())
-
-
-def line_of(row: Any, number: int, path: str) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: row {number} cannot be written as JSON: {error}; give plain values") from None
 
 
 def reward_section(reward: Tree) -> Tree:

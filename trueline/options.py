@@ -52,6 +52,14 @@ class CommandParser(argparse.ArgumentParser):
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.register("action", None, StoreOnce)
 
+    def add_config_options(self, flags: dict[str, str], kind: type[Config]) -> None:
+        for flag, key in flags.items():
+            self.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper())
+        files = "YAML file with keys; may be repeated, later files win"
+        self.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=files)
+        self.kind = kind
+        self.set_defaults(takes_overrides=True)
+
     def parse_known_args(  # type: ignore[override]  # which has an overload for namespaces of other classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, Words]:
@@ -116,8 +124,7 @@ def default_text(key: Key) -> str:
 
 def split_words(rest: Sequence[str]) -> tuple[Words, Words]:
     """Return unknown flags, and words that belong to none of them; the values behind a flag belong to it."""
-    flags: Words = []
-    words: Words = []
+    flags, words = Words(), Words()
     for word in rest:
         if word.startswith("-") and not NUMBER.fullmatch(word):
             flags.append(word)
@@ -166,18 +173,11 @@ def verb_first(words: Words, verbs: Collection[str], flag: str = "", default: st
     return [default, *words] if default and not {"-h", "--help"} & set(words) else words
 
 
-def add_config_options(parser: CommandParser, flags: dict[str, str], kind: type[Config]) -> None:
-    for flag, key in flags.items():
-        parser.add_argument(flag, dest=key, metavar=key.rpartition(".")[2].upper())
-    files = "YAML file with keys; may be repeated, later files win"
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=files)
-    parser.kind = kind
-    parser.set_defaults(takes_overrides=True)
-
-
-def flag_overrides(options: argparse.Namespace, flags: dict[str, str]) -> Words:
+def given_keys(options: argparse.Namespace, flags: dict[str, str]) -> Words:
+    """Return the keys that flags set, and those that are given as such."""
     values = vars(options)
-    return [f"{key}={values[key]}" for key in dict.fromkeys(flags.values()) if values[key] is not None]
+    keys = [f"{key}={values[key]}" for key in dict.fromkeys(flags.values()) if values[key] is not None]
+    return [*keys, *options.overrides]
 
 
 def positive(text: str) -> int:

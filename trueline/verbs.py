@@ -2,21 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from trueline.config import supervised as tasks
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
 from trueline.config.rounds import IterativeDPOConfig, RaftConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig
-from trueline.config.supervised import (
-    DistillRunConfig,
-    KTORunConfig,
-    PreferenceRunConfig,
-    ProcessRewardRunConfig,
-    RewardModelRunConfig,
-    SftConfig,
-    SupervisedConfig,
-)
+
+Flags = dict[str, str]
+Keys = tuple[str, ...]
 
 COMMON = {"--model": "model.path", "--name": "name"}
 DATA, HELD_OUT, REWARD = {"--data": "data.path"}, {"--eval-data": "evaluation.data"}, {"--reward": "reward.function"}
@@ -32,48 +27,42 @@ class Verb:
     kind: type[RunConfig]
     meaning: str
     prepare: str  # `package.module:function` that plans the run
-    flags: dict[str, str]  # flag -> its key
-    keys: tuple[str, ...]  # that users change most; its help lists them
+    flags: Flags  # flag -> its key
+    keys: Keys  # that users change most; its help lists them
     example: str  # flags and keys that complete `trueline VERB --model MODEL`
     defaults: Tree = field(default_factory=dict)  # which files and overrides replace
 
     @property
     def is_training(self) -> bool:
         """Whether it trains one model and resumes from checkpoints; other jobs resume from what they have written."""
-        return issubclass(self.kind, RLConfig | SupervisedConfig)
+        return issubclass(self.kind, RLConfig | tasks.SupervisedConfig)
 
 
 def rl(preset: str) -> Verb:
     has_teacher = PRESETS[preset]["advantage"] == "teacher"
-    return Verb(
-        RLConfig,
-        RL_MEANINGS[preset],
-        "trueline.rl.build:prepare_rl",
-        COMMON | DATA | HELD_OUT | REWARD | EPISODES,
-        ("steps", "prompts_per_step", "teacher.path" if has_teacher else "algorithm.group_size", RATE, LENGTH),
-        "--data data.jsonl " + ("teacher.path=teacher/" if has_teacher else "--reward math"),
-        {"algorithm": {"preset": preset}},
-    )
+    key, more = ("teacher.path", "teacher.path=teacher/") if has_teacher else ("algorithm.group_size", "--reward math")
+    flags, keys = COMMON | DATA | HELD_OUT | REWARD | EPISODES, ("steps", "prompts_per_step", key, RATE, LENGTH)
+    example, defaults = f"--data data.jsonl {more}", {"algorithm": {"preset": preset}}
+    return Verb(RLConfig, RL_MEANINGS[preset], "trueline.rl.build:prepare_rl", flags, keys, example, defaults)
 
 
-def offline(kind: type[SupervisedConfig], meaning: str, key: str, data: str = "data.jsonl", **defaults: Tree) -> Verb:
+def offline(kind: type[RunConfig], meaning: str, key: str, data: str = "data.jsonl", **defaults: Tree) -> Verb:
     keys, prepare = ("epochs", "samples_per_step", RATE, LORA, key), "trueline.offline.build:prepare_supervised"
     return Verb(kind, meaning, prepare, COMMON | DATA | HELD_OUT, keys, f"--data {data}", defaults)
 
 
 def preference(meaning: str, keys: Tree, key: str = "preference.beta") -> Verb:
-    return offline(PreferenceRunConfig, meaning, key, "pairs.jsonl", preference=keys)
+    return offline(tasks.PreferenceRunConfig, meaning, key, "pairs.jsonl", preference=keys)
 
 
-def job(
-    kind: type[RunConfig],
-    meaning: str,
-    prepare: str,
-    flags: dict[str, str],
-    keys: tuple[str, ...],
-    example: str = "--data data.jsonl --reward math",
-) -> Verb:
+def job(kind: type[RunConfig], meaning: str, prepare: str, flags: Flags, keys: Keys, data: str = "data.jsonl") -> Verb:
+    example = f"--data {data} --reward math"
     return Verb(kind, meaning, f"trueline.jobs.{prepare}", COMMON | REWARD | EPISODES | flags, keys, example)
+
+
+def rounds(kind: type[RunConfig], meaning: str, key: str) -> Verb:
+    keys = ("rounds", "samples", "prompts_per_round", key, RATE)
+    return job(kind, f"In rounds: sample, {meaning}", "rounds:prepare_rounds", DATA | HELD_OUT, keys)
 
 
 RL_MEANINGS = {
@@ -91,9 +80,9 @@ RL_MEANINGS = {
     "on_policy_distill": "Imitate a teacher on the policy's own completions",
 }
 TASK_VERBS: dict[str, Verb] = {
-    "sft": offline(SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),
-    "rm": offline(RewardModelRunConfig, "Train a reward model on preference pairs", SHARE, "pairs.jsonl"),
-    "prm": offline(ProcessRewardRunConfig, "Train a process reward model on rated steps", SHARE, "steps.jsonl"),
+    "sft": offline(tasks.SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),
+    "rm": offline(tasks.RewardModelRunConfig, "Train a reward model on preference pairs", SHARE, "pairs.jsonl"),
+    "prm": offline(tasks.ProcessRewardRunConfig, "Train a process reward model on rated steps", SHARE, "steps.jsonl"),
     "dpo": preference("Direct preference optimisation", {"loss": "sigmoid", "beta": 0.1}),
     "cdpo": preference("DPO for noisy labels", {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.1}),
     "ipo": preference("Identity preference optimisation", {"loss": "ipo", "beta": 0.1}),
@@ -101,9 +90,12 @@ TASK_VERBS: dict[str, Verb] = {
     "orpo": preference(
         "SFT plus an odds-ratio loss, without a reference model", {"loss": "orpo"}, "preference.odds_coefficient"
     ),
-    "kto": offline(KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
+    "kto": offline(tasks.KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
     "distill": offline(
-        DistillRunConfig, "Learn a teacher's next-token distributions", TEACHER, f"data.jsonl {TEACHER}=teacher/"
+        tasks.DistillRunConfig,
+        "Learn a teacher's next-token distributions",
+        TEACHER,
+        f"data.jsonl {TEACHER}=teacher/",
     ),
 }
 VERBS: dict[str, Verb] = {
@@ -122,39 +114,29 @@ VERBS: dict[str, Verb] = {
         "sampling:prepare_eval",
         HELD_OUT | {"--data": "evaluation.data"},
         ("evaluation.samples", "evaluation.temperature", "evaluation.limit", "evaluation.pass_reward", LENGTH),
-        "--data held_out.jsonl --reward math",
+        "held_out.jsonl",
     ),
-    "raft": job(
-        RaftConfig,
-        "In rounds: sample, keep the best completions, fine-tune on them",
-        "rounds:prepare_rounds",
-        DATA | HELD_OUT,
-        ("rounds", "samples", "prompts_per_round", "keep", RATE),
-    ),
-    "iterative_dpo": job(
-        IterativeDPOConfig,
-        "In rounds: sample, pair the best with the worst completion, train with DPO",
-        "rounds:prepare_rounds",
-        DATA | HELD_OUT,
-        ("rounds", "samples", "prompts_per_round", "preference.beta", RATE),
+    "raft": rounds(RaftConfig, "keep the best completions, fine-tune on them", "keep"),
+    "iterative_dpo": rounds(
+        IterativeDPOConfig, "pair the best with the worst completion, train with DPO", "preference.beta"
     ),
 }
 
 TOOLS: dict[str, tuple[str, str]] = {  # verbs that start no run: what each is for, and an example
     "serve-reward": ("Serve a reward model over HTTP", "serve-reward --model runs/judge --port 8900"),
+    "config": ("List configuration keys with defaults and meanings", "config grpo learning_rate"),
+    "data": ("Show rows as they will be trained on", "data preview sft --model model/ --data data.jsonl --rows 5"),
     "reward": ("Score rows of the data with a reward", "reward try --reward math --data data.jsonl --reply 42"),
     "export": ("Write a run's model as a Hugging Face folder", "export runs/first model/ --dtype bfloat16"),
-    "doctor": ("Check a run before it starts", "doctor grpo --model model/ --data data.jsonl --reward math --deep"),
     "plan": (
         "Plan a run on GPUs you name: placement, memory and time",
         "plan grpo --devices 8x8xH100 --model-shape llama-70b",
     ),
-    "data": ("Show rows as they will be trained on", "data preview sft --model model/ --data data.jsonl --rows 5"),
-    "config": ("List configuration keys with defaults and meanings", "config grpo learning_rate"),
-    "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
     "report": ("Write curves, times and transcripts of runs to an HTML file", "report first second --out both.html"),
     "watch": ("Serve that page, up to date, to this machine", "watch first --port 8000"),
+    "doctor": ("Check a run before it starts", "doctor grpo --model model/ --data data.jsonl --reward math --deep"),
     "demo": ("Teach a small new model to add, in minutes", "demo --steps 30"),
+    "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {  # as `trueline --help` shows them
     "train with RL": (*PRESETS, "raft", "iterative_dpo"),

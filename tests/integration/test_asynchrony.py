@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.programs import start
 from tests.support.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,14 +111,7 @@ def harm(run: subprocess.Popen[str], home: Path, name: str, harms: list[tuple[in
 
 
 def started(home: Path, name: str, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(name, *words),
-        cwd=home,
-        env=environment(0.02),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return start(command(name, *words), home, environment(0.02))
 
 
 def harmed_run(home: Path, name: str, steps: int, harms: list[tuple[int, float]], *words: str) -> str:

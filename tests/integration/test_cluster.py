@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.nodes import Nodes, forbidden, nodes
+from tests.support.programs import start
 from tests.support.reward_models import make_reward_model
 from tests.support.tiny import make_tiny_model
 
@@ -50,14 +51,9 @@ def begin(home: Path, verb: str, name: str, words: list[str], cluster: Nodes | N
     command = [sys.executable, "-m", "trueline.cli", verb, "--model", "policy", "--data", data, "--name", name, *words]
     alone = Nodes(home, ()).environment()
     del alone["RAY_ADDRESS"]
-    return subprocess.Popen(
-        cluster.inside(0, *command) if cluster else command,
-        cwd=home,
-        env=cluster.environment() if cluster else alone,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    if cluster:
+        return start(cluster.inside(0, *command), home, cluster.environment())
+    return start(command, home, alone)
 
 
 def ended(run: Any) -> str:

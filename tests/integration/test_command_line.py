@@ -18,6 +18,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.programs import start
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
 
@@ -68,14 +69,8 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
     """Ctrl-C after the first step leaves a checkpoint and no process; --resume goes on to the end."""
-    started = subprocess.Popen(
-        command("--name", "mine", "steps=100000", "evaluation.data=prompts.jsonl", "evaluation.limit=4", *SMALL),
-        cwd=home,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    tested = ["evaluation.data=prompts.jsonl", "evaluation.limit=4"]
+    started = start(command("--name", "mine", "steps=100000", *tested, *SMALL), home, environment())
     assert started.stdout is not None
     lines, children = [], []
     for line in started.stdout:
@@ -128,14 +123,8 @@ def check_run_folder(folder: Path, steps: int) -> None:
 @pytest.mark.soak
 def test_steps_are_saved_when_an_engine_dies_again_and_again(home: Path) -> None:
     """It is started anew, in vain; the trainer lives on in its own process, and nothing that it has trained is lost."""
-    started = subprocess.Popen(
-        command("--name", "killed", "steps=100000", "rollout.engine=hf", "checkpoint.every=0", *SMALL),
-        cwd=home,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ["steps=100000", "rollout.engine=hf", "checkpoint.every=0"]
+    started = start(command("--name", "killed", *words, *SMALL), home, environment())
     assert started.stdout is not None
     lines = []
     for line in started.stdout:
@@ -205,14 +194,9 @@ def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     pairs = [{"prompt": f"Say {number}", "chosen": "yes", "rejected": f"no {number}"} for number in range(20)]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     named = ["--model", "my model", "--data", "pairs.jsonl", "--name", "pairs"]
-    wide = [
-        "training.ranks=2",
-        "model.context_parallel=2",
-        "training.zero_stage=3",
-        "evaluation.share=0.2",
-        "samples_per_step=4",
-    ]
-    first = run(home, *TRUELINE, "dpo", *named, *wide, "steps=2", "training.learning_rate=1e-3")
+    wide = ["training.ranks=2", "model.context_parallel=2", "training.zero_stage=3"]
+    few = ["evaluation.share=0.2", "samples_per_step=4", "steps=2", "training.learning_rate=1e-3"]
+    first = run(home, *TRUELINE, "dpo", *named, *wide, *few)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "format     preference (columns prompt, chosen, rejected)" in first.stdout
     assert "held out   4 rows" in first.stdout

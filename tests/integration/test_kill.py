@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.support import programs
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -40,12 +41,7 @@ MOST_SAVES = 3  # that a child starts before it is killed
 SPAN = 1.1  # kills are spread over this many times the duration of a save
 KEEP = 2
 TRAINING = TrainingConfig(
-    engine="torch",
-    learning_rate=1e-3,
-    schedule="linear",
-    warmup_steps=5,
-    weight_decay=0.1,
-    ema_decay=0.9,
+    engine="torch", learning_rate=1e-3, schedule="linear", warmup_steps=5, weight_decay=0.1, ema_decay=0.9
 )
 
 Digests = dict[str, str]
@@ -278,16 +274,8 @@ def whole(home: Path) -> Path:
 
 
 def start(home: Path, *words: str) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(
-        [*COMMAND, *words],
-        cwd=home,
-        env=os.environ | {"PYTHONPATH": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    return programs.start([*COMMAND, *words], home, environment, start_new_session=True)
 
 
 def finish(home: Path, *words: str) -> str:

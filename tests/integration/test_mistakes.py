@@ -36,16 +36,16 @@ def test_every_mistake_gives_one_sentence(
     name: str, mistake: Mistake, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen
 ) -> None:
     monkeypatch.chdir(home)
-    words, status, message = mistake
+    words, message, *other = mistake
     named = [f"name={name}"] if words[: len(GRPO)] == GRPO and "--resume" not in words else []
     found, said = run_words([*words[:1], *named, *words[1:]], capsys)
-    assert found == status, said
+    assert found == (other[0] if other else 2), said
     assert not re.search(r'File ".*/trueline/\w+/', said), said
     assert re.search(message, " ".join(said.split())), said
 
 
 def test_there_are_mistakes_of_every_kind() -> None:
-    assert len({tuple(words) for _, (words, _, _) in ROWS}) == len(ROWS)
+    assert len({tuple(row[0]) for _, row in ROWS}) == len(ROWS)
 
 
 def test_a_full_disk_gives_one_sentence(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Screen) -> None:

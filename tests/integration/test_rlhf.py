@@ -118,10 +118,7 @@ def test_a_server_gives_the_same_rewards(home: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("preset", "words"),
-    [
-        ("ppo", ["prompts_per_step=64"]),
-        ("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"]),
-    ],
+    [("ppo", ["prompts_per_step=64"]), ("dapo", ["prompts_per_step=4", "algorithm.shaping.overlong_factor=0.2"])],
 )
 def test_it_learns_through_ray_and_vllm(home: Path, preset: str, words: list[str]) -> None:
     rows = trueline(home, preset, "reward.py:letters", f"learns-{preset}", "steps=16", *words)

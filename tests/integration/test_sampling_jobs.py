@@ -50,14 +50,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "taught.jsonl", taught)
     make_tiny_model(folder / "random", tied=True)
     named = ["--model", str(folder / "random"), "--data", str(folder / "taught.jsonl"), "--name", "taught"]
-    small = [
-        "steps=60",
-        "samples_per_step=32",
-        "training.learning_rate=2e-3",
-        "monitoring.tensorboard=false",
-        "monitoring.doctor=false",
-    ]
-    assert main(["sft", *named, *small, "runtime=local", f"folder={folder}"]) == 0
+    small = ["steps=60", "samples_per_step=32", "training.learning_rate=2e-3"]
+    quiet = ["monitoring.tensorboard=false", "monitoring.doctor=false"]
+    assert main(["sft", *named, *small, *quiet, "runtime=local", f"folder={folder}"]) == 0
     (folder / "taught/checkpoints/step_000060/model").rename(folder / "model")
     return folder
 
@@ -207,16 +202,8 @@ def test_without_a_reward_there_are_answers_alone(home: Path, whole: Path) -> No
 
 def test_a_few_failures_are_counted_and_never_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All answers to one prompt of 24: four failures, within 5 % of 100."""
-    words = [
-        "--reward",
-        "rewards.py:broken",
-        'reward.options={"before": 1}',
-        "--name",
-        "few",
-        "keep=best",
-        "pairs=true",
-    ]
-    assert main([*GENERATE, *words]) == 0
+    words = ["--reward", "rewards.py:broken", "--name", "few", "keep=best", "pairs=true"]
+    assert main([*GENERATE, *words, 'reward.options={"before": 1}']) == 0
     assert "4 failed" in capsys.readouterr().out
     summary = json.loads((home / "runs/few/summary.json").read_text())
     assert (summary["failed"], summary["kept"]) == (4, PROMPTS - 1)
@@ -260,16 +247,8 @@ def test_eval_prints_a_table_and_writes_numbers_and_answers(home: Path, capsys: 
 
 
 def test_eval_stops_when_rewards_fail(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--eval-data",
-        "prompts.jsonl",
-        "--reward",
-        "rewards.py:broken",
-        "reward.probe=false",
-        "--name",
-        "eval-fails",
-    ]
-    assert main([*EVAL, *words]) == 1
+    words = ["--eval-data", "prompts.jsonl", "--reward", "rewards.py:broken", "--name", "eval-fails"]
+    assert main([*EVAL, *words, "reward.probe=false"]) == 1
     assert "cannot grade" in capsys.readouterr().out
 
 

@@ -28,14 +28,8 @@ def letters_command(folder: Path, verb: str, *words: str, prompts: int = 30) -> 
     rows = [{"prompt": f"{number}:"} for number in range(prompts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(REWARD)
-    named = [
-        "--model",
-        f"{folder}/model",
-        "--data",
-        f"{folder}/prompts.jsonl",
-        "--reward",
-        f"{folder}/reward.py:letters",
-    ]
+    named = ["--model", f"{folder}/model", "--data", f"{folder}/prompts.jsonl"]
+    named += ["--reward", f"{folder}/reward.py:letters"]
     small = ["prompts_per_step=8", "rollout.max_new_tokens=8", "training.learning_rate=1e-3", "checkpoint.every=0"]
     quiet = ["monitoring.tensorboard=false", "monitoring.doctor=false"]
     return [verb, *named, *small, "runtime=local", f"folder={folder}", "name=run", *quiet, *words]

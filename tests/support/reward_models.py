@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    LlamaConfig,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
 )
 
+from tests.support.tiny import small_config
 from trueline.config.model import FrozenConfig, ModelConfig
 from trueline.demo.material import make_tokenizer
 from trueline.runtime.actors import LocalActor
@@ -32,21 +32,7 @@ def make_reward_model(folder: Path, head: str, template: str | None = None) -> P
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     kind, _, labels = CLASSES[head]
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,  # far from uniform, so that mistakes show
-        num_labels=labels,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    kind(config).save_pretrained(folder)
+    kind(small_config(tokenizer, max_position_embeddings=CONTEXT, num_labels=labels)).save_pretrained(folder)
     return folder
 
 

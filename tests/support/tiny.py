@@ -2,14 +2,24 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.types import Batch, LossOutput, Sample
 from trueline.demo.material import make_tokenizer
+
+
+def small_config(tokenizer: PreTrainedTokenizerFast, **keys: Any) -> LlamaConfig:
+    """Two layers of 32 hidden numbers, and weights far from uniform, so that mistakes show."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ends |= {"pad_token_id": tokenizer.pad_token_id}
+    return LlamaConfig(vocab_size=len(tokenizer), **(sizes | heads | ends | keys))
 
 
 def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0, biases: bool = False) -> Path:
@@ -17,20 +27,8 @@ def make_tiny_model(folder: Path, *, tied: bool, seed: int = 0, biases: bool = F
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.08,
-        tie_word_embeddings=tied,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256, "initializer_range": 0.08}
+    config = small_config(tokenizer, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
     model = LlamaForCausalLM(config)
     if biases:  # of zeros, beside the same weights
         weights, config.attention_bias = model.state_dict(), True

@@ -18,20 +18,11 @@ def make_model(folder: Path, seed: int) -> int:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "tie_word_embeddings": True}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    shape = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **sizes, **heads, **ends}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(folder)
     return int(model.num_parameters())
 

@@ -31,67 +31,38 @@ def run(folder: Path, seed: int, steps: int) -> int:
     make_data(folder, seed)
     console.print(f"[bold]1. A random model[/] of {parameters:,} parameters and sums to add, in", end=" ")
     console.print(folder, markup=False, soft_wrap=True)
-    common = {"folder": str(folder), "seed": seed, "monitoring": {"doctor": False}}
+    common: Tree = {"folder": str(folder), "seed": seed, "monitoring": {"doctor": False}}
     try:
         console.print("[bold]2. Warm start[/] by supervised training (trueline sft)")
-        warm = finish(warm_start(common, folder))
+        # The teacher mostly forgets to carry. One small model needs no process of its own.
+        files = {"model": {"path": str(folder / "model")}, "data": {"path": str(folder / "teacher.jsonl")}}
+        rate = {"learning_rate": 2e-3, "warmup_steps": 20, "schedule": "linear"}
+        keys = {"name": "warm_start", "runtime": "local", "steps": 250, "samples_per_step": 128}
+        warm = finish("sft", common | files | keys | {"training": rate, "checkpoint": {"every": 0}})
         console.print("[bold]3. Reinforcement learning[/] with Ray, vLLM and DeepSpeed (trueline grpo)")
-        grpo = finish(reinforce(common, folder, warm, steps))
+        # A DeepSpeed policy, its reference and a vLLM engine; held-out completions are greedy.
+        files = {"model": {"path": str(warm.model)}, "data": {"path": str(folder / "practice.jsonl")}}
+        rate = {"learning_rate": 2e-4, "warmup_steps": 5, "schedule": "linear"}
+        keys = {"name": "grpo", "steps": steps, "prompts_per_step": 32, "minibatches": 2}
+        tested = {"data": str(folder / "held_out.jsonl"), "every": 10}
+        grpo = finish("grpo", common | SCORED | files | keys | {"training": rate, "evaluation": tested})
         console.print("[bold]4. Sampled completions[/] before and after GRPO (trueline eval)")
-        before = finish(sample(common, folder, "sampled_before", warm))
-        after = finish(sample(common, folder, "sampled_after", grpo))
+        tested = {"data": str(folder / "held_out.jsonl"), "temperature": 1.0, "samples": 4}
+        common |= SCORED | {"runtime": "local", "evaluation": tested}
+        before = finish("eval", common | {"name": "sampled_before", "model": {"path": str(warm.model)}})
+        after = finish("eval", common | {"name": "sampled_after", "model": {"path": str(grpo.model)}})
     except RunFailed as failure:
         return failure.run.status or 1
     show_result(folder, (before.evaluation[SCORE], after.evaluation[SCORE]), console)
     return 0
 
 
-def finish(run: Run) -> Run:
-    """End the demo where one of its runs was interrupted."""
+def finish(verb: str, keys: Tree) -> Run:
+    """Make a run from start to end; the demo ends where it is interrupted."""
+    run = train(verb, keys)
     if run.status:
         raise RunFailed(run)
     return run
-
-
-def warm_start(common: Tree, folder: Path) -> Run:
-    """Imitate a teacher that mostly forgets to carry. One small model needs no process of its own."""
-    settings = {
-        "name": "warm_start",
-        "runtime": "local",
-        "steps": 250,
-        "samples_per_step": 128,
-        "model": {"path": str(folder / "model")},
-        "data": {"path": str(folder / "teacher.jsonl")},
-        "training": {"learning_rate": 2e-3, "warmup_steps": 20, "schedule": "linear"},
-        "checkpoint": {"every": 0},
-    }
-    return train("sft", common | settings)
-
-
-def reinforce(common: Tree, folder: Path, warm: Run, steps: int) -> Run:
-    """Train through Ray: a DeepSpeed policy, its reference and a vLLM engine; held-out completions are greedy."""
-    settings = {
-        "name": "grpo",
-        "steps": steps,
-        "prompts_per_step": 32,
-        "minibatches": 2,
-        "model": {"path": str(warm.model)},
-        "data": {"path": str(folder / "practice.jsonl")},
-        "evaluation": {"data": str(folder / "held_out.jsonl"), "every": 10},
-        "training": {"learning_rate": 2e-4, "warmup_steps": 5, "schedule": "linear"},
-    }
-    return train("grpo", common | SCORED | settings)
-
-
-def sample(common: Tree, folder: Path, name: str, trained: Run) -> Run:
-    """Sample the held-out sums from the model of a run."""
-    settings = {
-        "name": name,
-        "runtime": "local",
-        "model": {"path": str(trained.model)},
-        "evaluation": {"data": str(folder / "held_out.jsonl"), "temperature": 1.0, "samples": 4},
-    }
-    return train("eval", common | SCORED | settings)
 
 
 def show_result(folder: Path, sampled: tuple[float, float], console: Console) -> None:

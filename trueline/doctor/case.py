@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.reward import RewardConfig
-from trueline.config.rl import EvaluationConfig, RLConfig, RolloutConfig
+from trueline.config.rl import EvaluationConfig, RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
@@ -23,6 +23,7 @@ from trueline.plan.inputs import Reading, held_out_prompts, training_prompts
 from trueline.plan.rewards import Trial, check_rewards
 from trueline.plan.tasks import TASKS
 
+LOOKED_AT = 200  # rows, by checks that take their time
 Kind = TypeVar("Kind")
 Record = Prompt | Conversation | Document | Pair | Rated | StepRated
 
@@ -36,14 +37,10 @@ class DataRow:
     place: str
     label: Any = None
     tools: tuple[Tool, ...] = ()
-
     question: int = field(init=False)  # equal in rows with the same prompt; of a text without a prompt, all of it
 
     def __post_init__(self) -> None:
         self.question = hash(repr(self.asked or self.completions))  # a hash, because there may be many rows
-
-    def holds(self, text: str) -> bool:
-        return any(text in content_of(message) for message in self.asked)
 
     def text(self) -> str:
         return content_of(self.asked[-1]) if self.asked else ""
@@ -56,7 +53,6 @@ class Case:
     config: RunConfig  # as planned, or as given if the plan is refused
     facts: ModelFacts | None
     chat: ChatFormat | None
-    prompts: list[Prompt]  # none of tasks that sample nothing
     rows: list[DataRow]
     held_out: list[DataRow]
     trials: dict[str, Trial] = field(default_factory=dict)  # of the reward functions, by their names
@@ -68,10 +64,6 @@ class Case:
     @property
     def training(self) -> TrainingConfig | None:
         return self.section("training", TrainingConfig)
-
-    @property
-    def rollout(self) -> RolloutConfig | None:
-        return self.section("rollout", RolloutConfig)
 
     @property
     def rewards(self) -> RewardConfig:
@@ -86,26 +78,21 @@ Check = Callable[[Case], Iterable[Finding]]
 
 
 def case_of(config: RunConfig, reading: Reading) -> Case:
-    """Make a case from what a plan has read."""
-    prompts = [one for one in reading.rows if isinstance(one, Prompt)]
-    rows, held_out = rows_of(reading.rows), rows_of(reading.held_out)
-    return Case(config, reading.facts, reading.chat, prompts, rows, held_out, reading.trials)
+    return Case(config, reading.facts, reading.chat, rows_of(reading.rows), rows_of(reading.held_out), reading.trials)
 
 
 def gather(config: RunConfig) -> Case:
     """Read what can be read without loading weights, for a run whose plan is refused."""
-    case = Case(config, None, None, [], [], [])
-    head = TASKS[config.task].head if isinstance(config, SupervisedConfig) else "language"
-    facts = readable(lambda: check_model(case.model, head, quantized=isinstance(config, SamplingConfig)))
-    template = dict(dict(config)["data"])["chat_template"]
-    chat = readable(lambda: load_chat(case.model, template)) if facts else None
+    assert isinstance(config, RLConfig | SamplingConfig | SupervisedConfig)  # no other kind of run is there
+    model, head = config.model, TASKS[config.task].head if isinstance(config, SupervisedConfig) else "language"
+    facts = readable(lambda: check_model(model, head, quantized=isinstance(config, SamplingConfig)))
+    chat = readable(lambda: load_chat(model, config.data.chat_template)) if facts else None
     if isinstance(config, SupervisedConfig):
-        rows, held_out = readable(lambda: supervised_rows(config)) or ([], [])
-        return Case(config, facts, chat, [], rows, held_out)
-    assert isinstance(config, RLConfig | SamplingConfig)  # no other kind of run is there
-    prompts, tested = readable(lambda: prompts_of(config)) or ([], [])
+        records, tested = readable(lambda: supervised_records(config)) or ([], [])
+        return Case(config, facts, chat, rows_of(records), rows_of(tested))
+    prompts, held_out = readable(lambda: prompts_of(config)) or ([], [])
     asked = readable(lambda: check_rewards(config.reward, [prompts], config.data, required=False)) if prompts else None
-    return Case(config, facts, chat, prompts, rows_of(prompts), rows_of(tested), asked.trials if asked else {})
+    return Case(config, facts, chat, rows_of(prompts), rows_of(held_out), asked.trials if asked else {})
 
 
 def readable(read: Callable[[], Kind]) -> Kind | None:
@@ -125,16 +112,15 @@ def prompts_of(config: RLConfig | SamplingConfig) -> tuple[list[Prompt], list[Pr
     return [one for prompts in training_prompts(config.data).values() for one in prompts], tested
 
 
-def supervised_rows(config: SupervisedConfig) -> tuple[list[DataRow], list[DataRow]]:
+def supervised_records(config: SupervisedConfig) -> tuple[list[Record], list[Record]]:
     held, key = config.evaluation, config.data.source_key()
-    opened = [open_source(path, key) for path in config.data.sources()]
-    parts = [split_rows(rows, held.share, held.by, config.seed) for rows in opened]
+    parts = [split_rows(open_source(path, key), held.share, held.by, config.seed) for path in config.data.sources()]
     tested = [open_source(held.data, "evaluation.data")] if held.data else [part for _, part in parts if part]
-    return read_parts([part for part, _ in parts], config), read_parts(tested, config)
+    return read_records([part for part, _ in parts], config), read_records(tested, config)
 
 
-def read_parts(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[DataRow]:
-    return [row for part in parts for row in rows_of(TASKS[config.task].read(part, config)[0])]
+def read_records(parts: Iterable[list[Located]], config: SupervisedConfig) -> list[Record]:
+    return [record for part in parts for record in TASKS[config.task].read(part, config)[0]]
 
 
 def rows_of(records: Iterable[Record]) -> list[DataRow]:
@@ -150,13 +136,12 @@ def row_of(record: Record) -> DataRow:
         case Conversation(messages, place, tools):
             return DataRow(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
         case Pair(prompt, chosen, rejected):
-            return DataRow(
-                prompt, (join_contents(chosen), join_contents(rejected)), record.place, tools=tuple(record.tools)
-            )
+            texts = [join_contents(chosen), join_contents(rejected)]
         case Rated(prompt, completion):
-            return DataRow(prompt, (join_contents(completion),), record.place, tools=tuple(record.tools))
+            texts = [join_contents(completion)]
         case StepRated(prompt, steps):
-            return DataRow(prompt, ("\n".join(steps),), record.place, tools=tuple(record.tools))
+            texts = ["\n".join(steps)]
+    return DataRow(prompt, tuple(texts), record.place, tools=tuple(record.tools))
 
 
 def join_contents(messages: list[Message]) -> str:

@@ -1,23 +1,27 @@
-"""Checks of the rows: what a run would learn by mistake."""
+"""Checks of the rows and of the rewards that they get: what a run would learn by mistake, or not at all."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 from trueline.config.environment import EnvironmentConfig
+from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.config.supervised import SupervisedConfig
+from trueline.data.messages import content_of
 from trueline.doctor.case import Case, DataRow
 from trueline.monitoring import limits
-from trueline.monitoring.findings import BAD, WATCH, Finding
+from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
+from trueline.plan.rewards import MADE_UP, Trial, label_remark
+from trueline.rewards.combined import kind_of
+from trueline.rewards.functions import REWARDS
 
 
 def repeated_rows(case: Case) -> Iterator[Finding]:
     counts = Counter((row.question, row.completions) for row in case.rows)
-    repeated = sum(count - 1 for count in counts.values())
-    if repeated:
+    if repeated := sum(count - 1 for count in counts.values()):
         first = next(row for row in case.rows if counts[row.question, row.completions] > 1)
         verb = "is a duplicate" if repeated == 1 else "are duplicates"
         what = f"{share(repeated, len(case.rows))} {verb}, e.g. {first.place}"
-        yield Finding(WATCH, "repeated_rows", what, "they are learnt more often than the others", path_key(case))
+        yield Finding(WATCH, "repeated_rows", what, "they are learned more often than the others", path_key(case))
 
 
 def contradictions(case: Case) -> Iterator[Finding]:
@@ -28,8 +32,7 @@ def contradictions(case: Case) -> Iterator[Finding]:
     labels: dict[int, set[str]] = {}
     for row in case.rows:
         labels.setdefault(row.question, set()).add(str(row.label))
-    several = [row for row in case.rows if len(labels[row.question]) > 1]
-    if several:
+    if several := [row for row in case.rows if len(labels[row.question]) > 1]:
         what = f"{share(len(several), len(case.rows))} repeat a prompt with another label, e.g. {several[0].place}"
         why = "no completion is right for all of them"
         yield Finding(WATCH, "contradictions", what, why, path_key(case))
@@ -37,8 +40,7 @@ def contradictions(case: Case) -> Iterator[Finding]:
 
 def leaked_rows(case: Case) -> Iterator[Finding]:
     trained = {row.question for row in case.rows}
-    leaked = [row for row in case.held_out if row.question in trained]
-    if leaked:
+    if leaked := [row for row in case.held_out if row.question in trained]:
         what = f"{share(len(leaked), len(case.held_out))} held out are also trained on, e.g. {leaked[0].place}"
         split = isinstance(case.config, SupervisedConfig) and case.config.evaluation.share > 0
         key = "evaluation.by" if split else "evaluation.data"
@@ -46,8 +48,7 @@ def leaked_rows(case: Case) -> Iterator[Finding]:
 
 
 def empty_labels(case: Case) -> Iterator[Finding]:
-    empty = [row for row in labelled_rows(case) if not str(row.label).strip() or row.label == []]
-    if empty:
+    if empty := [row for row in labelled_rows(case) if not str(row.label).strip() or row.label == []]:
         what = f"{share(len(empty), len(case.rows))} have an empty label, e.g. {empty[0].place}"
         why = "a reward that compares with it accepts nothing, or everything"
         yield Finding(BAD, "empty_labels", what, why, "data.label_column")
@@ -70,8 +71,8 @@ def mixed_labels(case: Case) -> Iterator[Finding]:
 
 def leaked_labels(case: Case) -> Iterator[Finding]:
     """Find prompts that hold their own label, where that is too long to be there by chance."""
-    rows = labelled_rows(case)
-    leaked = [row for row in rows if len(str(row.label)) >= limits.LONG_LABEL and row.holds(str(row.label))]
+    long = [row for row in labelled_rows(case) if len(str(row.label)) >= limits.LONG_LABEL]
+    leaked = [row for row in long if any(str(row.label) in content_of(message) for message in row.asked)]
     if len(leaked) > limits.MANY * len(case.rows):
         what = f"{share(len(leaked), len(case.rows))} have their label in the prompt, e.g. {leaked[0].place}"
         yield Finding(WATCH, "leaked_labels", what, "the model can just copy it", "data.prompt_column")
@@ -81,8 +82,7 @@ def trailing_space(case: Case) -> Iterator[Finding]:
     """Find prompts whose end joins the reply's first word; a chat template puts marks in between."""
     if case.chat is None or case.chat.templated:
         return
-    ending = [row for row in case.rows if row.text() != row.text().rstrip()]
-    if ending:
+    if ending := [row for row in case.rows if row.text() != row.text().rstrip()]:
         what = f"{share(len(ending), len(case.rows))} have a prompt that ends in white space, e.g. {ending[0].place}"
         why = "most tokenizers join a space to the next word, so the model has hardly seen such an end"
         yield Finding(WATCH, "trailing_space", what, why, "data.prompt_column")
@@ -101,13 +101,58 @@ def path_key(case: Case) -> str:
     return "data.mixture" if dict(dict(case.config)["data"])["mixture"] else "data.path"
 
 
-CHECKS = (
-    repeated_rows,
-    contradictions,
-    leaked_rows,
-    empty_labels,
-    equal_labels,
-    mixed_labels,
-    leaked_labels,
-    trailing_space,
-)
+def check_trials(case: Case) -> Iterator[Finding]:
+    """Check what each reward function returned in the few calls that a plan made."""
+    config = case.rewards
+    if not config.named_parts():
+        yield Finding(FINE, "no_reward", "there is no reward function to check")
+    for name, part in config.named_parts().items() if case.rows else ():
+        key = f"reward.parts.{name}.function" if config.parts else "reward.function"
+        if kind_of(part) != "function":
+            why = "it is not a function, and may cost money"
+            yield Finding(FINE, "reward_not_called", f"{part.function} was not called", why, key)
+        elif (trial := case.trials.get(name)) is not None and trial.asked:
+            yield from reward_findings(trial, part, config, key)
+
+
+def reward_findings(trial: Trial, part: RewardPartConfig, config: RewardConfig, key: str) -> Iterator[Finding]:
+    """Report what is wrong with a reward, the plainest reason alone."""
+    values = ", ".join(f"{value:g}" for value in trial.rewards())
+    if trial.failures:
+        why = "completions whose reward fails are dropped; above reward.max_failure_share the run stops"
+        yield Finding(BAD, "reward_trial", f"{part.function} {trial.describe_failures()}", why, key)
+    elif trial.slow:
+        what = f"{part.function} took {trial.slow:.0f} s for a call, and was not called again"
+        yield Finding(FINE, "slow_reward", what, f"reward.timeout_seconds={config.timeout_seconds:g}", key)
+    elif not trial.compares and len(set(trial.rewards())) == 1 and part.function not in REWARDS:
+        what = f"{part.function} scored made-up replies, digits and texts of the data all the same: {values}"
+        yield Finding(WATCH, "constant_reward", what, "constant rewards teach nothing", key)
+    elif trial.compares:
+        yield from label_findings(trial, part, values, key)
+
+
+def label_findings(trial: Trial, part: RewardPartConfig, values: str, key: str) -> Iterator[Finding]:
+    below = [own <= made_up for made_up, own in trial.pairs()]
+    shaped = [call for call in trial.others if call.reward > trial.calls[0].reward]
+    remark = label_remark(trial.calls[0].prompt.label) if part.function not in REWARDS else ""
+    where = f"({values} for {MADE_UP!r} and for the label, in turns)"
+    if not any(below) and remark:
+        yield Finding(FINE, "label_type", f"{part.function} accepts its own label, although {remark}", "", key)
+    elif not any(below):
+        return
+    elif shaped:
+        what = f"{part.function} accepts a label only in this form: {shaped[0].reply!r:.60}"
+        yield Finding(WATCH, "reward_form", what, "a prompt that does not ask for that form gets no reward", key)
+    elif remark:
+        why = f"its own label got no reward {where}"
+        yield Finding(BAD, "label_type", f"{part.function}: {remark}", why, "data.label_column")
+    elif len(set(trial.rewards())) == 1:
+        what = f"{part.function} scored every reply the same {where}"
+        yield Finding(BAD, "constant_reward", what, "constant rewards teach nothing", key)
+    else:
+        what = f"{part.function} scores a row's own label no higher than a made-up reply {where}"
+        yield Finding(BAD if all(below) else WATCH, "ignored_label", what, "right replies get no reward", key)
+
+
+LABEL_CHECKS = (empty_labels, equal_labels, mixed_labels, leaked_labels)
+CHECKS = (repeated_rows, contradictions, leaked_rows, *LABEL_CHECKS, trailing_space)

@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
 from trueline.data.types import Sample, Trajectory, to_samples
-from trueline.doctor.machine import existing
+from trueline.doctor.training import existing
 from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
 from trueline.monitoring.health import TRUNCATED, UNIFORM, gap_level, limits_in, truncation_findings
 from trueline.monitoring.limits import ALWAYS_TRUNCATED, CUT_OFF
@@ -22,7 +22,6 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
 from trueline.offline.build import supervised_trainer
-from trueline.offline.trainer import SupervisedTrainer
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.rl import RLPlan
 from trueline.plan.tasks import Material
@@ -61,24 +60,6 @@ def passing_folder(plan: RLPlan | SupervisedPlan, verb: str) -> Iterator[tuple[R
         yield folder, Progress("doctor", 1, Console(stderr=True, highlight=False), folder)
 
 
-# Reinforcement learning
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Groups that a step could train on, and completions without a reward."""
-
-    groups: list[Group]
-    failed: list[Trajectory]
-    prompts: int
-
-    def completions(self) -> list[Trajectory]:
-        return [one for group in self.groups for one in group]
-
-    def samples(self) -> list[Sample]:
-        return [one for number, episode in enumerate(self.completions()) for one in to_samples(episode, number)]
-
-
 def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
     """Publish weights, sample, compare and train; yield each finding at once."""
     asked, once = plan.config, plan.config.with_keys(KEEP_NOTHING | {"minibatches": 1})
@@ -88,22 +69,27 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
         how = "verified" if trainer.sync.check else "not verified (sync.check=false)"
         what = f"weight sync takes {duration(sync['sync/seconds'])}, {how}"
         yield Finding(FINE, "weight_sync", what, key="sync.check")
-        sampled = sample(trainer, asked.algorithm.group_size)
-        yield from failures(sampled, asked)
-        if not sampled.groups:
+        groups, failed, prompts = sample(trainer, asked.algorithm.group_size)
+        yield from failures(failed, prompts, asked)
+        if not groups:
             return
-        samples = sampled.samples()
-        metrics = describe_step(sampled.groups, samples, trainer.rollouts.dropped, trainer.state.version)
-        yield from truncation(metrics, asked)
-        yield from rewards(sampled, metrics) if asked.has_reward() else ()
+        completions = [one for group in groups for one in group]
+        samples = [one for number, made in enumerate(completions) for one in to_samples(made, number)]
+        metrics = describe_step(groups, samples, trainer.rollouts.dropped, trainer.state.version)
+        share = metrics[TRUNCATED]
+        level = BAD if share > ALWAYS_TRUNCATED else WATCH if share > CUT_OFF else FINE
+        cut = truncation_findings(level, share, limits_in(metrics, "response_length/"), asked)
+        what = f"{cut.what}; their mean length is {metrics['response_length/mean']:.0f} tokens"
+        yield replace(cut, what=what, why="" if level == FINE else f"{cut.why}, or check that completions can end")
+        yield from rewards(groups, metrics) if asked.has_reward() else ()
         with trainer.sharing.training():
-            yield from gaps(trainer, samples)
+            yield gap(trainer, samples)
             yield from training_step(trainer, samples)
-        yield step_time(trainer, asked, sampled.prompts)
+        yield step_time(trainer, asked, prompts)
 
 
-def sample(trainer: RLTrainer, size: int) -> Sampled:
-    """Sample completions of the run's first prompts, with the seeds of the run."""
+def sample(trainer: RLTrainer, size: int) -> tuple[list[Group], list[Trajectory], int]:
+    """Sample the run's first prompts with its seeds; return groups to train on, failures, count of prompts."""
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
@@ -111,43 +97,32 @@ def sample(trainer: RLTrainer, size: int) -> Sampled:
         made = dict(rollouts.sampler.each(prompts, rollouts.loop, in_flight=COMPLETIONS))
     groups = [[one for one in made[place] if one.outcome.is_scored] for place in sorted(made)]
     failed = [one for group in made.values() for one in group if one.outcome.is_failure]
-    return Sampled([group for group in groups if len(group) >= min(2, size)], failed, count)
+    return [group for group in groups if len(group) >= min(2, size)], failed, count
 
 
-def failures(sampled: Sampled, config: RLConfig) -> Iterator[Finding]:
-    if sampled.failed:
-        asked = sampled.prompts * config.algorithm.group_size
-        first = sampled.failed[0]
-        cause = first.error.strip().rpartition("\n")[2]
-        what = f"{len(sampled.failed)} of {asked} completions have no reward: {first.outcome}: {cause}"
-        stops = len(sampled.failed) > config.reward.max_failure_share * asked
+def failures(failed: list[Trajectory], prompts: int, config: RLConfig) -> Iterator[Finding]:
+    if failed:
+        asked, cause = prompts * config.algorithm.group_size, failed[0].error.strip().rpartition("\n")[2]
+        what = f"{len(failed)} of {asked} completions have no reward: {failed[0].outcome}: {cause}"
+        stops = len(failed) > config.reward.max_failure_share * asked
         why = "more than reward.max_failure_share, so the run would stop" if stops else "they are dropped"
         yield Finding(BAD if stops else WATCH, "failed_rewards", what, why, "reward.function")
 
 
-def truncation(metrics: Metrics, config: RLConfig) -> Iterator[Finding]:
-    share = metrics[TRUNCATED]
-    level = BAD if share > ALWAYS_TRUNCATED else WATCH if share > CUT_OFF else FINE
-    found = truncation_findings(level, share, limits_in(metrics, "response_length/"), config)
-    what = f"{found.what}; their mean length is {metrics['response_length/mean']:.0f} tokens"
-    yield replace(found, what=what, why="" if level == FINE else f"{found.why}, or check that completions can end")
-
-
-def rewards(sampled: Sampled, metrics: Metrics) -> Iterator[Finding]:
-    found = [one.reward for one in sampled.completions() if one.reward is not None]
+def rewards(groups: list[Group], metrics: Metrics) -> Iterator[Finding]:
+    found = [one.reward for group in groups for one in group if one.reward is not None]
     mean, spread = metrics["reward/mean"], metrics["reward/std"]
     what = f"{len(found)} rewards from {min(found):.3g} to {max(found):.3g}, mean {mean:.3g}, deviation {spread:.2g}"
     same = "" if spread else "all are equal, so there is nothing to learn: `trueline reward try`"
     yield Finding(FINE if spread else BAD, "equal_rewards", what, same, "reward.function")
-    share = metrics.get(UNIFORM)
-    if share:
+    if share := metrics.get(UNIFORM):
         level = WATCH if share > MOSTLY_UNIFORM else FINE
         why = "they teach nothing: easier or harder prompts, or larger groups" if level == WATCH else ""
-        what = f"in {share:.0%} of {len(sampled.groups)} groups all completions have the same reward"
+        what = f"in {share:.0%} of {len(groups)} groups all completions have the same reward"
         yield Finding(level, "uniform_groups", what, why, "algorithm.group_size")
 
 
-def gaps(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
+def gap(trainer: RLTrainer, samples: list[Sample]) -> Finding:
     """Compare the log-probs of engines and trainer on sampled tokens, by their gap under equal weights."""
     scored = trainer.models.policy.score(samples, trainer.models.temperature)
     for one, logprobs in zip(samples, scored, strict=True):
@@ -157,7 +132,7 @@ def gaps(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
     level = gap_level(mean, trainer.sync.floor)
     what = f"log-probs of engines and trainer differ by {mean:.2g} nats per token on average, {largest:.2g} at most"
     why = "" if level == FINE else "the trained policy is not the sampled one: try rollout.dtype, or rollout.engine=hf"
-    yield Finding(level, "gap", what, why, "rollout.dtype")
+    return Finding(level, "gap", what, why, "rollout.dtype")
 
 
 def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
@@ -174,17 +149,13 @@ def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding
 
 def step_time(trainer: RLTrainer, config: RLConfig, prompts: int) -> Finding:
     """Scale the phases of the trial, except the sync, to the prompts of a step."""
-    seconds = trainer.timer.seconds
-    scale = config.prompts_per_step / prompts
+    seconds, scale = trainer.timer.seconds, config.prompts_per_step / prompts
     scaled = {name: seconds[name] * (1 if name == "sync" else scale) for name in ("rollout", "score", "train", "sync")}
     whole = sum(scaled.values())
     parts = ", ".join(f"{name} {duration(value)}" for name, value in scaled.items())
     what = f"about {duration(whole)} per step ({parts}), {duration(whole * config.steps)} for {config.steps} steps"
     why = f"an estimate from {prompts} of {config.prompts_per_step} prompts; a first step is slower"
     return Finding(FINE, "step_time", what, why, "prompts_per_step")
-
-
-# Tasks on given rows
 
 
 def try_supervised(plan: SupervisedPlan, verb: str) -> Iterator[Finding]:
@@ -195,30 +166,24 @@ def try_supervised(plan: SupervisedPlan, verb: str) -> Iterator[Finding]:
         config, train = tried.config, material.train
         order = train.order(config.seed, config.data.shuffle, 0)
         rows = [next(order) for _ in range(config.samples_per_step)]
-        metrics = trainer.learn(rows)
-        yield from check_update(metrics)
-        yield passes(trainer, train.take(rows))
+        yield from check_update(trainer.learn(rows))
+        samples = train.take(rows)
+        passes = trainer.model.plan(samples, train.task.samples_per_row)
+        tokens = [sum(samples[at].length() for at in one if at >= 0) for rank in passes for one in rank]
+        what = f"{len(tokens)} passes of up to {max(tokens)} tokens; the limit is {trainer.model.budget.tokens}"
+        yield Finding(FINE, "passes", what, key="training.micro_batch_tokens")
         seconds = trainer.timer.seconds["train"]
         what = f"about {duration(seconds)} per step, {duration(seconds * plan.steps)} for {plan.steps} steps"
         yield Finding(FINE, "step_time", what, "an estimate; a first step is slower", "samples_per_step")
 
 
-def passes(trainer: SupervisedTrainer, samples: list[Sample]) -> Finding:
-    plan = trainer.model.plan(samples, trainer.plan.material.train.task.samples_per_row)
-    tokens = [sum(samples[at].length() for at in one if at >= 0) for rank in plan for one in rank]
-    what = f"{len(tokens)} passes of up to {max(tokens)} tokens; the limit is {trainer.model.budget.tokens}"
-    return Finding(FINE, "passes", what, key="training.micro_batch_tokens")
-
-
 def check_update(metrics: Metrics) -> Iterator[Finding]:
-    """Check the loss and gradient norm of an optimizer step."""
     loss, norm = metrics["loss"], metrics["grad_norm"]
     memory = f"; {metrics['memory/peak_gib']:.2g} GiB of memory" if "memory/peak_gib" in metrics else ""
     what = f"one step was trained: loss {loss:.4g}, gradient norm {norm:.3g}{memory}"
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        yield Finding(
-            BAD, "not_finite", what, "not finite, so the step was skipped: try model.dtype=float32", "model.dtype"
-        )
-    else:
-        why = "" if norm else "nothing was learnt from these rows"
+    if math.isfinite(loss) and math.isfinite(norm):
+        why = "" if norm else "nothing was learned from these rows"
         yield Finding(FINE if norm else WATCH, "trial_step", what, why, "training.learning_rate")
+    else:
+        why = "not finite, so the step was skipped: try model.dtype=float32"
+        yield Finding(BAD, "not_finite", what, why, "model.dtype")

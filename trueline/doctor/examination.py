@@ -10,7 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.doctor import data, machine, rewards, template, training
+from trueline.doctor import data, template, training
 from trueline.doctor.case import Case, Check, case_of, gather
 from trueline.doctor.table import Findings, refusal
 from trueline.monitoring.findings import BAD, FINE, REFUSED, WATCH, Finding
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 FAMILIES: dict[str, tuple[str, tuple[Check, ...]]] = {  # the part of the case that they need, and the checks
     "data": ("rows", data.CHECKS),
     "chat template": ("tokenizer", template.CHECKS),
-    "rewards": ("rows", rewards.CHECKS),
+    "rewards": ("rows", (data.check_trials,)),
     "training": ("model", training.CHECKS),
-    "machine": ("model", machine.CHECKS),
+    "machine": ("model", training.MACHINE_CHECKS),
 }
 
 
@@ -60,12 +60,15 @@ def run_checks(run: Planned) -> Findings:
     found = {family: list(apply_checks(case, checks)) for family, (_, checks) in FAMILIES.items()}
     known = {one.code for findings in found.values() for one in findings}
     plan = [one for one in run.findings if one.level == REFUSED or one.code not in known]
+    absent = {"rows": not case.rows, "tokenizer": case.chat is None, "model": case.facts is None}
     filled: Findings = {"plan": plan or [Finding(FINE, "would_start", "the run would start")]}
     for family, findings in found.items():
+        needed, checks = FAMILIES[family]
         new = [one for one in findings if one.level != REFUSED or one not in run.findings]
-        new += unread(case, family)
-        count = len(FAMILIES[family][1])
-        filled[family] = new or [Finding(FINE, "nothing_found", f"{count} check{'s' * (count > 1)} found nothing")]
+        if absent[needed] and (family != "rewards" or case.rewards.named_parts()):
+            new.append(Finding(WATCH, "unread", f"some checks were skipped: the run's {needed} could not be read"))
+        checked = f"{len(checks)} check{'s' * (len(checks) > 1)}"
+        filled[family] = new or [Finding(FINE, "nothing_found", f"{checked} found nothing")]
     return filled
 
 
@@ -77,7 +80,6 @@ def findings_at_start(config: RunConfig, reading: Reading, known: Iterable[Findi
 
 
 def try_plan(config: RunConfig, verb: str, prepare: str, *, resume: bool) -> Planned:
-    """Plan a run as its start does."""
     name = config.name or default_name(verb)
     folder = RunFolder(Path(config.folder).resolve() / name)
     try:
@@ -114,11 +116,3 @@ def apply_checks(case: Case, checks: Iterable[Check]) -> Iterator[Finding]:
             yield refusal(error)
         except OSError as error:
             yield Finding(WATCH, "unread", f"a check could not read a file: {error}")
-
-
-def unread(case: Case, family: str) -> Iterator[Finding]:
-    """Report what a family needs and could not be read."""
-    absent = {"rows": not case.rows, "tokenizer": case.chat is None, "model": case.facts is None}
-    needed, _ = FAMILIES[family]
-    if absent[needed] and (family != "rewards" or case.rewards.named_parts()):
-        yield Finding(WATCH, "unread", f"some checks were skipped: the run's {needed} could not be read")

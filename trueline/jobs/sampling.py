@@ -9,21 +9,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.files import Row
-from trueline.jobs.sample_file import (
-    SampleFile,
-    line_of,
-    prompt_row,
-    row_of,
-    write_aside,
-    write_json,
-    write_selection,
-)
+from trueline.jobs.sample_file import SampleFile, line_of, prompt_row, row_of, write_aside, write_json, write_selection
 from trueline.monitoring.findings import WATCH
 from trueline.monitoring.health import limits_in, truncation_findings
 from trueline.monitoring.limits import CUT_OFF
@@ -55,14 +47,8 @@ from trueline.training.group import start_groups
 SAMPLES, SUMMARY, EVALUATION = "samples.jsonl", "summary.json", "evaluation.json"
 REPORT_SECONDS = 5.0
 ALWAYS_THE_SAME = (  # keys that the lines of one samples.jsonl share, whoever resumes the run
-    "seed",
-    "samples",
-    "model.path",
-    "data.",
-    *(f"rollout.{key}" for key in SamplingControls.model_fields),
-    "rollout.max_new_tokens",
-    "rollout.max_prompt_tokens",
-    "shard",
+    *("seed", "samples", "model.path", "data.", "shard"),
+    *(f"rollout.{key}" for key in (*SamplingControls.model_fields, "max_new_tokens", "max_prompt_tokens")),
     *(f"reward.{key}" for key in ("function", "parts", "pattern", "options", "weight", "clip", "normalize")),
     *(f"reward.{key}" for key in ("policy_error", "chat_template", "step", "judge")),
     *(f"environment.{key}" for key in ("function", "agent", "tool", "options", "max_turn", "truncated")),
@@ -80,23 +66,19 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         progress.note("starting   engines and rewards; each process imports its libraries first")
         specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
-        pool = EnginePool(engines, rollout.max_sequences)
-        seed, seconds = config.seed, config.timeout_seconds
-        reward_models = {role.name: role_group(role, processes, seed, seconds) for role in plan.reward_roles}
-        if reward_models:
-            start_groups(list(reward_models.values()))
+        pool, roles = EnginePool(engines, rollout.max_sequences), plan.reward_roles
+        judges = {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}
+        if judges:
+            start_groups(list(judges.values()))
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.
-        rewards = open_rewards(config.reward, plan.reward_roles, reward_models, folder.logs, plan.rewards)
+        rewards = open_rewards(config.reward, roles, judges, folder.logs, plan.rewards)
         yield stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
 
 
 def job_of(plan: SamplingPlan[Kind], run: Callable[[SamplingPlan[Kind], RunFolder, Progress], int]) -> Job:
-    text, reading = describe(plan), plan.reading()
-    return Job(plan.config, text, plan.total, partial(run, plan), reading=reading, findings=plan.findings)
-
-
-# generate
+    work, reading = partial(run, plan), plan.reading()
+    return Job(plan.config, describe(plan), plan.total, work, reading=reading, findings=plan.findings)
 
 
 def prepare_generate(config: GenerateConfig, start: Start) -> Job:
@@ -112,11 +94,9 @@ def check_unchanged(config: GenerateConfig, folder: RunFolder) -> None:
     before = {key.path: key.default for key in movable(GenerateConfig.parse(saved)).leaves()}
     for key in movable(config).leaves():
         if key.path.startswith(ALWAYS_THE_SAME) and before[key.path] != key.default:
-            raise ConfigError(
-                f"{key.path} was {before[key.path]} when this run began and is {key.default} now: its completions "
-                "would be of two kinds; choose another --name",
-                key=key.path,
-            )
+            change = f"{key.path} was {before[key.path]} when this run began and is {key.default} now"
+            why = "its completions would be of two kinds; choose another --name"
+            raise ConfigError(f"{change}: {why}", key=key.path)
 
 
 def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Progress) -> int:
@@ -135,8 +115,12 @@ def generate(plan: SamplingPlan[GenerateConfig], folder: RunFolder, progress: Pr
         rows = file.rows(number for number, _ in prompts)
         summary = write_selection(rows, folder.path, plan.config) | pace.speed()
     write_json(folder.path / SUMMARY, summary)
+    counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
+    parts = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
+    rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
+    parts += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
     warnings = [f"warning: {line}" for line in selection_warnings(summary, plan.config)]
-    progress.note("\n".join([summary_line(summary), *warnings, *pace.budget.total()]))
+    progress.note("\n".join([f"summary    {', '.join(parts)}", *warnings, *pace.budget.total()]))
     shares = {key: count / summary["completions"] for key, count in summary["truncated_by"].items()}
     warn_of_limits(progress, plan, summary["truncated"] / summary["completions"], shares)
     progress.note(f"done: {folder.path / 'kept.jsonl'}")
@@ -150,10 +134,9 @@ def check_sampled(file: SampleFile, sampled: list[Numbered]) -> None:
         now = json.loads(line_of(prompt_row(prompt)))
         moved = Path(row["source"]).name != Path(prompt.source).name
         if moved or any(row.get(key) != now.get(key) for key in ("id", "prompt", "tools")):
-            raise ConfigError(
-                f'{file.path}: "number": {number} is another prompt than {prompt.place()}, which has that number now: '
-                "the data has changed since this run began; choose another --name"
-            )
+            other = f'"number": {number} is another prompt than {prompt.place()}, which has that number now'
+            why = "the data has changed since this run began; choose another --name"
+            raise ConfigError(f"{file.path}: {other}: {why}")
 
 
 def budget_for(config: SamplingConfig, folder: RunFolder) -> FailureBudget:
@@ -219,39 +202,23 @@ def sample(
 def warn_of_limits(
     progress: Progress, plan: SamplingPlan[Kind], share: float, limits: dict[str, float], place: str = ""
 ) -> None:
-    """Name the limits that cut most completions off."""
     if share > CUT_OFF:
         found = truncation_findings(WATCH, share, limits, plan.config)
         progress.report(replace(found, what=f"{place}{found.what}"))
-
-
-def summary_line(summary: Row) -> str:
-    counts = ("prompts", "completions", "failed", "empty", "kept", "pairs", "prompts_without_pair")
-    parts = [f"{summary[name]} {name.replace('_', ' ')}" for name in counts if name in summary]
-    rewards = {"reward_mean": "mean reward", "reward_best_mean": "mean of the best"}
-    parts += [f"{name} {summary[key]:.3f}" for key, name in rewards.items() if key in summary]
-    return "summary    " + ", ".join(parts)
 
 
 def selection_warnings(summary: Row, config: GenerateConfig) -> list[str]:
     """Say why nothing was selected, where that is so."""
     found, best = [], summary.get("reward_best_mean")
     if not summary["kept"] and config.keep == "threshold" and best is not None:
-        found.append(
-            f"nothing was kept: no reward reached threshold={config.threshold:g} (mean of the best {best:.3f}): lower "
-            "it, or raise samples"
-        )
+        short = f"no reward reached threshold={config.threshold:g} (mean of the best {best:.3f})"
+        found.append(f"nothing was kept: {short}: lower it, or raise samples")
     elif not summary["kept"]:
         found.append("nothing was kept: every completion failed, was empty or was cut off (rollout.max_new_tokens)")
     if config.pairs and not summary["pairs"]:
-        found.append(
-            "no prompt has a pair: its completions have equal rewards or equal texts, or failed: raise samples or "
-            "rollout.temperature, or use a reward that tells completions apart"
-        )
+        remedy = "raise samples or rollout.temperature, or use a reward that tells completions apart"
+        found.append(f"no prompt has a pair: its completions have equal rewards or equal texts, or failed: {remedy}")
     return found
-
-
-# eval
 
 
 def prepare_eval(config: EvalConfig, start: Start) -> Job:
@@ -264,25 +231,26 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
     sets = {name: one.prompts for name, one in plan.sets.items()}
     pace = Pace(progress, 0, budget_for(config, folder))
     with open_job(plan, folder, progress) as sampling, progress:
-        longest = plan.rollout.max_new_tokens
-        sampler = sampling.sampler(evaluation, longest, evaluation.samples, config.seed, "evaluate")
+        longest, count = plan.rollout.max_new_tokens, evaluation.samples
+        sampler = sampling.sampler(evaluation, longest, count, config.seed, "evaluate")
         pace.begin()
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
-    groups = [trajectories[at : at + evaluation.samples] for at in range(0, len(trajectories), evaluation.samples)]
+    groups = [trajectories[at : at + count] for at in range(0, len(trajectories), count)]
     with write_aside(folder.transcripts) as stream:
-        rows = (row_of(at, group, scored=True, played=played) for at, group in enumerate(groups))
-        stream.writelines(map(line_of, rows))
+        stream.writelines(line_of(row_of(at, one, scored=True, played=played)) for at, one in enumerate(groups))
     counts = {name: len(prompts) for name, prompts in sets.items()}
     write_json(folder.path / EVALUATION, {"model": config.model.path, "prompts": counts, "metrics": metrics})
-    progress.console.print(evaluation_table(metrics, counts, evaluation.samples))
+    progress.console.print(evaluation_table(metrics, counts, count))
     if reported := environment_names(groups):
-        progress.console.print(environment_table(metrics, list(counts), reported))
+        columns = ("mean of an episode", *(name or "evaluation" for name in sets))
+        table = Table(*(Column(column, overflow="fold") for column in columns))
+        for name in reported:
+            table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
+        progress.console.print(table)
     for name in sets:
-        shares = limits_in(metrics, prefix_of(name))
-        warn_of_limits(
-            progress, plan, metrics[f"{prefix_of(name)}truncated_share"], shares, f"{name}: " if name else ""
-        )
+        prefix, place = prefix_of(name), f"{name}: " if name else ""
+        warn_of_limits(progress, plan, metrics[f"{prefix}truncated_share"], limits_in(metrics, prefix), place)
     done = f"done: {folder.path / EVALUATION}, completions in {folder.transcripts.name}"
     progress.note("\n".join([*pace.budget.total(), done]))
     return 0
@@ -291,29 +259,13 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
 def evaluation_table(metrics: dict[str, float], prompts: dict[str, int], samples: int) -> Table:
     """Make a table with a row per set; `±` is the half width of the 95 % confidence interval over prompts."""
     at_k = [f"pass@{samples}", f"maj@{samples}"] if samples > 1 else []
-    table = Table()
-    table.add_column("set", overflow="fold")  # a name may be long; numbers stay whole
-    for column in ("prompts", f"mean@{samples}", *at_k, "failed"):
-        table.add_column(column, no_wrap=True)
+    columns = [Column(name, no_wrap=True) for name in ("prompts", f"mean@{samples}", *at_k, "failed")]
+    table = Table(Column("set", overflow="fold"), *columns)  # a name may be long; numbers stay whole
     for name, count in prompts.items():
-        found = {
-            key: metrics.get(f"{prefix_of(name)}{key}") for key in ("reward", "reward_ci95", *at_k, "failed_share")
-        }
-        mean = format_number(found["reward"]) + (
-            f" ± {found['reward_ci95']:.3f}" if found["reward_ci95"] is not None else ""
-        )
-        passes = [format_number(found[key]) for key in at_k]
-        table.add_row(name or "evaluation", str(count), mean, *passes, f"{found['failed_share']:.1%}")
-    return table
-
-
-def environment_table(metrics: dict[str, float], sets: list[str], names: list[str]) -> Table:
-    """Make a table with a row for each metric of the environment, and a column for each set."""
-    table = Table()
-    for column in ("mean of an episode", *(name or "evaluation" for name in sets)):
-        table.add_column(column, overflow="fold")
-    for name in names:
-        table.add_row(name, *(format_number(metrics.get(f"{prefix_of(one)}{name}")) for one in sets))
+        prefix = prefix_of(name)
+        mean = format_number(metrics.get(f"{prefix}reward"), metrics.get(f"{prefix}reward_ci95"))
+        passes = [format_number(metrics.get(f"{prefix}{key}")) for key in at_k]
+        table.add_row(name or "evaluation", str(count), mean, *passes, f"{metrics[f'{prefix}failed_share']:.1%}")
     return table
 
 

@@ -55,7 +55,10 @@ def serve(config: ServingConfig) -> int:
         listener = stack.enter_context(open_port(config.host, config.port))  # a taken port is refused before the load
         say("\n".join([*taken, model_line(plan.role.model.path, plan.role.facts, plan.role.model.dtype)]))
         try:
-            group = start_model(plan, stack)
+            logs, layout = Path(config.logs).resolve(), Layout(0, roles=(plan.role.layout(),))
+            processes = stack.enter_context(open_processes(plan.machine, layout, logs, config.runtime))
+            group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
+            group.start()
             asyncio.run(answer(plan, group, listener))
         except ActorFailure as error:
             say(f"error: {error}")
@@ -64,50 +67,32 @@ def serve(config: ServingConfig) -> int:
     return 0
 
 
-def served_head(path: str) -> str:
-    """Return the head of a reward model; one that has none is refused where the model is checked."""
-    with suppress(ConfigError):
-        return reward_model_head(resolve_path(path))
-    return "reward"
-
-
 def plan_serving(config: ServingConfig) -> ServingPlan:
     """Fill in and check all that can be known without loading the model."""
     model = config.served_model()
     check_engines(config, "ranks")
     check_ranks("ranks", config.ranks, model)
-    facts, machine = check_model(model, served_head(model.path)), machine_at_hand()
+    head = "reward"
+    with suppress(ConfigError):  # one without a head is refused by the next check
+        head = reward_model_head(resolve_path(model.path))
+    facts, machine = check_model(model, head), machine_at_hand()
     check_model_keys(config.ranks, model, facts, "ranks")
-    model = model.with_keys(
-        {"dtype": resolve_dtype(model.dtype, config.ranks, machine), "path": resolve_path(model.path)}
-    )
+    dtype = resolve_dtype(model.dtype, config.ranks, machine)
+    model = model.with_keys({"dtype": dtype, "path": resolve_path(model.path)})
     part = RewardPartConfig(
-        function=model.path,
-        normalize=config.normalize,
-        steps=config.steps,
-        step_separator=config.step_separator,
+        function=model.path, normalize=config.normalize, steps=config.steps, step_separator=config.step_separator
     )
     check_reward_model(part)
     world = rank_count(config.ranks, model, machine)
     limit = min(facts.context, config.ranks.tokens_per_pass() * model.context_parallel)
     if (config.max_tokens or 0) > limit:
-        raise ConfigError(
-            f"max_tokens={config.max_tokens} is more than {limit}, which the model's context of {facts.context} and "
-            f"ranks.micro_batch_tokens={config.ranks.tokens_per_pass()} allow: lower it"
-        )
+        most = f"the model's context of {facts.context} and ranks.micro_batch_tokens={config.ranks.tokens_per_pass()}"
+        raise ConfigError(f"max_tokens={config.max_tokens} is more than {limit}, which {most} allow: lower it")
     if machine.gpus and world > machine.gpus and config.runtime == "ray":
         raise ConfigError(f"ranks.ranks={world} need as many GPUs, there are {machine.gpus}: lower it")
     ranks = config.ranks.with_keys({"placement": "separate"})  # there is no policy to share with
     role = RoleModel("reward_model", "ranks", model, ranks, reward_model_head(model.path), facts, world)
     return ServingPlan(config, role, part, machine, config.max_tokens or limit)
-
-
-def start_model(plan: ServingPlan, stack: ExitStack) -> ModelGroup:
-    config, layout = plan.config, Layout(0, roles=(plan.role.layout(),))
-    processes = stack.enter_context(open_processes(plan.machine, layout, Path(config.logs).resolve(), config.runtime))
-    group = role_group(plan.role, processes, seed=0, timeout_seconds=config.timeout_seconds)
-    group.start()
-    return group
 
 
 async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) -> None:
@@ -119,18 +104,13 @@ async def answer(plan: ServingPlan, group: ModelGroup, listener: socket.socket) 
     server = RewardServer(reward, token=token, name=config.model.path, fatal=ActorFailure)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.end)
-    announce(config, listener, shown="" if given else token)
-    await server.answer(listener)
-
-
-def announce(config: ServingConfig, listener: socket.socket, shown: str) -> None:
-    """Say where the server listens and which token it wants; one that the user has set is not repeated."""
     host, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
-    say(f"token      {shown or f'that of the environment variable {config.token_variable}'}")
+    say(f"token      {f'that of the environment variable {config.token_variable}' if given else token}")
     if host not in THIS_MACHINE:
         say(f"warning: host={config.host} is open to the network and HTTP is not encrypted: put TLS in front of it")
     say(f"listening  http://{name}:{port}/score")
+    await server.answer(listener)
 
 
 def say(message: str) -> None:

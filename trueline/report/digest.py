@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from trueline.data.transcripts import NUMBERS
+from trueline.files import Row
 from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.findings import HEALTH_LEVELS
 from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.timing import duration
-from trueline.report.runs import ReportedRun, Row, Transcript, is_number, pick_evenly, round_short
+from trueline.report.runs import ReportedRun, Transcript, is_number, pick_evenly, round_short
 
 LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"}  # shown in a run's header
 LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
-
 LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
-
 METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
 PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
 MOST_FINDINGS = 200  # of one run
@@ -32,17 +31,11 @@ MOST_POINTS, MOST_PROCESSES = 200, 16  # of the memory
 
 
 def describe(runs: list[ReportedRun]) -> Row:
-    """Return the content of the page, as JSON."""
-    rewards = [one.reward for run in runs for one in run.transcripts.entries if one.reward is not None]
+    rewards = [one.reward for run in runs for one in run.transcripts if one.reward is not None]
     low, high = bounds(rewards or [0.0])
-    return {
-        "charts": CHARTS,
-        "colours": COLOURS,
-        "levels": HEALTH_LEVELS,
-        "bins": [low, high],
-        "mean": usual_mean(runs),
-        "runs": [describe_run(run, len(runs), (low, high)) for run in runs],
-    }
+    shared: Row = {"charts": CHARTS, "colours": COLOURS, "levels": HEALTH_LEVELS}
+    shared |= {"bins": [low, high], "mean": usual_mean(runs)}
+    return shared | {"runs": [describe_run(run, len(runs), (low, high)) for run in runs]}
 
 
 def usual_mean(runs: list[ReportedRun]) -> int:
@@ -51,12 +44,12 @@ def usual_mean(runs: list[ReportedRun]) -> int:
 
 
 def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
-    rows, told = with_axes(run.rows), run.transcripts
+    rows = with_axes(run.rows)
     chosen = fit_bytes(
-        lambda count: choose_transcripts(told.entries, count),
+        lambda count: choose_transcripts(run.transcripts, count),
         MOST_TRANSCRIPTS,
         TRANSCRIPT_BYTES // runs,
-        lambda chosen: without_tokens(told.rows(chosen)),
+        lambda chosen: without_tokens(run.texts(chosen)),
     )
     shown = {
         "name": run.name,
@@ -66,16 +59,16 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
         "timeline": fit_bytes(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
-        "histograms": histograms(told.entries, *span),
-        "transcripts": without_tokens(told.rows(chosen)),
-        "transcript_count": len(told.entries),
+        "histograms": histograms(run.transcripts, *span),
+        "transcripts": without_tokens(run.texts(chosen)),
+        "transcript_count": len(run.transcripts),
         "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
         "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
         "config": shorten(run.config),
     }
-    return shown | {"tokens": choose_tokens(told.rows(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
+    return shown | {"tokens": choose_tokens(run.texts(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
 
 
 def as_json(content: Any) -> bytes:
@@ -178,24 +171,22 @@ def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
     """Return the tokens of as many transcripts as fit, chosen evenly, by their places."""
     # As they are written: lists of short texts take many times as much memory.
     found = {place: as_json(tokens) for place, row in enumerate(rows) if (tokens := token_sequences(row))}
-    count = len(found)
-    while (
-        sum(len(f'"{place}":,') + len(found[place]) for place in pick_evenly(list(found), count)) > most_bytes and count
-    ):
-        count //= 2
-    return {place: json.loads(found[place]) for place in pick_evenly(list(found), count)}
+    places = list(found)
+    while sum(len(f'"{place}":,') + len(found[place]) for place in places) > most_bytes and places:
+        places = pick_evenly(list(found), len(places) // 2)
+    return {place: json.loads(found[place]) for place in places}
 
 
 def token_sequences(row: Row) -> list[Row]:
-    """Return the tokens of a transcript, sequence by sequence."""
-    told = [one for one in as_list(row.get("tokens")) if isinstance(one, dict)]
-    return [token_sequence(one, one["text"]) for one in told if isinstance(one.get("text"), list)]
-
-
-def token_sequence(told: Row, texts: list[Any]) -> Row:
-    numbers = {name: told[name] for name in NUMBERS if isinstance(told.get(name), str) or is_number(told.get(name))}
-    counts = [int(count) for count in as_list(told.get("sampled")) if is_number(count)]
-    return {"text": list(map(str, texts)), "sampled": counts, **numbers, "left_out": int(number(told, "left_out"))}
+    sequences = []
+    for one in as_list(row.get("tokens")):
+        if isinstance(one, dict) and isinstance(one.get("text"), list):
+            found = {name: one.get(name) for name in NUMBERS}
+            numbers = {name: value for name, value in found.items() if isinstance(value, str) or is_number(value)}
+            counts = [int(count) for count in as_list(one.get("sampled")) if is_number(count)]
+            shown = {"text": list(map(str, one["text"])), "sampled": counts, **numbers}
+            sequences.append(shown | {"left_out": int(number(one, "left_out"))})
+    return sequences
 
 
 def shorten(value: Any, most: int = MOST_TURNS) -> Any:
@@ -233,35 +224,24 @@ def ledger(rows: list[Row]) -> Row | None:
     return {"step": rows[-1]["step"], "fates": {fate: [sums[fate], last[fate]] for fate in sums}}
 
 
-# The timeline
-
-
 def timeline(events: list[Row], count: int) -> Row | None:
     """Return `count` of the first, middle and last steps, and the longest; None if nothing is recorded."""
     rows = [row for row in events if is_number(row.get("start")) and is_number(row.get("seconds"))]
     if not rows or not count:
         return None
     middle, worst = max((len(rows) - count) // 2, 0), max(range(len(rows)), key=lambda place: rows[place]["seconds"])
-    windows = {
-        "last": range(len(rows))[-count:],
-        "first": range(len(rows))[:count],
-        "middle": range(len(rows))[middle : middle + count],
-        "worst": range(worst, worst + 1),
-    }
+    every = range(len(rows))
+    windows = {"last": every[-count:], "first": every[:count], "middle": every[middle : middle + count]}
+    windows["worst"] = every[worst : worst + 1]
     kept = sorted({place for window in windows.values() for place in window})
-    names: dict[str, int] = {}
-    return {
-        "steps": [step_of(rows[place], names) for place in kept],
-        "names": list(names),
-        "windows": {name: [kept.index(window[0]), len(window)] for name, window in windows.items()},
-    }
-
-
-def step_of(row: Row, names: dict[str, int]) -> Row:
-    """Return a step with numbers in place of names, and number the new names."""
-    spans = [span for span in as_list(row.get("spans")) if is_span(span)]
-    numbered = [[names.setdefault(name, len(names)) for name in span[:2]] + span[2:] for span in spans]
-    return {"step": row["step"], "start": row["start"], "seconds": row["seconds"], "spans": numbered}
+    names: dict[str, int] = {}  # which spans name by their numbers
+    steps = []
+    for row in (rows[place] for place in kept):
+        spans = [span for span in as_list(row.get("spans")) if is_span(span)]
+        numbered = [[names.setdefault(name, len(names)) for name in span[:2]] + span[2:] for span in spans]
+        steps.append({"step": row["step"], "start": row["start"], "seconds": row["seconds"], "spans": numbered})
+    places = {name: [kept.index(window[0]), len(window)] for name, window in windows.items()}
+    return {"steps": steps, "names": list(names), "windows": places}
 
 
 def is_span(value: Any) -> bool:

@@ -16,39 +16,33 @@ from starlette.routing import Route
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import as_json, describe
 from trueline.report.page import page
-from trueline.report.runs import RunReader, find_runs
+from trueline.report.runs import ReportedRun
 from trueline.usercode.http_server import QuietServer, open_port
 
 HOST = "127.0.0.1"
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
-class Latest:
-    """The content of the page as JSON, made again when it is requested and a file has changed."""
+class LiveServer(QuietServer):
+    """Serves the page, and its content once that has changed, to clients that know the token."""
 
-    def __init__(self, runs: dict[str, RunFolder]) -> None:
-        self.runs, self.lock = [RunReader(name, folder) for name, folder in runs.items()], threading.Lock()
-        self.stamp, self.content = "", b""
+    def __init__(self, runs: dict[str, RunFolder], token: str) -> None:
+        self.runs, self.lock = [ReportedRun(name, folder) for name, folder in runs.items()], threading.Lock()
+        self.stamp, self.content, self.token, self.title = "", b"", token, ", ".join(runs)
+        routes = [Route("/{token}/", self._page), Route("/{token}/data", self._data)]
+        super().__init__(routes, unknown=nothing_here, refused=nothing_here)
 
-    def get(self) -> tuple[str, bytes]:
+    def end(self) -> None:
+        self.should_exit = True
+
+    def latest(self) -> tuple[str, bytes]:
+        """Return the content of the page as JSON, which is made again if a file has changed, and its stamp."""
         with self.lock:
             stamp = "-".join(run.stamp() for run in self.runs) or "nothing"
             if stamp != self.stamp:
                 shown = describe([run.read() for run in self.runs])
                 self.stamp, self.content = stamp, as_json(shown | {"stamp": stamp})
             return self.stamp, self.content
-
-
-class LiveServer(QuietServer):
-    """Serves the page, and its content once that has changed, to clients that know the token."""
-
-    def __init__(self, runs: dict[str, RunFolder], token: str) -> None:
-        self.latest, self.token, self.title = Latest(runs), token, ", ".join(runs)
-        routes = [Route("/{token}/", self._page), Route("/{token}/data", self._data)]
-        super().__init__(routes, unknown=nothing_here, refused=nothing_here)
-
-    def end(self) -> None:
-        self.should_exit = True
 
     async def _page(self, request: Request) -> Response:
         _, content = await self._content_for(request)
@@ -63,16 +57,15 @@ class LiveServer(QuietServer):
     async def _content_for(self, request: Request) -> tuple[str, bytes]:
         if not hmac.compare_digest(request.path_params["token"].encode(), self.token.encode()):
             raise HTTPException(404)
-        return await asyncio.to_thread(self.latest.get)
+        return await asyncio.to_thread(self.latest)
 
 
 async def nothing_here(request: Request, error: Exception) -> Response:
     return Response("nothing here: open the address that `trueline watch` has printed\n", 404, headers=HEADERS)
 
 
-def watch(words: list[str], port: int) -> int:
+def watch(runs: dict[str, RunFolder], port: int) -> int:
     """Serve the page of these runs until Ctrl-C or SIGTERM."""
-    runs = find_runs(words)
     with open_port(HOST, port) as listener:
         asyncio.run(serve(LiveServer(runs, secrets.token_urlsafe(32)), listener))
     return 0

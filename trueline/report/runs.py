@@ -10,15 +10,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import yaml
 
 from trueline.config.base import ConfigError
-from trueline.files import UNFINISHED, parse_line
+from trueline.files import UNFINISHED, Row, parse_line
 from trueline.monitoring.run_folder import RUNS, RunFolder
 
-Row = dict[str, Any]
 Kept = TypeVar("Kept")
 
 FAILURES = "failures"  # folder with a file for each failed call of a reward
@@ -49,37 +48,6 @@ class Transcript:
         return cls(row["step"], purpose, source, group, reward, start, size)
 
 
-@dataclass(frozen=True, slots=True)
-class Transcripts:
-    """All transcripts of a run. Their texts stay in the file, because they may be larger than memory."""
-
-    path: Path
-    entries: list[Transcript]
-
-    def rows(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
-        """Read the chosen ones, one by one; if the file was replaced since, those that are still there."""
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as stream:
-            for one in chosen:
-                stream.seek(one.start)
-                yield from rows_of(stream.read(one.size))
-
-
-@dataclass(frozen=True, slots=True)
-class ReportedRun:
-    name: str
-    verb: str
-    config: dict[str, str]  # every key by its path, with its value as text
-    plan: str  # its text: machine, models, algorithm, batches
-    findings: list[Row]
-    rows: list[Row]  # of metrics.jsonl
-    transcripts: Transcripts
-    ledger: list[Row]
-    events: list[Row]
-    failures: list[dict[str, str]]
-
-
 def find_runs(words: list[str]) -> dict[str, RunFolder]:
     """Find runs by folder, or by name in runs/, and give each a unique name.
 
@@ -90,10 +58,8 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
         raise ConfigError(f"{RUNS.resolve()} holds no run that logs steps: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]
-    return {
-        name if names.count(name) == 1 else str(folder.path): folder
-        for name, folder in zip(names, folders, strict=True)
-    }
+    named = zip(names, folders, strict=True)
+    return {name if names.count(name) == 1 else str(folder.path): folder for name, folder in named}
 
 
 def runs_inside(folder: Path) -> list[RunFolder]:
@@ -103,8 +69,7 @@ def runs_inside(folder: Path) -> list[RunFolder]:
 
 def runs_named(word: str) -> list[RunFolder]:
     """Return the run of a word, or the last changed runs of a folder of runs; all of them log steps."""
-    inside = [] if is_run(RunFolder(Path(word))) else runs_inside(Path(word))
-    if inside:
+    if not is_run(RunFolder(Path(word))) and (inside := runs_inside(Path(word))):
         return inside[:MOST_RUNS]
     found = find_run(word)
     if refused := without_steps(found):
@@ -117,12 +82,9 @@ def describe_choice(words: list[str], found: dict[str, RunFolder]) -> str:
     if not words:
         return f"run        {', '.join(str(one.path) for one in found.values())}, the latest"
     inside = {word: len(runs_inside(Path(word))) for word in words if not is_run(RunFolder(Path(word)))}
-    lines = [
-        f"runs       {word} has {count} that log steps"
-        + (f", of which the {MOST_RUNS} latest are shown" if count > MOST_RUNS else "")
-        for word, count in inside.items()
-        if count
-    ]
+    most = f", of which the {MOST_RUNS} latest are shown"
+    counts = [(word, count, most if count > MOST_RUNS else "") for word, count in inside.items() if count]
+    lines = [f"runs       {word} has {count} that log steps{more}" for word, count, more in counts]
     return "\n".join([*lines, f"shown      {', '.join(found)}"]) if lines else ""
 
 
@@ -135,10 +97,9 @@ def find_run(word: str) -> RunFolder:
         if is_run(folder):
             return folder
     near = difflib.get_close_matches(word, [file.parent.name for file in RUNS.glob("*/config.yaml")], n=1)
-    raise ConfigError(
-        f"{word}: neither it nor {RUNS / word} is the folder of a run (there is no config.yaml and no metrics.jsonl): "
-        "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
-    )
+    why = "is the folder of a run (there is no config.yaml and no metrics.jsonl)"
+    remedy = "give a run's folder, or its name below runs/" + (f"; did you mean {near[0]!r}?" if near else "")
+    raise ConfigError(f"{word}: neither it nor {RUNS / word} {why}: {remedy}")
 
 
 def without_steps(folder: RunFolder) -> str:
@@ -154,50 +115,50 @@ def without_steps(folder: RunFolder) -> str:
     return ""
 
 
-class RunReader:
-    """Reads a run repeatedly, and only the new lines of its files."""
+class ReportedRun:
+    """A run, which can be read again and again; only the new lines of its files are read then."""
+
+    verb: str
+    config: dict[str, str]  # every key by its path, with its value as text
+    plan: str  # its text: machine, models, algorithm, batches
+    findings: list[Row]
+    failures: list[dict[str, str]]
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder = name, folder
-        self.files = [GrowingRows(file, whole_row) for file in (folder.metrics, folder.ledger, folder.events)]
-        self.transcripts = GrowingRows(folder.transcripts, Transcript.of)
+        files = (folder.metrics, folder.ledger, folder.events)
+        self.files = [GrowingRows(file, lambda row, start, size: row) for file in files]
+        self.transcript_file = GrowingRows(folder.transcripts, Transcript.of)
 
-    def read(self) -> ReportedRun:
-        rows, ledger, events = (file.read() for file in self.files)
-        plan = parse_line(self.folder.plan.read_bytes()) if self.folder.plan.is_file() else None
-        return ReportedRun(
-            name=self.name,
-            verb=self.folder.verb() if self.folder.config.is_file() else "",
-            config=read_config(self.folder.config),
-            plan=without_password(str((plan or {}).get("text", ""))),
-            findings=[{"step": step, **one.row()} for step, one in self.folder.read_findings()],
-            rows=rows,
-            transcripts=Transcripts(self.transcripts.path, self.transcripts.read()),
-            ledger=ledger,
-            events=events,
-            failures=read_failures(self.folder.path / FAILURES),
-        )
+    def read(self) -> Self:
+        folder = self.folder
+        self.rows, self.ledger, self.events = (file.read() for file in self.files)
+        self.transcripts = self.transcript_file.read()
+        plan = parse_line(folder.plan.read_bytes()) if folder.plan.is_file() else None
+        self.verb, self.config = folder.verb() if folder.config.is_file() else "", read_config(folder.config)
+        self.plan = without_password(str((plan or {}).get("text", "")))
+        self.findings = [{"step": step, **one.row()} for step, one in folder.read_findings()]
+        self.failures = read_failures(folder.path / FAILURES)
+        return self
+
+    def texts(self, chosen: Iterable[Transcript]) -> Iterator[Row]:
+        """Read transcripts whole, one by one, as all may exceed memory; if the file was replaced, what is left."""
+        if not self.folder.transcripts.is_file():
+            return
+        with self.folder.transcripts.open("rb") as stream:
+            for one in chosen:
+                stream.seek(one.start)
+                yield from rows_of(stream.read(one.size))
 
     def stamp(self) -> str:
         """Return a text that changes whenever the files of the run do."""
-        growing = [*(file.path for file in self.files), self.transcripts.path]
-        paths = [*growing, self.folder.findings, self.folder.path / FAILURES]
-        states = [path.stat() for path in paths if path.exists()]
+        others = (self.folder.transcripts, self.folder.findings, self.folder.path / FAILURES)
+        states = [path.stat() for path in (*(file.path for file in self.files), *others) if path.exists()]
         return "-".join(f"{state.st_mtime_ns:x}.{state.st_size:x}" for state in states)
 
 
-def read_run(name: str, folder: RunFolder) -> ReportedRun:
-    return RunReader(name, folder).read()
-
-
-def whole_row(row: Row, start: int, size: int) -> Row:
-    return row
-
-
 class GrowingRows(Generic[Kept]):
-    """What is kept of each row of a file that may still be written to; it is read line by line, and from its first
-    one again where it was cut or replaced.
-    """
+    """What is kept of each row of a file that grows; one that was cut or replaced is read from its first line again."""
 
     def __init__(self, path: Path, keep: Callable[[Row, int, int], Kept]) -> None:
         self.path, self.keep = path, keep  # which is given a row, and where it begins and how long it is in bytes
@@ -222,7 +183,6 @@ class GrowingRows(Generic[Kept]):
 
 
 def rows_of(text: bytes) -> list[Row]:
-    """Return the rows among the lines of a text."""
     found = map(parse_line, text.split(b"\n"))
     return [row for row in found if row is not None and isinstance(row.get("step"), int)]
 
@@ -251,21 +211,13 @@ def without_password(text: str) -> str:
 
 def read_failures(folder: Path) -> list[dict[str, str]]:
     """Read the failed calls, each with the command that repeats it."""
-    return [failure(file) for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
-
-
-def failure(file: Path) -> dict[str, str]:
-    record = parse_line(file.read_bytes())
-    known = record if isinstance(record, dict) else {}
-    return {
-        "file": file.name,
-        "function": str(known.get("function", "")),
-        "error": str(known.get("error", "the file cannot be read")),
-        "command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}",
-    }
-
-
-# Numbers and lists as a page takes them: finite, short, and not too many
+    files = [file for file in sorted(folder.glob("*"))[:MOST_FAILURES] if file.suffix != UNFINISHED]
+    found = []
+    for file in files:
+        record = {"function": "", "error": "the file cannot be read"} | (parse_line(file.read_bytes()) or {})
+        shown = {"file": file.name, "function": str(record["function"]), "error": str(record["error"])}
+        found.append(shown | {"command": f"python -m trueline.rewards.replay {shlex.quote(str(file))}"})
+    return found
 
 
 def is_number(value: Any) -> bool:

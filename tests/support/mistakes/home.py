@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.support.reward_models import make_reward_model
 from tests.support.tiny import make_tiny_model
 
-Mistake = tuple[list[str], int, str]  # what is typed, the exit status, what the screen must show
+Mistake = tuple[list[str], str] | tuple[list[str], str, int]  # words, what the screen must show, status if it is not 2
 LOCAL = ["runtime=local", "monitoring.tensorboard=false", "rollout.max_new_tokens=4", "checkpoint.every=0"]
 SMALL = ["prompts_per_step=2", "algorithm.group_size=2", "steps=1", "training.learning_rate=1e-3"]
 GRPO = ["grpo", "--model", "model", "--data", "prompts.jsonl", "--reward", "mine.py:digits", *LOCAL, *SMALL]
@@ -41,6 +41,7 @@ def listed(reply):
 def constant(reply):
     return 0.5
 """
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
 TEXTS = {
     "mine.py": FUNCTIONS,
     "broken.py": "import nonsense\n",
@@ -51,15 +52,7 @@ TEXTS = {
     "long.jsonl": json.dumps({"prompt": "x" * 300}) + "\n",
     "labels.jsonl": '{"prompt": "2+2=", "label": 4}\n' * 4,
     "same.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "b"}\n',
-    "calls.jsonl": json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": "1+1"},
-                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
-            ]
-        }
-    )
-    + "\n",
+    "calls.jsonl": json.dumps({"messages": [{"role": "user", "content": "1+1"}, CALL]}) + "\n",
     "bad.yaml": "steps: [1\n",
     "list.yaml": "- steps\n- 5\n",
     "notes.txt": "a\n",
@@ -69,7 +62,6 @@ TEXTS = {
 
 
 def make_home(folder: Path) -> None:
-
     make_tiny_model(folder / "model", tied=True)
     make_reward_model(folder / "judge", "reward")
     for name, text in TEXTS.items():

@@ -1,6 +1,6 @@
 """Broken set-ups are named with the key to change; sound ones are left in peace.
 
-Covers `trueline.doctor.case`, `trueline.doctor.machine`, `trueline.doctor.template`.
+Covers `trueline.doctor.case`, `trueline.doctor.data`, `trueline.doctor.template`.
 """
 
 from pathlib import Path
@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
+from trueline.config.rl import RLConfig
+from trueline.doctor.case import Case, DataRow
 from trueline.doctor.training import short_completions
 from trueline.monitoring.findings import FAILING, Finding
 from trueline.plan import rewards
@@ -21,118 +23,68 @@ MATH = f"{GRPO} --reward math"
 MINE = f"{GRPO} {SUMS} --reward mine.py"
 SFT = "sft --model chat training.learning_rate=1e-3 samples_per_step=8"
 
-BROKEN = {  # name -> command, code or words of the finding, its key, its level
-    # data
-    "repeated rows": (f"{MATH} --data repeated.jsonl", "repeated_rows", "data.path", "watch"),
-    "repeated rows of sft": (f"{SFT} --data repeated.jsonl", "repeated_rows", "data.path", "watch"),
-    "a leak": (f"{MATH} {SUMS} --eval-data leaked.jsonl", "leaked_rows", "evaluation.data", "bad"),
-    "a leak in a split": (f"{SFT} --data repeated.jsonl evaluation.share=0.5", "leaked_rows", "evaluation.by", "bad"),
-    "labels that contradict": (f"{MATH} --data contrary.jsonl", "contradictions", "data.path", "watch"),
-    "an empty label": (f"{MATH} --data unlabelled.jsonl", "empty_labels", "data.label_column", "bad"),
-    "prompts with a space": (
-        f"grpo {MODEL} --reward math --data spaced.jsonl",
-        "trailing_space",
-        "data.prompt_column",
-        "watch",
-    ),
-    "labels all alike": (f"{MATH} --data alike.jsonl", "equal_labels", "data.label_column", "watch"),
-    "labels of two types": (f"{MATH} --data mixed.jsonl", "mixed_labels", "data.label_column", "watch"),
-    "answers in the prompt": (
-        f"{GRPO} --data told.jsonl --reward exact",
-        "leaked_labels",
-        "data.prompt_column",
-        "watch",
-    ),
-    "no such file": (f"{MATH} --data nowhere.jsonl", "no such file", "data.path", "refused"),
-    "other columns": (f"{MATH} --data frage.jsonl", "one of frage, antwort", "data.prompt_column", "refused"),
-    # rewards
-    "a reward that raises": (f"{MINE}:raises", "KeyError: 'I do not know.' (mine.py", "reward.function", "refused"),
-    "a constant reward": (f"{MINE}:constant", "constant_reward", "reward.function", "bad"),
-    "a blind reward": (f"{MINE}:blind", "constant_reward", "reward.function", "watch"),
-    "a reward upside down": (f"{MINE}:inverted", "ignored_label", "reward.function", "bad"),
-    "a label that is a number": (
-        f"{GRPO} --data numbers.jsonl --reward mine.py:equal",
-        "label_type",
-        "data.label_column",
-        "bad",
-    ),
-    "a reward that hangs": (f"{MINE}:hangs reward.timeout_seconds=1", "reward_trial", "reward.function", "bad"),
-    "a form nobody asks for": (f"{MINE}:tagged", "reward_form", "reward.function", "watch"),
-    "one constant of two": (
-        f"{GRPO} {SUMS} reward.parts.a.function=exact reward.parts.b.function=mine.py:constant",
-        "constant_reward",
-        "reward.parts.b.function",
-        "bad",
-    ),
-    # chat template
-    "turns without an end": (f"{MATH} {SUMS} --model endless", "template_without_stop", "data.chat_template", "bad"),
-    "no generation prompt": (f"{MATH} {SUMS} --model unopened", "no_generation_prompt", "data.chat_template", "bad"),
-    "turns rewritten": (f"{MATH} {SUMS} --model forgetful", "template_rewrites_turns", "data.chat_template", "watch"),
-    "padding that ends": (f"{MATH} {SUMS} --model padded", "pad_token", "model.path", "watch"),
-    "ends that disagree": (f"{MATH} {SUMS} --model disagreeing", "end_tokens", "model.path", "watch"),
-    "two first tokens": (f"{MATH} {SUMS} --model twice", "doubled_bos", "data.chat_template", "bad"),
-    "a first token of the data": (
-        f"{MATH} --data rendered.jsonl --model starting data.chat_template=never",
-        "doubled_bos",
-        "data.chat_template",
-        "bad",
-    ),
-    "a first token twice elsewhere": (f"{MATH} {SUMS} --model starting", "doubled_bos", "data.chat_template", "watch"),
-    "rows already rendered": (f"{MATH} --data rendered.jsonl", "rendered_rows", "data.chat_template", "bad"),
-    "tokens without embeddings": (f"{MATH} {SUMS} --model wide", "vocabulary", "model.path", "bad"),
-    # training
-    "minibatches that do not divide": (
-        f"{MATH} {SUMS} minibatches=7",
-        "set minibatches=4 or prompts_per_step=21",
-        "minibatches",
-        "refused",
-    ),
-    "groups of one": (f"{MATH} {SUMS} algorithm.group_size=1", "2 or more (got 1)", "algorithm.group_size", "refused"),
-    "uneven ranks": (f"{MATH} {SUMS} runtime=ray training.ranks=3", "uneven_ranks", "prompts_per_step", "watch"),
-    "ranks without work": (
-        f"{MATH} {SUMS} runtime=ray training.ranks=2 prompts_per_step=3 algorithm.group_size=2 minibatches=6",
-        "uneven_ranks",
-        "prompts_per_step",
-        "bad",
-    ),
-    "hundreds of epochs": (f"{MATH} {SUMS} steps=1000", "many_epochs", "steps", "watch"),
-    "fewer rows than a step": (f"{MATH} {SUMS} prompts_per_step=128", "few_prompts", "prompts_per_step", "watch"),
-    "a rate that diverges": (
-        f"{MATH} {SUMS} training.learning_rate=1",
-        "learning_rate",
-        "training.learning_rate",
-        "bad",
-    ),
-    "a rate of zero": (
-        f"{MATH} {SUMS} training.learning_rate=0",
-        "greater than 0",
-        "training.learning_rate",
-        "refused",
-    ),
-    "a rate too small": (
-        f"dpo {CHAT} --data pairs.jsonl training.learning_rate=1e-6",
-        "learning_rate",
-        "training.learning_rate",
-        "watch",
-    ),
-    "endless warm-up": (f"{MATH} {SUMS} training.warmup_steps=100", "endless_warmup", "training.warmup_steps", "bad"),
-    "a cold policy": (f"{MATH} {SUMS} rollout.temperature=0.1", "temperature", "rollout.temperature", "watch"),
-    "answers cut off": (
-        f"{GRPO} --data wordy.jsonl --reward exact rollout.max_new_tokens=4",
-        "short_completions",
-        "rollout.max_new_tokens",
-        "bad",
-    ),
-    "rows cut off": (
-        f"{SFT} --data wordy.jsonl max_tokens=16 data.too_long=truncate",
-        "long_rows",
-        "max_tokens",
-        "bad",
-    ),
-    "an idle key": (f"{MATH} {SUMS} critic.learning_rate=1", "idle_key", "critic.learning_rate", "watch"),
-    # machine
-    "a full disk": (f"{MATH} {SUMS} --model huge", "disk", "checkpoint.keep", "bad"),
-    "a name that is taken": (f"{MATH} {SUMS} --name taken", "runs/taken exists", "name", "refused"),
+ROWS = f"""
+# data
+repeated rows: {MATH} --data repeated.jsonl | repeated_rows | data.path watch
+repeated rows of sft: {SFT} --data repeated.jsonl | repeated_rows | data.path watch
+a leak: {MATH} {SUMS} --eval-data leaked.jsonl | leaked_rows | evaluation.data bad
+a leak in a split: {SFT} --data repeated.jsonl evaluation.share=0.5 | leaked_rows | evaluation.by bad
+labels that contradict: {MATH} --data contrary.jsonl | contradictions | data.path watch
+an empty label: {MATH} --data unlabelled.jsonl | empty_labels | data.label_column bad
+prompts with a space: grpo {MODEL} --reward math --data spaced.jsonl | trailing_space | data.prompt_column watch
+labels all alike: {MATH} --data alike.jsonl | equal_labels | data.label_column watch
+labels of two types: {MATH} --data mixed.jsonl | mixed_labels | data.label_column watch
+answers in the prompt: {GRPO} --data told.jsonl --reward exact | leaked_labels | data.prompt_column watch
+no such file: {MATH} --data nowhere.jsonl | no such file | data.path refused
+other columns: {MATH} --data frage.jsonl | one of frage, antwort | data.prompt_column refused
+# rewards
+a reward that raises: {MINE}:raises | KeyError: 'I do not know.' (mine.py | reward.function refused
+a constant reward: {MINE}:constant | constant_reward | reward.function bad
+a blind reward: {MINE}:blind | constant_reward | reward.function watch
+a reward upside down: {MINE}:inverted | ignored_label | reward.function bad
+a label that is a number: {GRPO} --data numbers.jsonl --reward mine.py:equal | label_type | data.label_column bad
+a reward that hangs: {MINE}:hangs reward.timeout_seconds=1 | reward_trial | reward.function bad
+a form nobody asks for: {MINE}:tagged | reward_form | reward.function watch
+one constant of two: {GRPO} {SUMS} reward.parts.a.function=exact reward.parts.b.function=mine.py:constant \
+    | constant_reward | reward.parts.b.function bad
+# chat template
+turns without an end: {MATH} {SUMS} --model endless | template_without_stop | data.chat_template bad
+no generation prompt: {MATH} {SUMS} --model unopened | no_generation_prompt | data.chat_template bad
+turns rewritten: {MATH} {SUMS} --model forgetful | template_rewrites_turns | data.chat_template watch
+padding that ends: {MATH} {SUMS} --model padded | pad_token | model.path watch
+ends that disagree: {MATH} {SUMS} --model disagreeing | end_tokens | model.path watch
+two first tokens: {MATH} {SUMS} --model twice | doubled_bos | data.chat_template bad
+a first token of the data: {MATH} --data rendered.jsonl --model starting data.chat_template=never \
+    | doubled_bos | data.chat_template bad
+a first token twice elsewhere: {MATH} {SUMS} --model starting | doubled_bos | data.chat_template watch
+rows already rendered: {MATH} --data rendered.jsonl | rendered_rows | data.chat_template bad
+tokens without embeddings: {MATH} {SUMS} --model wide | vocabulary | model.path bad
+# training
+minibatches that do not divide: {MATH} {SUMS} minibatches=7 \
+    | set minibatches=4 or prompts_per_step=21 | minibatches refused
+groups of one: {MATH} {SUMS} algorithm.group_size=1 | 2 or more (got 1) | algorithm.group_size refused
+uneven ranks: {MATH} {SUMS} runtime=ray training.ranks=3 | uneven_ranks | prompts_per_step watch
+ranks without work: {MATH} {SUMS} runtime=ray training.ranks=2 prompts_per_step=3 algorithm.group_size=2 minibatches=6 \
+    | uneven_ranks | prompts_per_step bad
+hundreds of epochs: {MATH} {SUMS} steps=1000 | many_epochs | steps watch
+fewer rows than a step: {MATH} {SUMS} prompts_per_step=128 | few_prompts | prompts_per_step watch
+a rate that diverges: {MATH} {SUMS} training.learning_rate=1 | learning_rate | training.learning_rate bad
+a rate of zero: {MATH} {SUMS} training.learning_rate=0 | greater than 0 | training.learning_rate refused
+a rate too small: dpo {CHAT} --data pairs.jsonl training.learning_rate=1e-6 \
+    | learning_rate | training.learning_rate watch
+endless warm-up: {MATH} {SUMS} training.warmup_steps=100 | endless_warmup | training.warmup_steps bad
+a cold policy: {MATH} {SUMS} rollout.temperature=0.1 | temperature | rollout.temperature watch
+answers cut off: {GRPO} --data wordy.jsonl --reward exact rollout.max_new_tokens=4 \
+    | short_completions | rollout.max_new_tokens bad
+rows cut off: {SFT} --data wordy.jsonl max_tokens=16 data.too_long=truncate | long_rows | max_tokens bad
+an idle key: {MATH} {SUMS} critic.learning_rate=1 | idle_key | critic.learning_rate watch
+# machine
+a full disk: {MATH} {SUMS} --model huge | disk | checkpoint.keep bad
+a name that is taken: {MATH} {SUMS} --name taken | runs/taken exists | name refused
+"""
+BROKEN = {  # name -> command, code or words of the finding, its key and level
+    name: [part.strip() for part in row.split("|")]
+    for name, row in (line.split(": ", 1) for line in ROWS.strip().splitlines() if not line.startswith("#"))
 }
 SOUND = {
     "a space inside a chat turn": f"{MATH} --data spaced.jsonl",
@@ -161,10 +113,10 @@ def clinic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_named(clinic: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(clinic)
-    command, named, key, level = BROKEN[name]
+    command, named, key_and_level = BROKEN[name]
     found = diagnosed(command)
     fits = [one for one in found if one.code == named or named in one.what]
-    assert (key, level) in [(one.key, one.level) for one in fits], told(found)
+    assert key_and_level in [f"{one.key} {one.level}" for one in fits], told(found)
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -245,12 +197,9 @@ def test_what_is_no_run_is_refused_at_once(words: list[str], capsys: pytest.Capt
 @pytest.mark.parametrize(("long", "levels"), [(1, []), (2, ["watch"]), (10, ["watch"]), (11, ["bad"])])
 def test_labels_longer_than_an_answer_are_told_of_from_a_twentieth_on(long: int, levels: list[str]) -> None:
     """Of 20 labels so many have five tokens, and an answer may have four."""
-    case: Any = SimpleNamespace(
-        rollout=SimpleNamespace(max_new_tokens=4),
-        rewards=SimpleNamespace(named_parts=dict),
-        chat=SimpleNamespace(text_tokens=list),
-        rows=[SimpleNamespace(label="x" * (5 if row < long else 4)) for row in range(20)],
-    )
-    found = list(short_completions(case))
+    config = RLConfig.parse({"rollout": {"max_new_tokens": 4}})
+    chat: Any = SimpleNamespace(text_tokens=list)
+    rows = [DataRow([], (), "", label="x" * (5 if row < long else 4)) for row in range(20)]
+    found = list(short_completions(Case(config, None, chat, rows, [])))
     assert [one.level for one in found] == levels
     assert all(f"{long} of 20 labels checked" in one.what for one in found)

@@ -225,7 +225,7 @@ def episode(reward: float, *said: str, began: str = "play", sequences: int = 1) 
 def paired(*group: Trajectory) -> list[str] | None:
     row = row_of(0, list(group), scored=True, played=True)
     pair = pair_of(row, GenerateConfig.parse({"pairs": True, "reward": {"function": "exact"}}))
-    return [one["conversations"][0]["completion"][0]["content"] for one in pair] if pair else None
+    return [pair[name][0]["content"] for name in ("chosen", "rejected")] if pair else None
 
 
 def test_pairs_are_of_episodes_that_begin_alike_and_are_one_sequence() -> None:

@@ -48,19 +48,10 @@ def config(**keys: Any) -> GenerateConfig:
 
 def row(number: int, *answers: tuple[str, float | None], **more: Any) -> dict[str, Any]:
     """Answers without a reward have failed."""
-    described = [
-        {
-            "reply": reply,
-            "reward": reward,
-            "parts": {},
-            "outcome": "reward_error" if reward is None else "finished",
-            "truncated": False,
-            "tokens": 3,
-            **({"error": "no\n"} if reward is None else {}),
-            **more,
-        }
-        for reply, reward in answers
-    ]
+    usual = {"parts": {}, "outcome": "finished", "truncated": False, "tokens": 3}
+    failed = {"outcome": "reward_error", "error": "no\n"}
+    said = [{"reply": reply, "reward": reward} for reply, reward in answers]
+    described = [one | usual | (failed if one["reward"] is None else {}) | more for one in said]
     return {"number": number, "prompt": [{"role": "user", "content": f"Say {number}"}], "completions": described}
 
 
@@ -190,7 +181,7 @@ def test_without_rewards_everything_is_kept() -> None:
 )
 def test_a_pair_is_the_best_against_the_worst(answers: Any, pair: tuple[str, str] | None) -> None:
     found = pair_of(row(0, *answers), config(pairs=True))
-    assert (found and (found[0]["reply"], found[1]["reply"])) == pair
+    assert (found and (found["chosen"], found["rejected"])) == pair
 
 
 def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_worse_one() -> None:
@@ -202,7 +193,7 @@ def test_a_cut_answer_can_be_barred_from_being_learnt_but_not_from_being_the_wor
     strict = config(**keys, keep_truncated=False)
     assert [answer["reply"] for answer in select_kept(mixed, strict)] == ["whole"]
     found = pair_of(mixed, strict)
-    assert found is not None and [answer["reply"] for answer in found] == ["whole", "cut too"]
+    assert found is not None and (found["chosen"], found["rejected"]) == ("whole", "cut too")
 
 
 def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
@@ -217,21 +208,10 @@ def test_files_are_what_the_trainers_read(tmp_path: Path) -> None:
     assert (pair.prompt, pair.chosen[0]["content"], pair.rejected[0]["content"]) == (rows[0]["prompt"], "high", "low")
     assert summary["errors"] == {"reward_error: no": 1}
     assert summary["truncated_by"] == {}
-    assert {name: value for name, value in summary.items() if name not in ("errors", "truncated_by")} == pytest.approx(
-        {
-            "prompts": 2,
-            "completions": 6,
-            "failed": 1,
-            "empty": 1,
-            "truncated": 0,
-            "tokens": 18,
-            "kept": 2,
-            "pairs": 1,
-            "prompts_without_pair": 1,
-            "reward_mean": 0.75,
-            "reward_best_mean": 0.95,
-        }
-    )
+    numbers = {name: value for name, value in summary.items() if name not in ("errors", "truncated_by")}
+    counts = {"prompts": 2, "completions": 6, "failed": 1, "empty": 1, "truncated": 0, "tokens": 18, "kept": 2}
+    counts |= {"pairs": 1, "prompts_without_pair": 1}
+    assert numbers == pytest.approx(counts | {"reward_mean": 0.75, "reward_best_mean": 0.95})
 
 
 def test_tools_go_with_what_is_selected(tmp_path: Path) -> None:

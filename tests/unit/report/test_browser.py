@@ -16,6 +16,7 @@ from trueline.config.run import MonitoringConfig
 from trueline.data.transcripts import pack_numbers
 from trueline.monitoring.trackers import Tracker
 from trueline.report.page import source, write_report
+from trueline.report.runs import find_runs
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ASKS = """
@@ -56,7 +57,7 @@ def section(text: str, name: str) -> str:
 def test_long_runs_side_by_side(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, 1000, seed=seed, judged=seed == 1) for seed, name in enumerate(("a", "b", "c"))]
     make_failure(runs[0])
-    text = drawn(write_report([str(run.path) for run in runs], tmp_path / "page.html"))
+    text = drawn(write_report(find_runs([str(run.path) for run in runs]), tmp_path / "page.html"))
     curves = section(text, "curves")
     assert curves.count("<figure") == 11 and curves.count('class="line"') == 33
     assert curves.count('class="mark level1"') and curves.count('class="mark level2"')
@@ -79,17 +80,17 @@ def test_hostile_text(tmp_path: Path) -> None:
         "label": {"a": [HOSTILE]},
     }
     tracker.show(0, [{"purpose": HOSTILE, "outcome": HOSTILE, "prompt": HOSTILE, "reply": None, **odd}])
-    text = drawn(write_report([str(folder.path)], tmp_path / "page.html"))
+    text = drawn(write_report(find_runs([str(folder.path)]), tmp_path / "page.html"))
     assert "&lt;/script&gt;" in section(text, "transcripts")
 
 
 def test_runs_with_little_in_them(tmp_path: Path) -> None:
     made_folder(tmp_path / "empty", "grpo", 5)
     tracker = Tracker(offline := made_folder(tmp_path / "offline", "sft", 5), MonitoringConfig(tensorboard=False))
-    alone = drawn(write_report([str(tmp_path / "empty")], tmp_path / "page.html"))
+    alone = drawn(write_report(find_runs([str(tmp_path / "empty")]), tmp_path / "page.html"))
     assert "No step has been logged yet" in alone
     tracker.log(1, {"loss": 2.0, "time/train": 0.5, "time/step": 0.6})
-    text = drawn(write_report([str(tmp_path / "empty"), str(offline.path)], tmp_path / "page.html"))
+    text = drawn(write_report(find_runs([str(tmp_path / "empty"), str(offline.path)]), tmp_path / "page.html"))
     assert section(text, "curves").count("<figure") == 1 and section(text, "times").count("<figure") == 1
     assert all(f'<section id="{name}" hidden' in text for name in ("rewards", "transcripts", "failures", "ledger"))
 
@@ -97,7 +98,7 @@ def test_runs_with_little_in_them(tmp_path: Path) -> None:
 def test_another_window_of_the_timeline(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 100)
     rows = [json.loads(line) for line in run.events.read_text().splitlines()]
-    page = write_report([str(run.path)], tmp_path / "page.html")
+    page = write_report(find_runs([str(run.path)]), tmp_path / "page.html")
     longest = max(rows, key=lambda row: row["seconds"])["step"]
     plain = page.read_bytes()
     for window, count, said in (
@@ -116,7 +117,7 @@ def test_what_a_span_tells(tmp_path: Path) -> None:
     spans = [["run", "rollout", 0.0, 3.0], ["engine-0", "generate", 0.5, 2.0], ["engine-0", "receive", 1.5, 2.5]]
     run.events.write_text(json.dumps({"step": 1, "start": 5.0, "seconds": 4.0, "spans": spans}) + "\n")
     over = 'document.querySelectorAll("#timeline rect:not(.idle)")[1].dispatchEvent(new Event("pointerenter"));'
-    timeline = section(drawn(write_report([str(run.path)], tmp_path / "page.html"), over), "timeline")
+    timeline = section(drawn(write_report(find_runs([str(run.path)]), tmp_path / "page.html"), over), "timeline")
     assert re.findall(r'class="busy">(\d+%)<', timeline) == ["75%", "50%"]  # what overlaps counts once
     assert "<div>engine-0: generate</div><div>1.5 s in step 1</div>" in timeline
 
@@ -136,7 +137,7 @@ def told(tmp_path: Path) -> Path:
     tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 2), MonitoringConfig(tensorboard=False))
     rows = [{"purpose": "train", "prompt": "What?", "reply": "Yes, 42", "tokens": [TOKENS]}]
     tracker.show(1, [*rows, {"purpose": "evaluate", "prompt": "And?", "reply": "nothing", "reward": 1.0}])
-    return write_report([str(folder.path)], tmp_path / "page.html")
+    return write_report(find_runs([str(folder.path)]), tmp_path / "page.html")
 
 
 OPEN = """
@@ -187,7 +188,7 @@ def grouped(tmp_path: Path) -> Path:
     for group in (0, 1):
         rows = [{"reply": f"answer {group}{number}", "reward": number / 4} for number in range(3)]
         tracker.show(2, [{"purpose": "train", "group": group, "prompt": f"question {group}", **row} for row in rows])
-    return write_report([str(folder.path)], tmp_path / "page.html")
+    return write_report(find_runs([str(folder.path)]), tmp_path / "page.html")
 
 
 def reply(text: str) -> dict[str, str]:

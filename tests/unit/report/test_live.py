@@ -16,7 +16,7 @@ from tests.support.memory import memory_counted
 from tests.support.run_folders import make_run
 from trueline.cli import main
 from trueline.monitoring.run_folder import RunFolder
-from trueline.report.live import HOST, Latest, LiveServer
+from trueline.report.live import HOST, LiveServer
 from trueline.usercode.http_server import open_port
 
 TOKEN = "a-token"
@@ -47,7 +47,7 @@ def test_memory_does_not_grow_with_the_texts_of_transcripts(tmp_path: Path) -> N
         folder.metrics.write_text('{"step": 1}\n')
         folder.transcripts.write_text("".join(json.dumps({"step": step} | row) + "\n" for step in range(steps)))
         with memory_counted() as peak:
-            shown.append(json.loads(Latest({"run": folder}).get()[1])["runs"][0])
+            shown.append(json.loads(LiveServer({"run": folder}, TOKEN).latest()[1])["runs"][0])
         peaks.append(peak())
         sizes.append(folder.transcripts.stat().st_size)
     assert [run["transcript_count"] for run in shown] == [500, 2500]
@@ -64,16 +64,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_only_those_who_know_the_token_are_answered(folder: RunFolder) -> None:
     async def ask(client: httpx.AsyncClient) -> None:
-        for path in (
-            "/",
-            "/data",
-            "/wrong/",
-            "/wrong/data",
-            f"/{TOKEN}",
-            f"/{TOKEN}x/",
-            f"/{TOKEN}/config.yaml",
-            "/%C3%A9/",
-        ):
+        near = (f"/{TOKEN}", f"/{TOKEN}x/", f"/{TOKEN}/config.yaml")
+        for path in ("/", "/data", "/wrong/", "/wrong/data", "/%C3%A9/", *near):
             answer = await client.get(path)
             assert answer.status_code == 404 and "reward" not in answer.text
         for method in ("POST", "PUT", "DELETE"):

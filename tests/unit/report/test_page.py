@@ -17,14 +17,14 @@ from trueline.config.run import MonitoringConfig
 from trueline.monitoring.trackers import Tracker
 from trueline.report.digest import MOST_TRANSCRIPTS, as_json, describe, shorten, thin_rows
 from trueline.report.page import page, write_report
-from trueline.report.runs import MOST_RUNS, find_run, find_runs, pick_evenly, read_run
+from trueline.report.runs import MOST_RUNS, ReportedRun, find_run, find_runs, pick_evenly
 
 MOST_BYTES = 5_000_000
 HOSTILE = "</script><script>document.documentElement.dataset.broken=1</script><!--\"'\0\ud83d&lt;\u2028"
 
 
 def written(out: Path, *runs: Path) -> bytes:
-    return write_report([str(run) for run in runs], out).read_bytes()
+    return write_report(find_runs([str(run) for run in runs]), out).read_bytes()
 
 
 def content_of(text: bytes) -> Any:
@@ -100,7 +100,7 @@ def test_header_health_ledger_and_failures(tmp_path: Path) -> None:
     assert run["findings"] == [{"step": 0, **CROWDED.row()}]
     assert (
         run["facts"]["steps"] == "40 of 40"
-        and run["facts"]["reward"] == f"{read_run('', folder).rows[-1]['reward/mean']:.4g}"
+        and run["facts"]["reward"] == f"{ReportedRun('', folder).read().rows[-1]['reward/mean']:.4g}"
     )
     assert run["health"] == {"level": 2, "rules": ["kl_grows"], "counts": [38, 1, 2]}
     assert run["series"]["health/level"][-3:] == [0, 2, 2]

@@ -9,8 +9,8 @@ from tests.support.run_folders import made_folder
 from trueline.cli import main
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.trackers import Tracker
-from trueline.report.picture import curve, series_of
-from trueline.report.runs import find_runs, read_run
+from trueline.report.page import curve, series_of
+from trueline.report.runs import ReportedRun, find_runs
 
 
 def make(path: Path, steps: int) -> Path:
@@ -43,7 +43,7 @@ def test_one_metric_of_several_runs_and_several_of_one(runs: list[str]) -> None:
 
 
 def test_curves_are_smoothed_as_on_the_page(runs: list[str]) -> None:
-    long, short = (read_run(name, folder) for name, folder in find_runs(runs).items())
+    long, short = (ReportedRun(name, folder).read() for name, folder in find_runs(runs).items())
     assert curve(long, "reward/mean", 10)[50:60] == [(step, 0.5) for step in range(50, 60)]
     assert curve(long, "evaluation/reward", 10)[5] == (50, 50.0)  # a tenth of the steps has it: the mean of one
     assert curve(short, "reward/mean", 1)[:2] == [(0, 0.0), (1, 1.0)]

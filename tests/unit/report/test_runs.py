@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trueline.report.runs import GrowingRows, Row, whole_row
+from trueline.files import Row
+from trueline.report.runs import GrowingRows
 
 
 @pytest.fixture
@@ -19,12 +20,16 @@ def add(file: Path, text: str) -> None:
         lines.write(text)
 
 
+def growing(file: Path) -> GrowingRows[Row]:
+    return GrowingRows(file, lambda row, start, size: row)
+
+
 def losses(rows: GrowingRows[Row]) -> list[int]:
     return [row["loss"] for row in rows.read()]
 
 
 def test_only_what_was_added_is_read(file: Path) -> None:
-    rows = GrowingRows(file, whole_row)
+    rows = growing(file)
     assert losses(rows) == [1, 2] and losses(rows) == [1, 2]
     with file.open("r+") as lines:
         lines.write('{"step": 1, "loss": 7}')  # which is not looked at again
@@ -33,7 +38,7 @@ def test_only_what_was_added_is_read(file: Path) -> None:
 
 
 def test_half_a_line_comes_when_it_is_whole(file: Path) -> None:
-    rows = GrowingRows(file, whole_row)
+    rows = growing(file)
     add(file, '{"step": 3, "lo')
     assert losses(rows) == [1, 2]
     add(file, 'ss": 3}')
@@ -43,7 +48,7 @@ def test_half_a_line_comes_when_it_is_whole(file: Path) -> None:
 
 
 def test_a_file_that_shrank_or_was_replaced_is_read_whole(file: Path) -> None:
-    rows = GrowingRows(file, whole_row)
+    rows = growing(file)
     losses(rows)
     file.write_text('{"step": 1, "loss": 5}\n')
     assert losses(rows) == [5]

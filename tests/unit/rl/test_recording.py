@@ -16,7 +16,7 @@ from trueline.cli import main
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.run_folder import RunFolder
 from trueline.report.digest import describe
-from trueline.report.runs import read_run
+from trueline.report.runs import ReportedRun
 
 CLOCKS_DIFFER = 1.0  # seconds, where a busy machine comes between reading one and reading the other
 
@@ -143,7 +143,7 @@ def test_every_conversation_of_an_episode_is_in_its_transcript_and_on_the_page(t
     agents = [f"environment.agent={tmp_path}/agents.py:main", "environment.processes=1", "reward.function="]
     assert run_letters(tmp_path, "grpo", *agents, "steps=1", "prompts_per_step=2", "algorithm.group_size=2") == 0
     rows = list(Run(tmp_path / "run").transcripts)
-    (shown,) = describe([read_run("run", RunFolder(tmp_path / "run"))])["runs"]
+    (shown,) = describe([ReportedRun("run", RunFolder(tmp_path / "run")).read()])["runs"]
     assert len(rows) == 4 and [row["conversations"] for row in rows] == [
         row["conversations"] for row in shown["transcripts"]
     ]
