@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.model import LARGEST_PASS, ModelConfig, RanksConfig, TrainingConfig
@@ -15,9 +14,6 @@ from trueline.runtime.cluster import PROCESS_BYTES, Machine
 from trueline.training.deepspeed_config import BUCKET, at_once
 from trueline.training.engines import TRAIN_ENGINES
 from trueline.training.optimizer import PIECE
-
-if TYPE_CHECKING:  # which needs this module
-    pass
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be

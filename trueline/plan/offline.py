@@ -112,13 +112,9 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
 
 def budget_of(config: SupervisedConfig) -> Budget:
     """Return the configured budget of a micro-batch; one that follows memory holds whatever the data has."""
-    training = config.training
-    limit = (
-        sys.maxsize
-        if training.micro_batch_tokens is None
-        else training.micro_batch_tokens * config.model.context_parallel
-    )
-    return Budget(limit, training.micro_batch_samples, training.packing)
+    training, most = config.training, config.training.micro_batch_tokens
+    tokens = sys.maxsize if most is None else most * config.model.context_parallel
+    return Budget(tokens, training.micro_batch_samples, training.packing)
 
 
 def forecast_memory(
@@ -142,9 +138,9 @@ def forecast_memory(
 
 def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int) -> str:
     """Return the first keys that divide the model further and make it fit."""
-    adapters: Tree = {"model": {"lora": {"rank": 16}}}
     sharded: Tree = {"training": {"zero_stage": 3}}
     on_host: Tree = {"training": {"offload": "optimizer"}}
+    adapters: Tree = {"model": {"lora": {"rank": 16}}}
     tried = [sharded, on_host, merge(sharded, on_host), adapters, merge(adapters, sharded)]
     return first_fitting_keys(
         config, tried, lambda changed: bool(forecast_memory(changed, facts, machine, world, longest, propose=False))

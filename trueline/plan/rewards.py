@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
@@ -22,9 +22,6 @@ from trueline.rewards.function_reward import FunctionReward, LoadedFunction, giv
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.scoring import TRL, signature_of
 from trueline.usercode.loading import Parameters
-
-if TYPE_CHECKING:  # it brings all that trains; a plan checks rewards without
-    pass
 
 MADE_UP = "I do not know."
 REPLIES = (MADE_UP, "<think>One and one.</think>\n<answer>two</answer>", "", "word " * 400)

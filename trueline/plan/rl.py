@@ -194,16 +194,12 @@ def check_engine(draft: RLDraft, engine: EngineRoom, divide: Callable[[], str]) 
     least, most = engine.fixed + engine.sequence, OWN_GPU * draft.machine.gpu_bytes
     if least <= most or not draft.machine.gpus:
         return
-    keys = divide()
-    raise ConfigError(
-        f"an engine needs about {least / GIB:.1f} GiB on each of its GPUs (rollout.tensor_parallel="
-        f"{draft.rollout.tensor_parallel}), {most / GIB:.1f} GiB are there: "
-        + (
-            f"set {keys}"
-            if keys
-            else "no division of its models fits these GPUs: take more of them, or a smaller model"
-        )
+    keys, width = divide(), f"rollout.tensor_parallel={draft.rollout.tensor_parallel}"
+    remedy = (
+        f"set {keys}" if keys else "no division of its models fits these GPUs: take more of them, or a smaller model"
     )
+    needs = f"an engine needs about {least / GIB:.1f} GiB on each of its GPUs ({width}), {most / GIB:.1f} GiB are there"
+    raise ConfigError(f"{needs}: {remedy}")
 
 
 def check_algorithm(config: RLConfig) -> None:
@@ -268,12 +264,18 @@ def resolve(
     ranks, engines, colocated = share_devices(config, machine, own_gpus(roles))
     roles = [role.spread(ranks) for role in roles]
     lengths = [length for one in prompts for length in one.lengths]
+    trained = [
+        (role, rate_keys(role.facts.parameters, role.name, role.model, role.ranks))
+        for role in roles
+        if isinstance(role.ranks, TrainingConfig)
+    ]
     rollout = resolve_rollout(config.rollout, facts, lengths, engines, dtype, machine.gpus, context)
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
         "training": {"ranks": ranks} | rate_keys(facts.parameters, "policy", config.model, config.training),
         "rollout": rollout.model_dump(),
-        **{role.section: {"ranks": role.world} | role_rate(role) for role in roles},
+        **{role.section: {"ranks": role.world} for role in roles},
+        **{role.section: {"ranks": role.world} | rates for role, rates in trained},
     }
     placed, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
     width = config.model.width()
@@ -282,12 +284,6 @@ def resolve(
     config = config.with_keys({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
-
-
-def role_rate(role: RoleModel) -> Tree:
-    if not isinstance(role.ranks, TrainingConfig):
-        return {}
-    return rate_keys(role.facts.parameters, role.name, role.model, role.ranks)
 
 
 def share_devices(config: RLConfig, machine: Machine, taken: int) -> tuple[int, int, bool]:

@@ -126,20 +126,16 @@ def care_of(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints, prog
     return HealthAction(config.health, monitor, checkpoints, folder.path)
 
 
+@dataclass(slots=True)
 class SaveOnFailure:
     """Save before an error leaves the training loop, if the weights are those of a whole step."""
 
-    def __init__(
-        self,
-        state: RLState | SupervisedState,
-        guards: list[UpdateMonitor],
-        save: Callable[[], None],
-        checkpoints: Checkpoints,
-        watch: MemoryWatch,
-        progress: Progress,
-    ) -> None:
-        self.state, self.guards, self.save, self.checkpoints, self.watch = state, guards, save, checkpoints, watch
-        self.progress = progress
+    state: RLState | SupervisedState
+    guards: list[UpdateMonitor]
+    save: Callable[[], None]
+    checkpoints: Checkpoints
+    watch: MemoryWatch
+    progress: Progress
 
     def __enter__(self) -> None:
         pass
