@@ -11,14 +11,6 @@ from trueline.runtime.actors import Target
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
 
-def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
-    """Return the memory of one engine with its KV cache: per device on GPUs, of all its processes on CPUs."""
-    if machine.gpus:
-        return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
-    weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
-    return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
     path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
@@ -37,23 +29,26 @@ class RolloutRow:
     cpu_head_sizes: tuple[int, ...] = ()  # that its attention supports on CPUs; empty: any
     cpu_differs: tuple[str, ...] = ()  # model types that it computes differently on CPUs
     kinds: Mapping[str, str] = field(default_factory=dict)  # packages that some model types need
-    memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
+    def memory(self, rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
+        """Return the bytes of one engine with its KV cache: per device on GPUs, of all its processes on CPUs."""
+        if machine.gpus:
+            return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
+        weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
+        return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
+
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
-        environment = partial(self.environment, rollout)
-        return Target(
-            self.path, asynchronous=True, bulk_method=RolloutEngine.generate.__name__, environment=environment
-        )
+        bulk, environment = RolloutEngine.generate.__name__, partial(self.environment, rollout)
+        return Target(self.path, asynchronous=True, bulk_method=bulk, environment=environment)
 
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
-    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     # Without another process, which would import vLLM as well and receive every token.
-    common["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if gpus:
         # FlashInfer's sampler compiles kernels for minutes at its first use.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -81,8 +76,8 @@ ROLLOUT_ENGINES = {
     "hf": RolloutRow(
         "trueline.rollout.hf_engine:HFEngine",
         local=True,
+        sleeps=False,
         tensor_parallel=False,
         experts_on=("cpu", "gpu"),
-        sleeps=False,
     ),
 }

@@ -21,7 +21,7 @@ from trueline.environments.base import Environment, EpisodeResult, Policy, Struc
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
-from trueline.rollout.engine import SamplingParams, sample_in_parts
+from trueline.rollout.engine import SamplingParams, derive_seed, sample_in_parts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler
@@ -715,9 +715,11 @@ def test_engines_that_die_of_one_cause_again_and_again_end_the_run(loop: EventLo
 @pytest.mark.parametrize("structure", [None, Structure("{}")])
 def test_an_answer_of_a_structure_begins_anew_where_it_was_cut_off(structure: Structure | None) -> None:
     asked: list[tuple[list[int], int, str]] = []
+    seeds: list[int | None] = []
 
     async def sample(tokens: list[int], params: SamplingParams, request: str) -> Completion:
         asked.append((tokens, params.max_new_tokens, request))
+        seeds.append(params.seed)
         return Completion.of([len(asked)], [-1.0], len(asked), INTERRUPTED if len(asked) < 3 else "stop")
 
     params = SamplingParams(1.0, 10, (), seed=5, structure=structure)
@@ -728,11 +730,4 @@ def test_an_answer_of_a_structure_begins_anew_where_it_was_cut_off(structure: St
     else:
         assert asked == [([9], 10, "r"), ([9, 1], 9, "r.1"), ([9, 1, 2], 8, "r.2")]
         assert answer.tokens.tolist() == [1, 2, 3]
-
-
-def test_each_part_of_an_answer_has_a_seed_of_its_own_and_the_tokens_that_are_left() -> None:
-    params = SamplingParams(1.0, 10, (), seed=5)
-    first, second, third = params.after(0, 0), params.after(3, 1), params.after(7, 2)
-    assert [one.max_new_tokens for one in (first, second, third)] == [10, 7, 3]
-    assert first.seed == 5 and len({first.seed, second.seed, third.seed}) == 3
-    assert SamplingParams(1.0, 10, ()).after(3, 1).seed is None
+    assert seeds[0] == 5 and len(set(seeds)) == 3 and derive_seed(None, 1) is None
