@@ -33,7 +33,7 @@ class Episodes:
         try:
             with self.pool.keep_group(key.group), WORK.doing("environment", type(environment).__name__, "play"):
                 while True:
-                    session = Session(self.pool, self.chat, prompt, key, params, self.limits)
+                    session = Session(self.pool, self.chat, Trajectory(prompt, key.group), key, params, self.limits)
                     if await self._play(environment, session, last=losses == MOST_ATTEMPTS - 1):
                         return session.trajectory
                     losses += 1
