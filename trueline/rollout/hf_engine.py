@@ -1,7 +1,6 @@
 """Sampling with Transformers alone: slow, simple, and it runs wherever PyTorch runs."""
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,7 +138,7 @@ class HFEngine(RolloutEngine):
         prints = []
         for bucket in buckets:
             buffer = self.channel.receive(bucket)
-            self._copy(bucket_views(bucket, buffer))
+            self._copy(list(bucket_views(bucket, buffer)))
             prints.append(bucket_print(bucket, buffer))
         self.version = version
         return as_numbers(prints)
@@ -160,9 +159,9 @@ class HFEngine(RolloutEngine):
     async def load_noise(self, buckets: list[Bucket]) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         for bucket in buckets:
-            self._copy(bucket_views(bucket, bucket_noise(bucket, generator)))
+            self._copy(list(bucket_views(bucket, bucket_noise(bucket, generator))))
 
-    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def _copy(self, weights: list[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
             for name, tensor in weights:
                 self.names.load(name, tensor)
