@@ -210,8 +210,8 @@ class Rollouts:
             )
         self.failed = self.failed + 1 if fate == "failed" else 0
         if self.failed > SMALLEST_WINDOW:
-            failed = f"{self.failed} groups in a row have too few rewards to train on"
-            raise RolloutFailure(f"{failed}. {self.budget.explain()}")
+            reason = f"{self.failed} groups in a row have too few rewards to train on"
+            raise RolloutFailure(f"{reason}. {self.budget.explain()}")
         if fate:
             self.ledger.close([one.number], fate)
         self.useful += not fate
