@@ -11,6 +11,14 @@ from trueline.runtime.actors import Target
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
 
+def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
+    """Return the memory of one engine with its KV cache: per device on GPUs, of all its processes on CPUs."""
+    if machine.gpus:
+        return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
+    weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
+    return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
     path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
@@ -29,14 +37,8 @@ class RolloutRow:
     cpu_head_sizes: tuple[int, ...] = ()  # that its attention supports on CPUs; empty: any
     cpu_differs: tuple[str, ...] = ()  # model types that it computes differently on CPUs
     kinds: Mapping[str, str] = field(default_factory=dict)  # packages that some model types need
+    memory: Callable[[RolloutConfig, ModelFacts, Machine], float] = cached_bytes
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
-
-    def memory(self, rollout: RolloutConfig, facts: ModelFacts, machine: Machine) -> float:
-        """Return the bytes of one engine with its KV cache: per device on GPUs, of all its processes on CPUs."""
-        if machine.gpus:
-            return (rollout.gpu_memory_utilization or OWN_GPU) * machine.gpu_bytes
-        weights = facts.parameters * DTYPES[rollout.dtype].itemsize / rollout.tensor_parallel
-        return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
 
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
         bulk, environment = RolloutEngine.generate.__name__, partial(self.environment, rollout)
@@ -76,8 +78,8 @@ ROLLOUT_ENGINES = {
     "hf": RolloutRow(
         "trueline.rollout.hf_engine:HFEngine",
         local=True,
-        sleeps=False,
         tensor_parallel=False,
         experts_on=("cpu", "gpu"),
+        sleeps=False,
     ),
 }
