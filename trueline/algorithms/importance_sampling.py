@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trueline.algorithms.kl import clamp_log_ratio
 from trueline.config.algorithm import AlgorithmConfig, ImportanceSamplingConfig
 from trueline.data.types import Batch, ModelOutput, Sample
 
@@ -17,6 +16,17 @@ from trueline.data.types import Batch, ModelOutput, Sample
 Correction = Callable[[Tensor, Batch, ImportanceSamplingConfig], tuple[Tensor, Tensor]]
 
 EXCESS, VARIANCE = "draws/excess", "draws/variance"  # sums over the tokens of an update
+LOG_RATIO_LIMIT = 20.0
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Clamp log-ratios before they are exponentiated."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def sequence_means(values: Tensor, batch: Batch) -> Tensor:
+    """Return the mean over each completion's sampled tokens, [N] -> [B]."""
+    return batch.sums(values) / batch.counts().clamp(min=1)  # a filler has no tokens
 
 
 def no_correction(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
@@ -44,7 +54,7 @@ def sequence_truncate(log_weights: Tensor, batch: Batch, config: ImportanceSampl
 
 def sequence_mask(log_weights: Tensor, batch: Batch, config: ImportanceSamplingConfig) -> tuple[Tensor, Tensor]:
     """Like `token_truncate`, but drop completions whose geometric mean of w is off (Liu et al., geometric mask)."""
-    means = clamp_log_ratio(batch.sums(log_weights) / batch.counts().clamp(min=1)).exp()  # a filler has no tokens
+    means = clamp_log_ratio(sequence_means(log_weights, batch)).exp()
     off = batch.spread((means < config.sequence_low) | (means > config.sequence_high))
     weights, truncated = token_truncate(log_weights, batch, config)
     return weights.masked_fill(off, 0.0), off | truncated

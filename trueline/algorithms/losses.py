@@ -1,17 +1,24 @@
-"""Losses of supervised tasks and of the critic, and the table of every loss that a worker computes."""
+"""Losses of supervised tasks, preferences, the critic and routers, and the table of every loss that a worker computes.
 
-from collections.abc import Callable
+Rows 2i and 2i + 1 of a preference batch are the chosen and the rejected completion of a pair. Both have its loss.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from torch.nn.functional import log_softmax
+from torch import Tensor
+from torch.nn.functional import log_softmax, logsigmoid, relu
 
 from trueline.algorithms.policy_losses import label_good_completions, policy_loss
-from trueline.algorithms.preference_losses import Score, kto, mismatch_kl, preference, reward_model, reward_scale
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.supervised import DistillConfig
+from trueline.config.supervised import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
+
+Score = Callable[[list[Sample]], list[Tensor]]  # by the trained model
+CERTAIN = -1e-6  # a mean log-prob above this is float32's noise around probability one
 
 
 def sft(output: ModelOutput, batch: Batch, config: None) -> LossOutput:
@@ -54,18 +61,184 @@ def explained_variance(samples: list[Sample]) -> float:
     return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """A loss on pairs: the reward [B] of each completion, and the loss of a pair's margin [B/2]."""
+
+    reward: Callable[[ModelOutput, Batch, PreferenceConfig], Tensor]
+    value: Callable[[Tensor, PreferenceConfig], Tensor]
+    includes_nll: bool = False
+
+
+def preference(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> LossOutput:
+    """Compute the chosen loss, plus the chosen completion's NLL per token (arXiv:2404.19733)."""
+    loss = PAIR_LOSSES[config.loss]
+    rewards = loss.reward(output, batch, config)
+    chosen, rejected = halves(rewards)
+    values = loss.value(chosen - rejected, config)
+    means = {"preference/chosen_reward": chosen, "preference/rejected_reward": rejected}
+    means["preference/chosen_logprob"], means["preference/rejected_logprob"] = halves(batch.sums(output.logprobs))
+    coefficient = 1.0 if loss.includes_nll else config.nll_coefficient
+    if coefficient > 0:
+        means["preference/nll"] = -halves(mean_logprobs(output, batch))[0]
+        values = values + coefficient * means["preference/nll"]
+    return on_both_rows("preference", values, rewards, means)
+
+
+def log_ratios(output: ModelOutput, batch: Batch) -> Tensor:
+    """Return log(policy / reference) of whole completions, [B]."""
+    return batch.sums(output.logprobs.float() - batch.ref_logprobs)
+
+
+def per_token(sums: Tensor, batch: Batch) -> Tensor:
+    return sums / batch.counts().clamp(min=1)  # a filler has no tokens
+
+
+def mean_logprobs(output: ModelOutput, batch: Batch) -> Tensor:
+    return per_token(batch.sums(output.logprobs.float()), batch)
+
+
+def log_ratio_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """Return DPO's implicit reward (arXiv:2305.18290, eq. 5)."""
+    return config.beta * log_ratios(output, batch)
+
+
+def ipo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """Return DPO's reward, or its mean per token, which is what IPO's authors run."""
+    rewards = log_ratio_reward(output, batch, config)
+    return per_token(rewards, batch) if config.length_normalized else rewards
+
+
+def simpo_reward(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """Return the length-normalised log-prob (SimPO, arXiv:2405.14734, eq. 4)."""
+    return config.beta * mean_logprobs(output, batch)
+
+
+def log_odds(output: ModelOutput, batch: Batch, config: PreferenceConfig) -> Tensor:
+    """Return log(p / (1 - p)) of a completion's mean probability per token (ORPO, arXiv:2403.07691, eq. 4)."""
+    mean = mean_logprobs(output, batch)
+    # Limit only the value: 1 / (1 - p) cancels the softmax's factor 1 - p, so gradients of logits are bounded.
+    limited = mean + (mean.clamp(max=CERTAIN) - mean).detach()
+    return limited - torch.log(-torch.expm1(limited))
+
+
+def sigmoid(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """Compute DPO (arXiv:2305.18290, eq. 7); with label smoothing its authors' cDPO, for labels that may be wrong."""
+    wrong = config.label_smoothing
+    return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
+
+
+def hinge(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """Compute SLiC's loss (arXiv:2305.10425) on DPO's margin (RSO, arXiv:2309.06657)."""
+    return relu(1 - margin)
+
+
+def ipo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """Compute (x - 1 / (2 beta))^2 at margin = beta x (IPO, arXiv:2310.12036, eq. 17)."""
+    return ((margin - 0.5) / config.beta).square()
+
+
+def simpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """Compute SimPO (arXiv:2405.14734, eq. 6)."""
+    return -logsigmoid(margin - config.gamma)
+
+
+def orpo(margin: Tensor, config: PreferenceConfig) -> Tensor:
+    """Compute ORPO's odds-ratio term (arXiv:2403.07691, eq. 7)."""
+    return -config.odds_coefficient * logsigmoid(margin)
+
+
+def kto(output: ModelOutput, batch: Batch, config: KTOConfig) -> LossOutput:
+    """Compute KTO (arXiv:2402.01306); the label is 1 where the completion is desirable, else 0."""
+    ratios = log_ratios(output, batch)
+    desirable = batch.labels > 0.5
+    sign = torch.where(desirable, 1.0, -1.0)
+    margin = sign * config.beta * (ratios - batch.statistics["kto/kl"])
+    weight = torch.where(desirable, config.desirable_weight, config.undesirable_weight)
+    means = {"kto/accuracy": (margin > 0).float(), "kto/margin": margin.detach(), "kto/log_ratio": ratios.detach()}
+    return LossOutput(weight * torch.sigmoid(-margin), means, per_sequence=True)
+
+
+def mismatch_kl(samples: list[Sample], config: KTOConfig, score: Score) -> dict[str, float]:
+    """Estimate KTO's z: the KL to the reference on completions of other prompts, at least zero."""
+    others = [sample.companion for sample in samples if sample.companion is not None]
+    ratios = [
+        float(((logprobs - other.ref_logprobs) * other.mask).sum())
+        for other, logprobs in zip(others, score(others), strict=True)
+    ]
+    return {"kto/kl": max(fmean(ratios), 0.0)}
+
+
+def reward_model(output: ModelOutput, batch: Batch, config: RewardModelConfig) -> LossOutput:
+    """Compute Bradley-Terry with a margin (Llama 2, arXiv:2307.09288, eq. 2) and centring (arXiv:2312.09244)."""
+    rewards = batch.last_of(output.scores[:, 0]).float()
+    chosen, rejected = halves(rewards)
+    margin, _ = halves(batch.labels)
+    values = -logsigmoid(chosen - rejected - margin) + config.centering * (chosen + rejected).square()
+    means = {"reward_model/chosen": chosen, "reward_model/rejected": rejected}
+    return on_both_rows("reward_model", values, rewards, means)
+
+
+def reward_scale(samples: list[Sample], config: RewardModelConfig, score: Score) -> dict[str, float]:
+    """Return the scores' mean and deviation, saved with a reward model to normalize its rewards."""
+    scores = [float(scores[-1, 0]) for scores in score(samples)]
+    return {"reward_mean": fmean(scores), "reward_std": pstdev(scores)}
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split [B] into [B/2] of the chosen and [B/2] of the rejected."""
+    chosen, rejected = values.view(-1, 2).unbind(1)
+    return chosen, rejected
+
+
+def on_both_rows(name: str, values: Tensor, rewards: Tensor, means: dict[str, Tensor]) -> LossOutput:
+    """Repeat [B/2] to [B]: the weights of a pair's two rows add up to the pair's."""
+    chosen, rejected = halves(rewards)
+    means = {f"{name}/accuracy": (chosen > rejected).float(), f"{name}/margin": chosen - rejected, **means}
+    rows = {name: mean.detach().repeat_interleave(2) for name, mean in means.items()}
+    return LossOutput(values.repeat_interleave(2), rows, per_sequence=True)
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(log_ratio_reward, sigmoid),
+    "hinge": PairLoss(log_ratio_reward, hinge),
+    "ipo": PairLoss(ipo_reward, ipo),
+    "simpo": PairLoss(simpo_reward, simpo),
+    "orpo": PairLoss(log_odds, orpo, includes_nll=True),
+}
+
+
+def routing(logits: Sequence[Tensor], top_k: int) -> dict[str, Tensor]:
+    """Return the router fields of ModelOutput from each layer's router logits [N, E]."""
+    probabilities = [layer.float().softmax(-1) for layer in logits]
+    sent = [torch.zeros_like(layer).scatter_(-1, layer.topk(top_k).indices, 1.0) for layer in probabilities]
+    return {"expert_counts": torch.stack(sent).sum(0), "router_probs": torch.stack(probabilities).sum(0)}
+
+
+def over_learnt(values: Tensor, batch: Batch) -> Tensor:
+    """Sum over the tokens of all sequences except fillers and filtered ones, [N, E] -> [E]."""
+    return values[batch.spread(batch.shares) > 0].sum(0)
+
+
+def router_loss(output: ModelOutput, batch: Batch, counts: list[float], top_k: int) -> Tensor:
+    """Return this pass's part of the load-balancing loss of Switch Transformer (arXiv:2101.03961, eq. 4-6).
+
+    Over all tokens and layers: E * sum over E experts of (share of tokens sent there) * (mean probability). The shares
+    have no gradient; they come from `counts` [E] of the whole minibatch, so each pass sums over its own tokens.
+    """
+    rows = sum(counts) / top_k  # tokens x layers
+    factors = torch.tensor([len(counts) * count / rows**2 for count in counts], device=batch.shares.device)
+    return (factors * over_learnt(output.router_probs, batch)).sum()
+
+
 Numbers = Callable[[list[Sample], Any, Score], dict[str, float]]  # Any: the section of the configuration
-
-
-def none(samples: list[Sample], section: Any, score: Score) -> dict[str, float]:
-    return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     compute: Callable[[ModelOutput, Batch, Any], LossOutput]
-    prepare: Numbers = none  # statistics of the whole minibatch, before the loss
-    facts: Numbers = none  # saved with the model after an evaluation
+    prepare: Numbers = lambda *_: {}  # statistics of the whole minibatch, before the loss
+    facts: Numbers = lambda *_: {}  # saved with the model after an evaluation
     entropy: bool = False  # whether it reads the entropy, which costs a pass over the logits
 
 

@@ -1,21 +1,25 @@
-"""Policy losses of each token; the batch's weights average them.
+"""Policy losses of each token, with the KL to the reference; the batch's weights average them.
 
 `batch.old_logprobs` are the denominator of the ratio: the trainer's before the update, or the engine's.
 """
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, table_of
-from trueline.algorithms.importance_sampling import importance_weights
-from trueline.algorithms.kl import clamp_log_ratio, estimate_kl
-from trueline.config.algorithm import AlgorithmConfig
+from trueline.algorithms.importance_sampling import clamp_log_ratio, importance_weights, sequence_means
+from trueline.config.algorithm import AlgorithmConfig, KLConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 
 PolicyLoss = Entry[[Tensor, Batch, AlgorithmConfig], LossOutput]  # [N] log-probs, with gradient
 
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures by the sign of the advantage
 GMPO_CLIP = 0.4  # of a token's log-ratio
+K3_LINEAR_BELOW = -2.6108686381  # the log-ratio at which k3 is 10
+OFF_POLICY_LIMIT = 10.0
 CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 
@@ -35,7 +39,7 @@ def ppo_clip(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOut
 def gspo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute GSPO (arXiv:2507.18071, eq. 7) in its token form (section 4.3): each token has the completion's ratio,
     and the gradient of its own log-prob."""
-    sequence_ratios = clamp_log_ratio(means(logprobs.detach() - batch.old_logprobs, batch)).exp()
+    sequence_ratios = clamp_log_ratio(sequence_means(logprobs.detach() - batch.old_logprobs, batch)).exp()
     return clipped_surrogate(batch.spread(sequence_ratios) * (logprobs - logprobs.detach()).exp(), batch, config)
 
 
@@ -68,7 +72,7 @@ def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     upper = torch.where(batch.advantages > 0, GMPO_CLIP, torch.inf)
     lower = torch.where(batch.advantages < 0, -GMPO_CLIP, -torch.inf)
     clipped = free.clamp(lower, upper)
-    values = -batch.spread(means(clipped, batch).exp()) * batch.advantages
+    values = -batch.spread(sequence_means(clipped, batch).exp()) * batch.advantages
     return LossOutput(values, {"policy/clip_fraction": (clipped != free).float()})
 
 
@@ -127,11 +131,6 @@ def ratios(logprobs: Tensor, batch: Batch) -> Tensor:
     return clamp_log_ratio(logprobs - batch.old_logprobs).exp()
 
 
-def means(values: Tensor, batch: Batch) -> Tensor:
-    """Return the mean over each completion's sampled tokens, [N] -> [B]."""
-    return batch.sums(values) / batch.counts().clamp(min=1)  # a filler has no tokens
-
-
 def check_loss(loss: LossOutput, ratio: Tensor, key: str) -> None:
     """Refuse the result of a user's loss unless it has a value for every token."""
     values = loss.values if isinstance(loss, LossOutput) else None
@@ -140,3 +139,51 @@ def check_loss(loss: LossOutput, ratio: Tensor, key: str) -> None:
         raise AlgorithmFailure(
             f"{key} returned {found}: return LossOutput(values) with one value per token, here {list(ratio.shape)}"
         )
+
+
+# Estimators of each token's KL to the reference: of its log-ratio to the reference, and its ratio
+
+
+def k2(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """Return l^2 / 2, whose gradient is that of KL(policy || reference) at the token (arXiv:2510.01555)."""
+    return off_policy(ratio) * log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """Return exp(-l) - 1 + l (GRPO, arXiv:2402.03300, eq. 4), with the gradient of the forward KL(reference || policy).
+
+    Above 10, where the policy gave a token up, it continues linearly, so that its slope is bounded and never zero.
+    """
+    near = log_ratio.clamp(min=K3_LINEAR_BELOW)
+    slope = 1 - math.exp(-K3_LINEAR_BELOW)
+    return torch.exp(-near) - 1 + near + slope * (log_ratio - near)
+
+
+def k3_plus(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """Return the value of k3 with the gradient of k2."""
+    return with_gradient_of(off_policy(ratio) * k3(log_ratio, ratio), k2(log_ratio, ratio))
+
+
+def unbiased_k3(log_ratio: Tensor, ratio: Tensor) -> Tensor:
+    """Return k3 times the ratio with its gradient, rho l (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): unbiased for
+    KL(policy || reference) off-policy too. The gradient is written out, as k3 is partly linear and ratios are clamped.
+    """
+    return with_gradient_of(ratio * k3(log_ratio, ratio), ratio.detach() * log_ratio.square() / 2)
+
+
+def with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    return value.detach() + (other - other.detach())
+
+
+def off_policy(ratio: Tensor) -> Tensor:
+    """Return the importance weight of a token sampled before the update."""
+    return ratio.detach().clamp(max=OFF_POLICY_LIMIT)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k2": k2, "k3": k3, "k3+": k3_plus}
+
+
+def estimate_kl(log_ratio: Tensor, ratio: Tensor, config: KLConfig) -> Tensor:
+    """Return the configured estimate [N]; `log_ratio` is to the reference, `ratio` to the policy that sampled."""
+    is_unbiased = config.unbiased and config.estimator == "k3"
+    return (unbiased_k3 if is_unbiased else KL_ESTIMATORS[config.estimator])(log_ratio, ratio)

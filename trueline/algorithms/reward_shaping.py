@@ -13,13 +13,16 @@ KL_ERROR_LIMIT = 0.2
 
 def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens: int, kl_coefficient: float) -> None:
     """Fill `reward`, `token_rewards` and `filtered` from task rewards and log-probs."""
-    coefficient = kl_coefficient if config.kl.place == "reward" else 0.0
+    coefficient, shaping = kl_coefficient if config.kl.place == "reward" else 0.0, config.shaping
     lengths, penalties = Counter[int](), defaultdict[int, float](float)  # of whole episodes
     for sample in samples:
         lengths[sample.whose()] += sample.sampled_tokens()
     for sample in samples:
-        sample.filtered = config.shaping.overlong_filter and sample.truncated
-        sample.reward = shape_reward(sample, config.shaping, lengths[sample.whose()], max_new_tokens)
+        sample.filtered = shaping.overlong_filter and sample.truncated
+        sample.reward = truncated_reward(sample.task_reward, shaping) if sample.truncated else sample.task_reward
+        if shaping.overlong_factor > 0:
+            punishment = overlong_punishment(lengths[sample.whose()], max_new_tokens, shaping.overlong_share)
+            sample.reward += shaping.overlong_factor * punishment
         sample.token_rewards = sample.token_rewards.clone()
         sample.token_rewards[sample.mask.nonzero()[-1]] += sample.reward - sample.task_reward
         if coefficient > 0:
@@ -28,14 +31,6 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
             penalties[sample.whose()] += penalty.double().sum().item()
     for sample in samples:
         sample.reward -= penalties[sample.whose()]
-
-
-def shape_reward(sample: Sample, config: ShapingConfig, length: int, max_new_tokens: int) -> float:
-    """Return the reward of the whole completion, before the KL."""
-    reward = truncated_reward(sample.task_reward, config) if sample.truncated else sample.task_reward
-    if config.overlong_factor > 0:
-        reward += config.overlong_factor * overlong_punishment(length, max_new_tokens, config.overlong_share)
-    return reward
 
 
 def truncated_reward(reward: float, config: ShapingConfig) -> float:

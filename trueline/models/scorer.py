@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trueline.algorithms.router_loss import routing
+from trueline.algorithms.losses import routing
 from trueline.config.base import ConfigError
 from trueline.data.types import to_device
 from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed

@@ -27,14 +27,10 @@ class SamplingParams:
     experts: bool = True  # return the experts of each token, if the engine can; False: nobody trains on them
     structure: Structure | None = None  # of the completion, enforced by the engine
 
-    def after(self, tokens: int, parts: int) -> "SamplingParams":
-        """Return the parameters after so many tokens in so many parts; each part has its own seed."""
-        if not parts:
-            return self
-        seed = self.seed
-        if seed is not None:
-            seed = int(np.random.SeedSequence([seed, parts]).generate_state(1)[0]) >> 1
-        return replace(self, max_new_tokens=self.max_new_tokens - tokens, seed=seed)
+
+def derive_seed(seed: int | None, *place: int) -> int | None:
+    """Return the seed of a place, which does not depend on the order of sampling or on interruptions."""
+    return None if seed is None else int(np.random.SeedSequence([seed, *place]).generate_state(1)[0]) >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +111,16 @@ async def sample_in_parts(
     request: str,
     continues: Callable[[], bool],
 ) -> Completion:
-    """Sample a completion that updates may interrupt: each part continues from the tokens of the parts before.
-
-    With a structure it starts again: an engine can only enforce that from the beginning.
+    """Sample a completion that updates may interrupt: each part continues from the tokens of the parts before, and has
+    its own seed. With a structure it starts again: an engine can only enforce that from the beginning.
     """
     parts: list[Completion] = []
     sent = 0
     while not sent or (parts[-1].finish_reason == INTERRUPTED and continues()):
         parts = [] if params.structure else parts
         before = [token for part in parts for token in part.tokens.tolist()]
-        rest = params.after(len(before), sent)
+        seed, left = derive_seed(params.seed, sent) if sent else params.seed, params.max_new_tokens - len(before)
+        rest = replace(params, seed=seed, max_new_tokens=left)
         parts.append(await sample(tokens + before, rest, f"{request}.{sent}" if sent else request))
         sent += 1
     return Completion.join(parts)

@@ -41,19 +41,16 @@ class RolloutRow:
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
-        environment = partial(self.environment, rollout)
-        return Target(
-            self.path, asynchronous=True, bulk_method=RolloutEngine.generate.__name__, environment=environment
-        )
+        bulk, environment = RolloutEngine.generate.__name__, partial(self.environment, rollout)
+        return Target(self.path, asynchronous=True, bulk_method=bulk, environment=environment)
 
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
-    common = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     # Without another process, which would import vLLM as well and receive every token.
-    common["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     if gpus:
         # FlashInfer's sampler compiles kernels for minutes at its first use.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

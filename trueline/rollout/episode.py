@@ -1,7 +1,6 @@
 """One episode: the policy and an environment take turns until it is done."""
 
 import traceback
-from collections.abc import Awaitable
 
 from trueline.data.chat import ChatFormat
 from trueline.data.types import Outcome, Prompt, Trajectory
@@ -34,7 +33,7 @@ class Episodes:
         try:
             with self.pool.keep_group(key.group), WORK.doing("environment", type(environment).__name__, "play"):
                 while True:
-                    session = Session(self.pool, self.chat, prompt, key, params, self.limits)
+                    session = Session(self.pool, self.chat, Trajectory(prompt, key.group), key, params, self.limits)
                     if await self._play(environment, session, last=losses == MOST_ATTEMPTS - 1):
                         return session.trajectory
                     losses += 1
@@ -42,18 +41,24 @@ class Episodes:
             await environment.close()
 
     async def _play(self, environment: Environment, session: Session, *, last: bool) -> bool:
-        """Play an episode, and return whether it counts; if not, it is played again."""
+        """Play an episode, and return whether it counts; if not, it is played again. An engine's failure is raised."""
         trajectory = session.trajectory
         try:
-            result = await attempt(environment.play(session, trajectory.prompt), session)
+            result = await environment.play(session, trajectory.prompt)
+        except OutOfBudget:
+            result = EpisodeResult()  # the rewards of its turns count
         except ProcessLost as lost:
             fail(trajectory, lost)
             return last
+        except Exception as error:
+            if error in session.engine_failures:
+                raise
+            fail(trajectory, error)
+            return True
         finally:
             if self.limits.turns > 1:
                 session.record_talk()
-        if result is not None:
-            self._end(session, result, type(environment).__name__)
+        self._end(session, result, type(environment).__name__)
         return True
 
     def _end(self, session: Session, result: EpisodeResult, name: str) -> None:
@@ -75,21 +80,6 @@ class Episodes:
         if self.limits.turns > 1:
             counts = {"turns": session.turns, "sequences": len(trajectory.sequences())}
             trajectory.metrics |= {f"episode/{name}": float(count) for name, count in counts.items()}
-
-
-async def attempt(play: Awaitable[EpisodeResult], session: Session) -> EpisodeResult | None:
-    """Return the result, or None after a failure, which the trajectory records; raise an engine's failure."""
-    try:
-        return await play
-    except OutOfBudget:
-        return EpisodeResult()  # the rewards of its turns count
-    except ProcessLost:
-        raise
-    except Exception as error:
-        if error in session.engine_failures:
-            raise
-        fail(session.trajectory, error)
-        return None
 
 
 def fail(trajectory: Trajectory, error: Exception) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from trueline.config.rl import EvaluationConfig
@@ -17,13 +16,7 @@ PART = "reward/"
 BOXED = "\\boxed{"
 NORMAL_95 = 1.96  # standard errors on each side of a mean, for 95 %
 
-
-@dataclass(frozen=True, slots=True)
-class ScoredPrompt:
-    """The completions of one prompt that have a reward, in seed order."""
-
-    replies: list[str]
-    rewards: list[float]
+Scored = list[tuple[str, float]]  # reply and reward of each completion of a prompt that has a reward, in seed order
 
 
 class Evaluator:
@@ -54,31 +47,22 @@ class Evaluator:
 
     def describe(self, groups: list[Group]) -> dict[str, float]:
         everything = [one for group in groups for one in group]
+        scored = [[(one.reply, one.reward) for one in group if one.reward is not None] for group in groups]
+        parts = sorted({name for one in everything for name in one.metrics if name.startswith(PART)})
+        part_means = mean_over_prompts(groups, parts if len(parts) > 1 else [])
         return {
             **mean_over_prompts(groups, environment_names(groups)),
-            **set_metrics([scored_prompt(group) for group in groups], self.config.samples, self.config.pass_reward),
+            **set_metrics(scored, self.config.samples, self.config.pass_reward),
             **limit_shares(everything),
             "response_length": fmean(one.sampled_tokens() for one in everything),
             "failed_share": fmean(one.reward is None for one in everything),
-            **part_means(groups),
+            **{name.replace(PART, "part/", 1): value for name, value in part_means.items()},
         }
 
 
 def prefix_of(name: str) -> str:
     """Return the prefix of a set's metrics; the only set of a run has no name."""
     return f"evaluation/{name}/" if name else "evaluation/"
-
-
-def scored_prompt(group: Group) -> ScoredPrompt:
-    scored = [(one.reply, one.reward) for one in group if one.reward is not None]
-    return ScoredPrompt([reply for reply, _ in scored], [reward for _, reward in scored])
-
-
-def part_means(groups: list[Group]) -> dict[str, float]:
-    """Return the mean over prompts of every part of the task reward, if there are several."""
-    names = sorted({name for group in groups for one in group for name in one.metrics if name.startswith(PART)})
-    means = mean_over_prompts(groups, names) if len(names) > 1 else {}
-    return {name.replace(PART, "part/", 1): value for name, value in means.items()}
 
 
 def environment_names(groups: list[Group]) -> list[str]:
@@ -94,34 +78,27 @@ def mean_over_prompts(groups: list[Group], names: list[str]) -> dict[str, float]
     return means
 
 
-def set_metrics(prompts: list[ScoredPrompt], samples: int, pass_reward: float) -> dict[str, float]:
-    """Return means over prompts with at least one reward; pass@k also skips prompts with fewer than k rewards."""
-    scored = [prompt for prompt in prompts if prompt.rewards]
-    if not scored:
+def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict[str, float]:
+    """Return means over prompts with at least one reward; pass@k also skips prompts with fewer than k rewards.
+
+    The mean reward has half the width of its 95 % interval (normal approximation), unless it is of one prompt.
+    """
+    rewards = [[reward for _, reward in prompt] for prompt in prompts if prompt]
+    if not rewards:
         return {}
-    means = [fmean(prompt.rewards) for prompt in scored]
+    means = list(map(fmean, rewards))
     metrics = {"reward": fmean(means)}
-    half_width = confidence_half_width(means)
-    if half_width is not None:
-        metrics["reward_ci95"] = half_width
+    if len(means) > 1:
+        metrics["reward_ci95"] = NORMAL_95 * stdev(means) / math.sqrt(len(means))
     if samples == 1:
         return metrics
     metrics[f"mean@{samples}"] = metrics["reward"]
-    for k in pass_sizes(samples):
-        passes = [
-            pass_at_k(sum(reward >= pass_reward for reward in prompt.rewards), len(prompt.rewards), k)
-            for prompt in scored
-            if len(prompt.rewards) >= k
-        ]
-        if passes:
-            metrics[f"pass@{k}"] = fmean(passes)
-    metrics[f"maj@{samples}"] = fmean(majority_reward(prompt) for prompt in scored)
+    for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
+        right = [(sum(reward >= pass_reward for reward in own), len(own)) for own in rewards if len(own) >= k]
+        if right:
+            metrics[f"pass@{k}"] = fmean(pass_at_k(count, of, k) for count, of in right)
+    metrics[f"maj@{samples}"] = fmean(majority_reward(prompt) for prompt in prompts if prompt)
     return metrics
-
-
-def pass_sizes(samples: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and `samples` itself."""
-    return sorted({2**power for power in range(samples.bit_length())} | {samples})
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -134,32 +111,19 @@ def pass_at_k(right: int, samples: int, k: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def majority_reward(prompt: ScoredPrompt) -> float:
+def majority_reward(prompt: Scored) -> float:
     """Return the reward of the most frequent final answer; of equally frequent ones, the first."""
-    keys = [answer_key(reply) for reply in prompt.replies]
+    keys = [answer_key(reply) for reply, _ in prompt]
     votes = Counter(keys)  # in the order of first occurrence, which `max` keeps
-    return prompt.rewards[keys.index(max(votes, key=votes.__getitem__))]
+    return prompt[keys.index(max(votes, key=votes.__getitem__))][1]
 
 
 def answer_key(reply: str) -> str:
-    """Return the final answer as the reward `math` sees it, to compare replies."""
-    answer = final_answer(reply)
-    return (last_boxed(answer) or answer).strip()
-
-
-def last_boxed(reply: str) -> str:
-    """Return the content of the last box, or nothing if there is none or it is not closed."""
-    start = reply.rfind(BOXED)
-    if start < 0:
-        return ""
-    begin, depth = start + len(BOXED), 1
-    for at in range(begin, len(reply)):
-        depth += {"{": 1, "}": -1}.get(reply[at], 0)
+    """Return the final answer as the reward `math` sees it, to compare replies; of a closed box, its content."""
+    answer, depth = final_answer(reply), 1
+    begin = answer.rfind(BOXED) + len(BOXED)
+    for at in range(begin, len(answer)) if BOXED in answer else ():
+        depth += {"{": 1, "}": -1}.get(answer[at], 0)
         if depth == 0:
-            return reply[begin:at]
-    return ""
-
-
-def confidence_half_width(values: list[float]) -> float | None:
-    """Return half the width of the mean's 95 % interval (normal approximation), or None for one value."""
-    return NORMAL_95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            return (answer[begin:at] or answer).strip()
+    return answer.strip()

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean
 
-import numpy as np
-
 from trueline.data.types import Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.monitoring.health import CUT_BY
 from trueline.monitoring.heartbeat import WORK
-from trueline.rollout.engine import SamplingParams
+from trueline.rollout.engine import SamplingParams, derive_seed
 from trueline.rollout.episode import Episodes
 from trueline.rollout.pool import RolloutKey
 from trueline.runtime.event_loop import EventLoop
@@ -42,24 +40,24 @@ class GroupSampler:
 
     async def sample(self, numbered: Numbered, place: int) -> Group:
         """Sample the group of one prompt; `place` is unique among the groups of this sampler."""
-        with WORK.doing("group", self.purpose):
-            return await self._sample(numbered, place)
-
-    async def _sample(self, numbered: Numbered, place: int) -> Group:
         number, prompt = numbered
-        seeds = [completion_seed(self.seed, number, index) for index in range(self.size)]
+        seeds = [derive_seed(self.seed, number, index) for index in range(self.size)]
         keys = [RolloutKey(place, index, seed, self.purpose) for index, seed in enumerate(seeds)]
         runs = [self.episodes.run(self.environment(), prompt, key, self.params) for key in keys]
+        if self.greedy:
+            params = replace(self.params, temperature=0.0, experts=False)
+            key = RolloutKey(place, 0, None, "greedy")
+            runs.append(self.episodes.run(self.environment(), prompt, key, params))
+        with WORK.doing("group", self.purpose):
+            group = list(await asyncio.gather(*runs))
         if not self.greedy:
-            return list(await asyncio.gather(*runs))
-        params = replace(self.params, temperature=0.0, experts=False)
-        extra = self.episodes.run(self.environment(), prompt, RolloutKey(place, 0, None, "greedy"), params)
-        *group, greedy = await asyncio.gather(*runs, extra)
+            return group
+        greedy = group.pop()
         for trajectory in group:
             trajectory.baseline = greedy.reward
             if not greedy.outcome.is_scored:
                 trajectory.outcome, trajectory.error, trajectory.reward = greedy.outcome, greedy.error, None
-        return list(group)
+        return group
 
     def each(self, prompts: Iterable[Numbered], loop: EventLoop, *, in_flight: int) -> Iterator[tuple[int, Group]]:
         """Yield the position of each prompt and its group, in the order in which they finish.
@@ -85,8 +83,3 @@ class GroupSampler:
 
         while groups := loop.run(next_groups(), f"sampling {self.size} completions of one of {most} prompts"):
             yield from groups
-
-
-def completion_seed(seed: int | None, number: int, index: int) -> int | None:
-    """Return a seed that does not depend on the order of sampling or on interruptions."""
-    return None if seed is None else int(np.random.SeedSequence([seed, number, index]).generate_state(1)[0]) >> 1

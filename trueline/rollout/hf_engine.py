@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -81,9 +80,11 @@ class HFEngine(RolloutEngine):
 
     def _sample(self, requests: list[Request]) -> list[Completion]:
         rows = len(requests)
-        generators = [make_generator(request.params.seed, self.device) for request in requests]
-        tokens: list[list[int]] = [[] for _ in range(rows)]
-        logprobs: list[list[float]] = [[] for _ in range(rows)]
+        generators = [torch.Generator(self.device) for _ in requests]
+        for generator, request in zip(generators, requests, strict=True):
+            generator.seed() if request.params.seed is None else generator.manual_seed(request.params.seed)
+        tokens: list[list[int]] = [[] for _ in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
         cache, experts = None, list[Tensor]()
@@ -99,7 +100,9 @@ class HFEngine(RolloutEngine):
                 for row in [row for row in range(rows) if not reasons[row]]:
                     tokens[row].append(drawn[row])
                     logprobs[row].append(scores[row])
-                    reasons[row] = finish_reason(tokens[row], requests[row].params)
+                    params = requests[row].params
+                    ending = "length" if len(tokens[row]) >= params.max_new_tokens else ""
+                    reasons[row] = "stop" if drawn[row] in params.stop_tokens else ending
                 inputs = torch.tensor(drawn, device=self.device)[:, None]
                 WORK.move()
         parts = zip(tokens, logprobs, reasons, expert_rows(experts, requests, tokens), strict=True)
@@ -122,10 +125,10 @@ class HFEngine(RolloutEngine):
         self.open.set()
 
     async def connect(self, link: Link, first_rank: int) -> str:
-        return await asyncio.to_thread(try_join, partial(self._join, link, first_rank))
+        def join() -> None:
+            self.channel = link.open_receiver(first_rank, self.device)
 
-    def _join(self, link: Link, rank: int) -> None:
-        self.channel = link.open_receiver(rank, self.device)
+        return await asyncio.to_thread(try_join, join)
 
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         return [await asyncio.to_thread(self._receive, buckets, version)]
@@ -168,21 +171,9 @@ def expert_rows(experts: list[Tensor], requests: list[Request], tokens: list[lis
     """Return the experts of each request's prompt and tokens, without those recorded after its end."""
     if not experts:
         return [NO_EXPERTS] * len(requests)
-    lengths = [
-        len(request.tokens) + len(mine) if request.params.experts else 0
-        for request, mine in zip(requests, tokens, strict=True)
-    ]
-    rows = zip(torch.cat(experts, dim=1).numpy(), lengths, strict=True)
-    return [experts_of(row[: length - 1], length) if length else NO_EXPERTS for row, length in rows]
-
-
-def make_generator(seed: int | None, device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
+    rows = zip(torch.cat(experts, dim=1).numpy(), requests, tokens, strict=True)
+    lengths = [(row, len(one.tokens) + len(mine) if one.params.experts else 0) for row, one, mine in rows]
+    return [experts_of(row[: length - 1], length) if length else NO_EXPERTS for row, length in lengths]
 
 
 def draw(
@@ -201,17 +192,15 @@ def draw(
 
 
 def shape_logits(logits: Tensor, params: SamplingParams, before: list[int]) -> Tensor:
-    """Return the logits [V] to sample from; the steps and their order are vLLM's."""
+    """Return the logits [V] to sample from, minus infinity for excluded tokens; steps and order are vLLM's."""
     if params.repetition_penalty != 1:
         places = torch.tensor(before, device=logits.device)
         known = logits[places]
         penalty = params.repetition_penalty
         logits = logits.index_put((places,), torch.where(known > 0, known / penalty, known * penalty))
-    return filter_logits(logits / params.temperature, params) if params.temperature else logits
-
-
-def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Set the logits [V] of excluded tokens to minus infinity."""
+    if not params.temperature:
+        return logits
+    logits = logits / params.temperature
     if params.min_p > 0:
         shares = (logits - logits.max()).exp()
         logits = logits.masked_fill(shares < params.min_p, -torch.inf)
@@ -224,9 +213,3 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         unlikely[-1] = False  # the likeliest token stays, whatever rounding does
         logits = logits.index_fill(0, places[unlikely], -torch.inf)
     return logits
-
-
-def finish_reason(tokens: list[int], params: SamplingParams) -> str:
-    if tokens[-1] in params.stop_tokens:
-        return "stop"
-    return "length" if len(tokens) >= params.max_new_tokens else ""

@@ -1,18 +1,15 @@
 """All engines of a run as one."""
 
 import asyncio
-import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from trueline.data.types import Completion
-from trueline.rollout.engine import RolloutEngine, SamplingParams, sample_in_parts
+from trueline.rollout.engine import RolloutEngine, SamplingParams, derive_seed, sample_in_parts
 from trueline.rollout.failures import EngineCrashLoop, EngineLost
 from trueline.runtime.actors import CONCURRENT_CALLS, Actor, ActorDeath, AsyncMethod, Given, RayActor, Result
 
@@ -35,9 +32,7 @@ class RolloutKey:
         return f"{self.purpose}-{self.group}-{self.index}-{turn}"
 
     def turn_seed(self, turn: int) -> int | None:
-        if self.seed is None or turn == 0:
-            return self.seed
-        return int(np.random.SeedSequence([self.seed, turn, 0]).generate_state(1)[0]) >> 1
+        return derive_seed(self.seed, turn, 0) if turn else self.seed
 
 
 @dataclass(slots=True)
@@ -98,36 +93,33 @@ class EnginePool:
 
     async def _sample(self, key: RolloutKey, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         """Send a request to an engine; if the engine dies, send it to another."""
-        for attempt in itertools.count():
+        completion: Completion | None = None
+        attempt = 0
+        while completion is None:
             # The controller restarts engines, so requests that it waits for cannot wait for engines.
             if not self.available.is_set() and not (self.is_supervised and key.purpose != EVALUATE):
                 raise EngineLost("; ".join(self.lost.values()))
             await self.available.wait()
             place = self.group_engines[key.group] = self._choose_engine(key.group)
-            name = f"{request}-again{attempt}" if attempt else request
-            completion = await self._sample_on(place, tokens, params, name)
-            if completion is not None:
-                self.sampled.setdefault(key.group, Counter())[key] += len(completion.tokens)
-                return completion
-        raise AssertionError("unreachable")
-
-    async def _sample_on(
-        self, place: int, tokens: list[int], params: SamplingParams, request: str
-    ) -> Completion | None:
-        """Send a request to one engine once it has a slot; return None if the engine is lost."""
-        load = self.loads[place]
-        with load.add_request(len(tokens) + params.max_new_tokens):
-            async with self.slots[place]:
-                incarnation = self.incarnations[place]
-                if place in self.lost:
-                    return None
-                try:
-                    completion = await self.actors[place].call(RolloutEngine.generate, tokens, params, request)
-                except ActorDeath as death:
-                    self.mark_lost(place, death, incarnation)
-                    return None
+            name, attempt = f"{request}-again{attempt}" if attempt else request, attempt + 1
+            load = self.loads[place]
+            with load.add_request(len(tokens) + params.max_new_tokens):
+                async with self.slots[place]:
+                    if place not in self.lost:
+                        engine = self.actors[place].call(RolloutEngine.generate, tokens, params, name)
+                        completion = await self._unless_lost(place, engine)
         load.prompts, load.cached = load.prompts + len(tokens), load.cached + completion.cached
+        self.sampled.setdefault(key.group, Counter())[key] += len(completion.tokens)
         return completion
+
+    async def _unless_lost(self, place: int, call: Awaitable[Result]) -> Result | None:
+        """Return the result of a call to an engine, or None if the engine is lost."""
+        incarnation = self.incarnations[place]
+        try:
+            return await call
+        except ActorDeath as death:
+            self.mark_lost(place, death, incarnation)
+            return None
 
     def _choose_engine(self, group: int) -> int:
         """Return the engine of the group's other requests, or the least loaded one if that is full or lost."""
@@ -165,18 +157,15 @@ class EnginePool:
     async def _ping_all(self, seconds: float) -> None:
         await asyncio.gather(*(self._ping(place, seconds) for place in self._present()))
 
-    def _present(self) -> list[int]:
-        missing = self.missing()
-        return [place for place in range(len(self.actors)) if place not in missing]
+    def _present(self) -> set[int]:
+        return set(range(len(self.actors))) - self.missing().keys()
 
     async def _ping(self, place: int, seconds: float) -> None:
         actor, incarnation = self.actors[place], self.incarnations[place]
         if not isinstance(actor, RayActor):
             return
         try:
-            await asyncio.wait_for(actor.ping().async_result(), seconds)
-        except ActorDeath as death:
-            self.mark_lost(place, death, incarnation)
+            await self._unless_lost(place, asyncio.wait_for(actor.ping().async_result(), seconds))
         except TimeoutError:
             if incarnation == self.incarnations[place]:
                 silence = ActorDeath(f"{actor.name} sent no heartbeat for {seconds:.0f} s", "no heartbeat")
@@ -244,15 +233,8 @@ class EnginePool:
 
     async def sleep(self) -> None:
         """Let engines release their memory; a lost engine is restarted before the next update."""
-
-        async def sleep(place: int) -> None:
-            incarnation = self.incarnations[place]
-            try:
-                await self.actors[place].call(RolloutEngine.sleep)
-            except ActorDeath as death:
-                self.mark_lost(place, death, incarnation)
-
-        await asyncio.gather(*(sleep(place) for place in self._present()))
+        calls = [(place, self.actors[place].call(RolloutEngine.sleep)) for place in self._present()]
+        await asyncio.gather(*(self._unless_lost(place, call) for place, call in calls))
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

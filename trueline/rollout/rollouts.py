@@ -47,7 +47,7 @@ class Dropped:
 @dataclass(slots=True, eq=False)
 class InFlightGroup:
     number: int
-    born: int  # policy version at its admission; none of its tokens is older
+    last: int  # policy version that may be trained on it: none of its tokens lags more than the bound
     task: asyncio.Task[Group]
 
 
@@ -96,7 +96,7 @@ class Rollouts:
     async def _renew(self) -> None:
         """Drop groups that are too old now, and fill the queue."""
         self.sampler.episodes.pool.deaths.clear()
-        late = [one for one in self.running if self._last_version(one) < self.version]
+        late = [one for one in self.running if one.last < self.version]
         self.dropped.lengths += [length for one in late for length in self._sampled_lengths(one)]
         self._end(late)
         self.ledger.close([one.number for one in late], "too_old")
@@ -106,7 +106,9 @@ class Rollouts:
     def _sampled_lengths(self, one: InFlightGroup) -> list[int]:
         """Return the lengths of a group's completions; of an unfinished group, those of its interrupted parts."""
         if one.task.done() and one.task.exception() is None:
-            return sampled_lengths(one.task.result())
+            return [
+                trajectory.sampled_tokens() for trajectory in one.task.result() if not trajectory.outcome.is_failure
+            ]
         parts = self.sampler.episodes.pool.sampled.get(one.number, Counter())
         return [tokens for key, tokens in parts.items() if key.purpose == self.sampler.purpose]
 
@@ -115,16 +117,12 @@ class Rollouts:
         for one in groups:
             one.task.cancel()
 
-    def _last_version(self, one: InFlightGroup) -> int:
-        """Return the last policy version that may be trained on this group."""
-        return one.born + self.plan.max_staleness
-
     async def _admit(self, count: int) -> None:
         for _ in range(count):
             number = self.again.pop(0) if self.again else self.ledger.draw(next(self.order))
             prompt = self.prompts[self.ledger.under_way[number]]
             task = asyncio.create_task(self.sampler.sample((number, prompt), number))
-            self.running.append(InFlightGroup(number, self.version, task))
+            self.running.append(InFlightGroup(number, self.version + self.plan.max_staleness, task))
 
     async def _take(self, count: int) -> list[Group]:
         most, ready = count * self.plan.dynamic.max_batches, self.ready
@@ -186,7 +184,7 @@ class Rollouts:
             return self.running[:1]
         if self.plan.drop_old:
             return self.running
-        lasts = [self._last_version(one) for one in self.running]
+        lasts = [one.last for one in self.running]
         # Later steps have places for so many groups that expire at `last` or before; the others need places now.
         later = {last: (last - self.version) * self.plan.prompts_per_step for last in lasts}
         now = {last: sum(one <= last for one in lasts) - later[last] for last in lasts}
@@ -202,7 +200,7 @@ class Rollouts:
         left_out = [trajectory for trajectory in group if trajectory.outcome is Outcome.LEFT_OUT]
         self.dropped.left_out += len(left_out)
         self.dropped.metrics += [trajectory.metrics for trajectory in left_out]
-        self.dropped.lengths += sampled_lengths(group)
+        self.dropped.lengths += self._sampled_lengths(one)
         fate = self._fate(group, failed)
         self.left_out = self.left_out + 1 if fate == "left_out" else 0
         if self.left_out > self.plan.prompts_per_step * self.plan.dynamic.max_batches:
@@ -212,9 +210,8 @@ class Rollouts:
             )
         self.failed = self.failed + 1 if fate == "failed" else 0
         if self.failed > SMALLEST_WINDOW:
-            raise RolloutFailure(
-                f"{self.failed} groups in a row have too few rewards to train on. {self.budget.explain()}"
-            )
+            reason = f"{self.failed} groups in a row have too few rewards to train on"
+            raise RolloutFailure(f"{reason}. {self.budget.explain()}")
         if fate:
             self.ledger.close([one.number], fate)
         self.useful += not fate
@@ -232,10 +229,6 @@ class Rollouts:
             return ""
         self.dropped.uniform.append(rewards[0])
         return "uniform"
-
-
-def sampled_lengths(group: Group) -> list[int]:
-    return [one.sampled_tokens() for one in group if not one.outcome.is_failure]
 
 
 def part_reward(trajectory: Trajectory, part: str | None) -> float:

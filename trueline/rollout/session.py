@@ -9,13 +9,14 @@ from typing import Any
 
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Talk, Tool, content_of
-from trueline.data.types import Completion, Dialogue, Prompt, Trajectory
+from trueline.data.types import Completion, Dialogue, Trajectory
 from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool, RolloutKey
 
 TURNS, TURN_TOKENS = "environment.max_turns", "environment.max_turn_tokens"  # keys of limits
 TOKENS, CONTEXT = "rollout.max_new_tokens", "rollout.max_prompt_tokens"
+Wording = Callable[[str], Message]  # makes the message by which others know a reply from its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,15 @@ class TokenSequence:
         return same and count < len(messages) and self.matches(messages, count)
 
     def matches(self, messages: list[Message], count: int) -> bool:
-        return all(map(is_same_message, self.said[:count], self.spelled[:count], messages))
+        """Compare what a client sent with `count` known messages, whatever else the client put into it.
+
+        Some clients put the stop string back behind a reply, as it was sampled.
+        """
+        known = zip(self.said[:count], self.spelled[:count], messages, strict=False)
+        return all(
+            sent is said or message_key(sent) in (message_key(said), message_key(spelled))
+            for said, spelled, sent in known
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +74,24 @@ class Turn:
         return len(self.sequence.record.tokens) + len(self.tokens)
 
 
+@dataclass(slots=True, eq=False)
 class Session:
     """The policy in one episode. A conversation that continues a known one keeps its tokens."""
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        chat: ChatFormat,
-        prompt: Prompt,
-        key: RolloutKey,
-        params: SamplingParams,
-        limits: EpisodeLimits,
-    ) -> None:
-        self.pool, self.chat, self.key, self.params, self.limits = pool, chat, key, params, limits
-        self.trajectory = Trajectory(prompt, key.group)
-        self.sequences: list[TokenSequence] = []  # in the order of their first replies
-        self.last: TokenSequence | None = None  # of the last reply
-        self.closing: list[Message] = []  # messages after that reply
-        self.turns = 0
-        self.engine_failures: list[BaseException] = []
+    pool: EnginePool
+    chat: ChatFormat
+    trajectory: Trajectory
+    key: RolloutKey
+    params: SamplingParams
+    limits: EpisodeLimits
+    sequences: list[TokenSequence] = field(default_factory=list)  # in the order of their first replies
+    last: TokenSequence | None = None  # of the last reply
+    closing: list[Message] = field(default_factory=list)  # messages after that reply
+    turns: int = 0
+    engine_failures: list[BaseException] = field(default_factory=list)
 
     async def reply(
-        self,
-        messages: list[Message],
-        tools: Sequence[Tool] = (),
-        worded: Callable[[str], Message] = as_said,
-        stop: Sequence[str] = (),
+        self, messages: list[Message], tools: Sequence[Tool] = (), worded: Wording = as_said, stop: Sequence[str] = ()
     ) -> Reply:
         return (await self.replies(1, messages, tools, worded, stop))[0]
 
@@ -99,7 +100,7 @@ class Session:
         count: int,
         messages: list[Message],
         tools: Sequence[Tool] = (),
-        worded: Callable[[str], Message] = as_said,
+        worded: Wording = as_said,
         stop: Sequence[str] = (),
         structure: Structure | None = None,
         template_arguments: dict[str, Any] | None = None,
@@ -131,29 +132,21 @@ class Session:
                 raise one
         return [one for one in found if isinstance(one, Reply)]
 
-    async def _take_turn(
-        self, turn: Turn, number: int, worded: Callable[[str], Message], params: SamplingParams
-    ) -> Reply:
-        completion = await self._sample(turn, number, params)
-        chat = turn.sequence.chat
-        completion, text = cut_at_stop(completion, params.stop, chat.reply_text)
+    async def _take_turn(self, turn: Turn, number: int, worded: Wording, params: SamplingParams) -> Reply:
+        def note_failure(sampled: "asyncio.Future[Completion]") -> None:
+            if not sampled.cancelled() and (failure := sampled.exception()):
+                self.engine_failures.append(failure)
+
+        before, chat = [*turn.sequence.record.tokens.tolist(), *turn.tokens], turn.sequence.chat
+        sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
+        sampled = asyncio.ensure_future(self.pool.generate(before, sampling, self.key, number))
+        sampled.add_done_callback(note_failure)
+        completion, text = cut_at_stop(await sampled, params.stop, chat.reply_text)
         raw = chat.raw_text(completion.tokens.tolist())
         if (place := stop_place(raw, params.stop)) >= 0:
             raw = raw[:place]
         message = as_said(text) if worded is as_said else worded(raw)
         return self._record(turn, completion, text, message, raw)
-
-    async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> Completion:
-        before = [*turn.sequence.record.tokens.tolist(), *turn.tokens]
-        sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
-
-        def note_failure(sampled: "asyncio.Future[Completion]") -> None:
-            if not sampled.cancelled() and (failure := sampled.exception()):
-                self.engine_failures.append(failure)
-
-        sampled = asyncio.ensure_future(self.pool.generate(before, sampling, self.key, number))
-        sampled.add_done_callback(note_failure)
-        return await sampled
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message, raw: str) -> Reply:
         sequence, before = turn.sequence, turn.length()
@@ -184,17 +177,15 @@ class Session:
         self.closing = list(messages)
 
     def talk(self) -> Talk:
-        return self._talk(self.last.said) if self.last else Talk()
-
-    def _talk(self, messages: list[Message]) -> Talk:
-        assert self.last is not None
-        count = self.last.opening
-        return Talk(messages[:count], messages[count:], self.closing, self.trajectory.reply)
+        if self.last is None:
+            return Talk()
+        said, count = self.last.said, self.last.opening
+        return Talk(said[:count], said[count:], self.closing, self.trajectory.reply)
 
     def record_talk(self) -> None:
         if self.last is not None:
             self.trajectory.talk = self.talk()
-            self.trajectory.turns = self._talk(self.last.spelled).after_opening()
+            self.trajectory.turns = [*self.last.spelled[self.last.opening :], *self.closing]
 
     def dialogues(self) -> list[Dialogue]:
         """Return each conversation that no other continues, with all replies as sampled."""
@@ -229,16 +220,13 @@ class Session:
             following = known.chat.continuation(known.rendered, new, known.tools, last)
         if known is None or following is None:
             return [self._first_turn(messages, tools, chat), *others]
-        return [self._next_turn(known, new, following), *others]
-
-    def _next_turn(self, sequence: TokenSequence, new: list[Message], following: list[int]) -> Turn:
-        turn, most = Turn(sequence, new, following), self.params.max_new_tokens
+        turn, most = Turn(known, new, following), self.params.max_new_tokens
         if turn.length() >= self.limits.context:
-            tokens = f"{len(following)} more tokens after {len(sequence.record.tokens)}"
+            tokens = f"{len(following)} more tokens after {len(known.record.tokens)}"
             raise OutOfBudget(f"{tokens} leave no room for a reply: {self._context_words()}", CONTEXT)
-        if sequence.sampled_count() >= most:
+        if known.sampled_count() >= most:
             raise OutOfBudget(f"the policy has sampled all {most} tokens of a sequence ({TOKENS}={most})", TOKENS)
-        return turn
+        return [turn, *others]
 
     def _first_turn(self, messages: list[Message], tools: list[Tool], chat: ChatFormat) -> Turn:
         tokens = chat.prompt_tokens(messages, tools)
@@ -256,24 +244,12 @@ class Session:
         return f"a sequence may have {self.limits.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
 
     def _room(self, turn: Turn) -> dict[str, int]:
-        left = self.params.max_new_tokens - turn.sequence.sampled_count()
-        return {
-            TOKENS: left,
-            CONTEXT: self.limits.context - turn.length(),
-            TURN_TOKENS: self.limits.turn_tokens or left,
-        }
+        left, context = self.params.max_new_tokens - turn.sequence.sampled_count(), self.limits.context - turn.length()
+        return {TOKENS: left, CONTEXT: context, TURN_TOKENS: self.limits.turn_tokens or left}
 
 
 def longest(sequences: list[TokenSequence]) -> TokenSequence | None:
     return max(sequences, key=lambda one: len(one.said), default=None)
-
-
-def is_same_message(said: Message, spelled: Message, sent: Message) -> bool:
-    """Compare what a client sent with a known message, whatever else the client put into it.
-
-    Some clients put the stop string back behind a reply, as it was sampled.
-    """
-    return sent is said or message_key(sent) in (message_key(said), message_key(spelled))
 
 
 def message_key(message: Message) -> tuple[Any, ...]:

@@ -41,9 +41,7 @@ class VllmEngine:
     """vLLM's own loop in a thread: it steps while there are requests, and makes other calls between steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.version = 0
-        self.workers = spec.tensor_parallel
-        on_gpu = torch.cuda.is_available()
+        self.version, self.workers, on_gpu = 0, spec.tensor_parallel, torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
         self.adapter_only = spec.adapter_rank > 0
         self.adapter: LoRARequest | None = None  # of all requests, once it is loaded
@@ -59,8 +57,8 @@ class VllmEngine:
         self.calls = 0  # that wait for the end of a step
         self.stepping: asyncio.Task[None] | None = None
         self.thread = ThreadPoolExecutor(1)
-        options = engine_options(spec, on_gpu)
-        self.llm = self.thread.submit(LLMEngine.from_engine_args, EngineArgs(**options)).result()
+        options = EngineArgs(**engine_options(spec, on_gpu))
+        self.llm = self.thread.submit(LLMEngine.from_engine_args, options).result()
         if self.workers > 1:
             self.llm.model_executor.register_failure_callback(end_process)
 
@@ -84,19 +82,17 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(tokens, settings, request)
-        completion = output.outputs[0]
+        completion, cached = output.outputs[0], output.num_cached_tokens or 0
         chosen, sampled = list(completion.token_ids), completion.logprobs
         assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
         wanted = self.returns_experts and params.experts and chosen
         experts = check_experts(completion.routed_experts, len(tokens) + len(chosen)) if wanted else NO_EXPERTS
-        cached = output.num_cached_tokens or 0
         return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
 
     async def score(self, tokens: list[int]) -> list[float]:
         output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}")
-        entries = output.prompt_logprobs[1:]
-        return [entry[token].logprob for entry, token in zip(entries, tokens[1:], strict=True)]
+        return [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
 
     async def _run(self, tokens: list[int], settings: VllmParams, request: str, *, paused: bool = False) -> Any:
         if not paused:
@@ -123,14 +119,11 @@ class VllmEngine:
 
     async def _call(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
         """Make a call in vLLM's thread, after the current step."""
-        self.calls += 1
+        work, self.calls = partial(method, *args, **named), self.calls + 1
         try:
-            return await self._in_thread(partial(method, *args, **named))
+            return await asyncio.get_running_loop().run_in_executor(self.thread, self._guard, work)
         finally:
             self.calls -= 1
-
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self._guard, work)
 
     def _guard(self, work: Callable[[], Result]) -> Result:
         """Call vLLM; if it fails because a worker process is gone, end this process, so that it is restarted."""
@@ -140,12 +133,16 @@ class VllmEngine:
             done = True
             return result
         finally:
-            if not done and self.workers > 1 and has_lost_worker(self.llm.model_executor):
-                end_process()
+            if not done and self.workers > 1:
+                executor: Any = self.llm.model_executor
+                sentinels = [worker.proc.sentinel for worker in executor.workers]
+                if executor.is_failed or wait(sentinels, WORKER_SECONDS):
+                    end_process()
 
     async def _step(self) -> None:
         while self.waiting:
-            self._deliver(await self._in_thread(self._run_steps))
+            work = asyncio.get_running_loop().run_in_executor(self.thread, self._guard, self._run_steps)
+            self._deliver(await work)
 
     def _deliver(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -246,10 +243,6 @@ def one_token(**settings: Any) -> VllmParams:
     return VllmParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
 
 
-def has_lost_worker(executor: Any) -> bool:
-    return executor.is_failed or bool(wait([worker.proc.sentinel for worker in executor.workers], WORKER_SECONDS))
-
-
 def end_process() -> None:
     sys.stderr.write("a worker process of vLLM is gone\n")
     sys.stderr.flush()
@@ -263,6 +256,7 @@ def plain_buckets(buckets: list[Bucket]) -> list[PlainBucket]:
 
 def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
     room = next(room for room in ADAPTER_RANKS if room >= spec.adapter_rank)
+    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
     return {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -278,11 +272,7 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
         **(on_gpu_options(spec) if on_gpu else on_cpu_options(spec)),
-        **(
-            {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
-            if spec.adapter_rank
-            else {}
-        ),
+        **(lora if spec.adapter_rank else {}),
         # Checked while requests are compiled: a structure that only compiling refuses would end vLLM.
         **({"structured_outputs_config": STRUCTURES} if spec.structured else {}),
         **({"enable_return_routed_experts": True} if spec.experts else {}),

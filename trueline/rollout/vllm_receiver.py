@@ -17,17 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
-from trueline.runtime import transport
-from trueline.runtime.fingerprints import (
-    ADAPTERS,
-    Holding,
-    as_numbers,
-    bit_sum,
-    bit_sums,
-    holdings,
-    scramble,
-    wrap_int64,
-)
+from trueline.runtime import fingerprints, transport
+from trueline.runtime.fingerprints import ADAPTERS, Holding, as_numbers
 
 PlainBucket = list[tuple[str, list[int], str]]
 DIRECT = ("GptOssForCausalLM",)
@@ -48,10 +39,11 @@ class WeightReceiver:
     def join_trainer(self, plain: list[Any], first_rank: int) -> str:
         (host, port), nodes, *rest = plain
         link = transport.Link((host, port), tuple(nodes), *rest)
-        return transport.try_join(partial(self._join, link, first_rank + self.rank))
 
-    def _join(self, link: transport.Link, rank: int) -> None:
-        self.channel = link.open_receiver(rank, self.device)
+        def join() -> None:
+            self.channel = link.open_receiver(first_rank + self.rank, self.device)
+
+        return transport.try_join(join)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
         """Receive all buckets, load them in one reload session, and return a fingerprint per bucket.
@@ -117,18 +109,19 @@ class WeightReceiver:
         model.load_weights(iter(weights))
 
     def weight_holdings(self) -> dict[str, Holding]:
-        return holdings(self.model_runner.get_model())
+        return fingerprints.holdings(self.model_runner.get_model())
 
     def weight_bit_sums(self, dtype: str) -> dict[str, int]:
         wire = transport.WIRE_DTYPES[dtype]
-        sums = bit_sums(self.model_runner.get_model(), wire)
+        sums = fingerprints.bit_sums(self.model_runner.get_model(), wire)
         if self.vllm_config.lora_config is not None:
             held = adapter_tensors(self.model_runner.lora_manager._adapter_manager)
-            sums[ADAPTERS] = wrap_int64(sum(as_numbers(bit_sum(tensor.to(wire)) for tensor in held)))
+            bits = as_numbers(fingerprints.bit_sum(tensor.to(wire)) for tensor in held)
+            sums[ADAPTERS] = fingerprints.wrap_int64(sum(bits))
         return sums
 
     def scramble_weights(self) -> None:
-        scramble(self.model_runner.get_model())
+        fingerprints.scramble(self.model_runner.get_model())
 
 
 def specs_of(plain: list[PlainBucket]) -> list[transport.Bucket]:

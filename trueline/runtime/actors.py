@@ -53,9 +53,6 @@ class NodeLost(ActorDeath):
 
 
 class Pending(Protocol[Result_co]):
-    @property
-    def who(self) -> str: ...
-
     def result(self, timeout_seconds: float) -> Result_co: ...
 
     async def async_result(self) -> Result_co:
@@ -80,7 +77,6 @@ class Actor(Protocol[Object_co]):
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[Result]):
-    who: str
     value: Result
 
     def result(self, timeout_seconds: float) -> Result:
@@ -93,7 +89,7 @@ class Done(Generic[Result]):
 LOCAL_CALLS = threading.RLock()  # models of one process share the state of a forward pass
 
 
-class LocalActor(Generic[Object]):
+class LocalActor(Actor[Object]):
     """An object of this process; calls run at once, one at a time."""
 
     def __init__(self, name: str, target: Object) -> None:
@@ -103,7 +99,7 @@ class LocalActor(Generic[Object]):
         self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
         with WORK.doing("call", self.name, method.__name__), LOCAL_CALLS:
-            return Done(self.name, methodcaller(method.__name__, *args, **named)(self.target))
+            return Done(methodcaller(method.__name__, *args, **named)(self.target))
 
     async def call(
         self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
@@ -131,7 +127,7 @@ class RayPending(Generic[Result]):
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
         except (*DEATHS, RayTaskError) as error:
-            raise make_failure(self.who, error, self.log, self.address) from error
+            raise self._failure(error) from error
         self._end_activity()
         return value
 
@@ -139,7 +135,7 @@ class RayPending(Generic[Result]):
         try:
             value: Result = await self.reference
         except (*DEATHS, RayTaskError) as error:
-            raise make_failure(self.who, error, self.log, self.address) from error
+            raise self._failure(error) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
             raise
@@ -149,6 +145,20 @@ class RayPending(Generic[Result]):
     def _end_activity(self) -> None:
         if self.activity is not None:
             WORK.end(self.activity)
+
+    def _failure(self, error: Exception) -> ActorFailure:
+        """Keep the cause alone: Ray's own message is pages long."""
+        if isinstance(error, RayTaskError):
+            return ActorFailure(f"{self.who}: {type(error.cause).__name__}: {error.cause}; see {self.log}")
+        address = self.address
+        if is_node_lost(address):
+            gone = f"node {address} is gone"
+            return NodeLost(f"{self.who}: {gone} with all its processes; resume on the other nodes with --resume", gone)
+        where = f" on {address}" if address else ""
+        # The last line of a log is the type and message of an exception that ended the process.
+        lines = self.log.read_text(errors="replace").split("\n") if self.log.is_file() else []
+        line = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
+        return ActorDeath(f"{self.who}: its process died{where} ({line}); see {self.log}", line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +185,11 @@ class Placement:
         }
 
 
-class RayActor(Generic[Object]):
+class RayActor(Actor[Object]):
     """An object in a Ray process; what it prints goes to `log`."""
 
     def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Placement, log: Path) -> None:
-        self.name, self.log = name, log
-        self.target, self.args, self.placement = target, args, spot
+        self.name, self.log, self.target, self.args, self.placement = name, log, target, args, spot
         self.begin()
 
     def begin(self) -> None:
@@ -194,8 +203,8 @@ class RayActor(Generic[Object]):
             host = remote(ActorHost)
         self.handle = host.options(**options).remote(str(self.log))
         # The location is known before the object is made, which takes long. Neither may queue behind bulk calls.
-        self.location_ref = self._remote(self.handle.location, bulk=False).remote()
-        self._remote(self.handle.make, bulk=False).remote(self.target.path, self.args)
+        self.location_ref = self._control(self.handle.location).remote()
+        self._control(self.handle.make).remote(self.target.path, self.args)
 
     def kill(self) -> None:
         """Kill the process and its children with SIGKILL, which ends stopped ones as well."""
@@ -212,35 +221,35 @@ class RayActor(Generic[Object]):
     def submit(
         self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
-        return self._pending(method.__name__, *args, **named)
+        return self._call(method.__name__, *args, **named)
 
     async def call(
         self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Result:
-        pending: RayPending[Result] = self._pending(method.__name__, *args, **named)
+        pending: RayPending[Result] = self._call(method.__name__, *args, **named)
         return await pending.async_result()
 
-    def _pending(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        activity, address = WORK.begin("call", self.name, method), self.placement.address
-        reference = self._remote(self.handle.call, bulk=method == self.target.bulk_method).remote(
-            method, *args, **named
-        )
-        return RayPending(f"{self.name}.{method}", reference, self.log, activity, address)
+    def _call(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
+        activity, remote = WORK.begin("call", self.name, method), self.handle.call
+        remote = remote if method == self.target.bulk_method else self._control(remote)
+        return self._pending(method, remote.remote(method, *args, **named), activity)
 
-    def _remote(self, method: Any, *, bulk: bool) -> Any:
-        """Return the host's method in the concurrency group of the call."""
-        return method if bulk or not self.target.asynchronous else method.options(concurrency_group=CONTROL)
+    def _control(self, method: Any) -> Any:
+        """Return the host's method in the concurrency group of all calls but those of the bulk method."""
+        return method.options(concurrency_group=CONTROL) if self.target.asynchronous else method
+
+    def _pending(self, method: str, reference: Any, activity: Activity | None = None) -> RayPending[Any]:
+        return RayPending(f"{self.name}.{method}", reference, self.log, activity, self.placement.address)
 
     def ping(self) -> Pending[None]:
         """Check that a process with coroutines responds."""
-        reference = self._remote(self.handle.ping, bulk=False).remote()
-        return RayPending(f"{self.name}.ping", reference, self.log, address=self.placement.address)
+        return self._pending("ping", self._control(self.handle.ping).remote())
 
     def has_lost_node(self) -> bool:
         return is_node_lost(self.placement.address)
 
     def location(self) -> Pending[Location]:
-        return RayPending(f"{self.name}.location", self.location_ref, self.log, address=self.placement.address)
+        return self._pending("location", self.location_ref)
 
     def stop(self) -> None:
         ray.kill(self.handle)
@@ -255,17 +264,6 @@ class Target(Generic[Object]):
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
 
 
-def make_failure(who: str, error: Exception, log: Path, address: str = "") -> ActorFailure:
-    """Keep the cause alone: Ray's own message is pages long."""
-    if isinstance(error, RayTaskError):
-        return ActorFailure(f"{who}: {type(error.cause).__name__}: {error.cause}; see {log}")
-    if is_node_lost(address):
-        message = f"{who}: node {address} is gone with all its processes; resume on the other nodes with --resume"
-        return NodeLost(message, f"node {address} is gone")
-    where, line = f" on {address}" if address else "", last_line(log)
-    return ActorDeath(f"{who}: its process died{where} ({line}); see {log}", line)
-
-
 def is_node_lost(address: str) -> bool:
     return bool(address) and not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes())
 
@@ -276,12 +274,6 @@ def kill_family(pid: int) -> None:
         for one in [*process.children(recursive=True), process]:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log: the type and message of an exception that ended the process."""
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
 
 def wait_all(pendings: Sequence[Pending[Result]], timeout_seconds: float) -> list[Result]:

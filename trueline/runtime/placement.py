@@ -1,7 +1,6 @@
 """Which process runs where: computed before anything starts, and compared with the devices."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,10 @@ def place_processes(layout: Layout, machine: Machine) -> Places:
     nodes = machine.split()
     free = [node.gpus if machine.gpus else node.cpus for node in nodes]
     policy = take_nodes(free, layout.policy_ranks, layout.width, "training.ranks", machine)
-    roles = {
-        one.name: take_nodes(free, one.ranks, one.width, one.key, machine) for one in layout.roles if not one.shared
-    }
+    roles = {}
     for one in layout.roles:
-        if one.shared:
-            roles[one.name] = [policy[rank % len(policy)] if policy else 0 for rank in range(one.ranks)]
+        shared = [policy[rank % len(policy)] if policy else 0 for rank in range(one.ranks)]
+        roles[one.name] = shared if one.shared else take_nodes(free, one.ranks, one.width, one.key, machine)
     width = layout.tensor_parallel
     if layout.colocated:
         return Places(policy, [shared_node(policy, number, width, nodes) for number in range(layout.engines)], roles)
@@ -154,10 +151,9 @@ def shared_node(policy: list[int], number: int, width: int, nodes: tuple[Node, .
 
 
 def no_room(key: str, count: int, free: list[int], machine: Machine, where: str = "") -> ConfigError:
-    total = [node.gpus if machine.gpus else node.cpus for node in machine.nodes]
-    sums = ", ".join(
-        f"{node.address} has {left} of {size} left" for node, left, size in zip(machine.nodes, free, total, strict=True)
-    )
+    sizes = [(node.address, node.gpus if machine.gpus else node.cpus) for node in machine.nodes]
+    rooms = zip(sizes, free, strict=True)
+    sums = ", ".join(f"{address} has {left} of {size} left" for (address, size), left in rooms)
     kind = "GPUs" if machine.gpus else "CPU slots"
     return ConfigError(f"{key} needs {count} {kind}{where}: {sums}; lower it, or start fewer other processes")
 
@@ -186,80 +182,58 @@ class Processes:
         claims: list[dict[str, float]] = []
         for kind, (nodes, width) in own.items():
             self.bundles[kind] = len(claims)
-            claims += [self._claim(at, width) for at in nodes]
+            claim = {"CPU": 1.0, "GPU": float(width)} if self.machine.gpus else {"CPU": float(width)}
+            addresses = [self.machine.split()[at].address for at in nodes]
+            claims += [claim | ({f"node:{address}": 0.001} if address else {}) for address in addresses]
         self.group = reserve(claims)
 
-    def _claim(self, node: int, width: int) -> dict[str, float]:
-        address = self.machine.split()[node].address
-        claim: dict[str, float] = {"CPU": 1, "GPU": width} if self.machine.gpus else {"CPU": width}
-        return claim | ({f"node:{address}": 0.001} if address else {})
-
     def policy(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        actors = self._start("policy", target, specs, self._own_placements("policy", target, self.places.policy))
+        actors = self._start("policy", target, specs, self.places.policy, shared=False)
         if self.machine.gpus:
             locations = [actor.location() for actor in actors if isinstance(actor, RayActor)]
             self.locations = wait_all(locations, START_SECONDS)
         return actors
 
-    def _own_placements(self, kind: str, target: Target[Object], nodes: list[int], width: int = 1) -> list[Placement]:
-        """Return placements with devices or slots of their own; on this machine's CPUs processes claim none."""
-        if self.group is None:
-            return [Placement(environment=self._environment(target, nodes, at, width)) for at in nodes]
-        cpus, gpus = (1, width) if self.machine.gpus else (width, 0)
-        return [
-            Placement(
-                self.group,
-                bundle,
-                cpus=cpus,
-                gpus=gpus,
-                environment=self._environment(target, nodes, at, width),
-                address=self.machine.split()[at].address,
-            )
-            for bundle, at in enumerate(nodes, self.bundles[kind])
-        ]
+    def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
+        return self._start(one.name, target, specs, self.places.roles[one.name], one.shared)
 
-    def _environment(self, target: Target[Object], nodes: list[int], at: int, width: int = 1) -> dict[str, str]:
+    def engines(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
+        layout = self.layout
+        return self._start("engine", target, specs, self.places.engines, layout.colocated, layout.tensor_parallel)
+
+    def _start(
+        self, kind: str, target: Target[Object], specs: list[Any], nodes: list[int], shared: bool, width: int = 1
+    ) -> list[Actor[Object]]:
+        if self.local:
+            return [LocalActor(kind, build(target.path, [spec])) for spec in specs]
+        actors: list[Actor[Object]] = []
+        for number, (spec, at) in enumerate(zip(specs, nodes, strict=True)):
+            where, name = (number, at, width), f"{kind}-{number}"
+            spot = self._shared_placement(*where) if shared else self._own_placement(kind, *where)
+            spot = replace(spot, environment=self._environment(target, nodes, at, width) | spot.environment)
+            actors.append(RayActor(name, target, [spec], spot, self.logs / f"{name}.log"))
+        return actors
+
+    def _environment(self, target: Target[Object], nodes: list[int], at: int, width: int) -> dict[str, str]:
         """Return the environment of a process; on CPUs, processes of its kind on its node share the cores."""
         working = nodes.count(at) * width
         if not self.layout.in_turns:
             working = self.places.policy.count(at) + self.places.engines.count(at) * self.layout.tensor_parallel
         return process_environment(target, self.machine, working, self.machine.split()[at].cpus)
 
-    def role(self, one: RoleRanks, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        nodes = self.places.roles[one.name]
-        if not one.shared:
-            return self._start(one.name, target, specs, self._own_placements(one.name, target, nodes))
-        shared = [
-            self._shared_placement(at, [rank], self._environment(target, nodes, at)) for rank, at in enumerate(nodes)
-        ]
-        return self._start(one.name, target, specs, shared)
+    def _own_placement(self, kind: str, number: int, node: int, width: int) -> Placement:
+        """Return a placement with devices or slots of its own; on this machine's CPUs processes claim none."""
+        if self.group is None:
+            return Placement()
+        cpus, gpus = (1, width) if self.machine.gpus else (width, 0)
+        address = self.machine.split()[node].address
+        return Placement(self.group, self.bundles[kind] + number, cpus=cpus, gpus=gpus, address=address)
 
-    def engines(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        width, nodes = self.layout.tensor_parallel, self.places.engines
-        if not self.layout.colocated:
-            return self._start("engine", target, specs, self._own_placements("engine", target, nodes, width))
-        shared = [
-            self._shared_placement(
-                at, range(number * width, (number + 1) * width), self._environment(target, nodes, at, width)
-            )
-            for number, at in enumerate(nodes)
-        ]
-        return self._start("engine", target, specs, shared)
-
-    def _shared_placement(self, node: int, ranks: Iterable[int], environment: dict[str, str]) -> Placement:
-        there = self.machine.split()[node]
+    def _shared_placement(self, number: int, node: int, width: int) -> Placement:
+        """Return a placement on the devices of policy ranks."""
+        there, ranks = self.machine.split()[node], range(number * width, (number + 1) * width)
         if not self.locations:
-            return Placement(node=there.id or None, environment=environment, address=there.address)
+            return Placement(node=there.id or None, address=there.address)
         locations = [self.locations[rank % len(self.locations)] for rank in ranks]
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpu for location in locations for gpu in location.gpus)}
-        return Placement(node=locations[0].node, environment=environment | devices, address=there.address)
-
-    def _start(
-        self, role: str, target: Target[Object], specs: list[Any], placements: list[Placement]
-    ) -> list[Actor[Object]]:
-        if self.local:
-            return [LocalActor(role, build(target.path, [spec])) for spec in specs]
-        return [
-            RayActor(f"{role}-{number}", target, [spec], placement, self.logs / f"{role}-{number}.log")
-            for number, (spec, placement) in enumerate(zip(specs, placements, strict=True))
-        ]
+        return Placement(node=locations[0].node, environment=devices, address=there.address)

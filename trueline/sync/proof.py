@@ -45,12 +45,11 @@ class EngineProof:
             self._check_adapters(live.adapters, held)
         extra = [wrap_int64(self._sum(engine, processes) - live.plain) for engine, processes in enumerate(held)]
         self.fixed = live.fixed if live.fixed in extra else 0
-        equal = [found == self.fixed for found in extra]
-        self.summed = all(equal)
-        whole = not self.packed and all(len(engine) == 1 for engine in held)
-        if whole and not self.summed:
+        wrong = [engine for engine, found in enumerate(extra) if found != self.fixed]
+        self.summed = not wrong
+        if wrong and not self.packed and all(len(engine) == 1 for engine in held):
             raise SyncFailure(
-                f"engine {equal.index(False)} holds other weights than the trainer at the start (the sums of their bit "
+                f"engine {wrong[0]} holds other weights than the trainer at the start (the sums of their bit "
                 "patterns differ)"
             )
 

@@ -90,18 +90,15 @@ class WeightSync:
         address = policy.actors[0].submit(Worker.listen).result(seconds)
         sizes, senders = self._engines(RolloutEngine.processes), len(policy.actors) if shared else 1
         timeout = min(max(seconds / SILENCE, MIN_BROADCAST_SECONDS), seconds)  # a stopped member blocks all others
-        sender, *engines = self.plan.nodes or (0,) * (1 + len(sizes))
+        one_node = shared or not self.plan.nodes  # with shared memory, the group is only a barrier
+        sender, *engines = (0,) * (1 + len(sizes)) if one_node else self.plan.nodes
         nodes = [sender] * senders + [node for node, size in zip(engines, sizes, strict=True) for _ in range(size)]
-        if shared:  # the group is only a barrier
-            nodes = [0] * len(nodes)
         link = Link(address, tuple(nodes), timeout, self.transport, shared)
         firsts = [senders + sum(sizes[:number]) for number in range(len(sizes))]
+        placed = zip(self.pool.actors, firsts, strict=True)
         ranks, engine_processes = self._both(
             [actor.submit(Worker.connect, link).async_result() for actor in policy.actors],
-            [
-                actor.call(RolloutEngine.connect, link, first)
-                for actor, first in zip(self.pool.actors, firsts, strict=True)
-            ],
+            [actor.call(RolloutEngine.connect, link, first) for actor, first in placed],
             "connecting engines to the trainer",
         )
         return next(filter(None, [*ranks, *engine_processes]), "")
@@ -152,7 +149,14 @@ class WeightSync:
         proof.start(*self._bits())
         self.proof = proof
         self._resume()
-        self._calibrate()
+        self.floor = self.gap(self.canary.tokens)
+        limit = self.canary.tolerance or self.canary.strange
+        if not self.floor <= limit:
+            raise SyncFailure(
+                f"engines and trainer loaded the same checkpoint, yet their log-probs differ by {self.floor:.3g} on "
+                f"average, more than {limit:g}: they compute this model differently. Try rollout.engine=hf, or set "
+                "another limit with sync.tolerance"
+            )
         gap = f"largest log-prob gap {self.floor:.2g} (limit {self.limit():.2g})"
         return "; ".join(["verified", gap, *proof.limits(self.plan.differs)]) + self.remark
 
@@ -165,16 +169,6 @@ class WeightSync:
             "adding up weights",
         )
         return live[0], held
-
-    def _calibrate(self) -> None:
-        self.floor = self.gap(self.canary.tokens)
-        limit = self.canary.tolerance or self.canary.strange
-        if not self.floor <= limit:
-            raise SyncFailure(
-                f"engines and trainer loaded the same checkpoint, yet their log-probs differ by {self.floor:.3g} on "
-                f"average, more than {limit:g}: they compute this model differently. Try rollout.engine=hf, or set "
-                "another limit with sync.tolerance"
-            )
 
     def limit(self) -> float:
         return self.canary.tolerance or max(self.canary.least, GAP_FACTOR * self.floor)

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trueline.algorithms.importance_sampling import draw_sums
-from trueline.algorithms.losses import LOSSES
-from trueline.algorithms.router_loss import over_learnt, router_loss
+from trueline.algorithms.losses import LOSSES, over_learnt, router_loss
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, collate

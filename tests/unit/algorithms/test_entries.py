@@ -12,10 +12,9 @@ import torch
 from trueline.algorithms.advantages import ADVANTAGES, assign_advantages
 from trueline.algorithms.entries import NEEDS, Entry, entry, lookup
 from trueline.algorithms.importance_sampling import IMPORTANCE_WEIGHTS
-from trueline.algorithms.kl import KL_ESTIMATORS
 from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.needs import needs
-from trueline.algorithms.policy_losses import POLICY_LOSSES, policy_loss
+from trueline.algorithms.policy_losses import KL_ESTIMATORS, POLICY_LOSSES, policy_loss
 from trueline.config.algorithm import PRESETS, AlgorithmConfig, ImportanceSamplingConfig, KLConfig
 from trueline.config.base import Config, ConfigError
 from trueline.data.types import Batch, ModelOutput, Sample

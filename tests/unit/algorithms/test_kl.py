@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.kl import K3_LINEAR_BELOW, KL_ESTIMATORS, estimate_kl, k2, k3, k3_plus, unbiased_k3
+from trueline.algorithms.policy_losses import K3_LINEAR_BELOW, KL_ESTIMATORS, estimate_kl, k2, k3, k3_plus, unbiased_k3
 from trueline.config.algorithm import KLConfig
 from trueline.config.base import ConfigError
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueline.algorithms.losses import LOSSES
-from trueline.algorithms.preference_losses import PAIR_LOSSES, kto, preference, reward_model
+from trueline.algorithms.losses import LOSSES, PAIR_LOSSES, kto, preference, reward_model
 from trueline.config.supervised import WITHOUT_REFERENCE, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
 

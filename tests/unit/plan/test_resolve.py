@@ -243,7 +243,7 @@ class Recorder:
         self.started.append((name, spot.environment))
 
     def location(self) -> Done[tuple[str, list[str]]]:
-        return Done("", Location("node", ["0"], 1))
+        return Done(Location("node", ["0"], 1))
 
 
 def environments(

@@ -11,9 +11,10 @@ from trueline.config.rl import EvaluationConfig
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory
 from trueline.environments.single_turn import SingleTurn
 from trueline.rewards.combined import CombinedReward
+from trueline.rollout.engine import derive_seed
 from trueline.rollout.episode import Episodes
-from trueline.rollout.evaluation import Evaluator, ScoredPrompt, environment_names, scored_prompt
-from trueline.rollout.groups import GroupSampler, completion_seed
+from trueline.rollout.evaluation import Evaluator, environment_names
+from trueline.rollout.groups import GroupSampler
 from trueline.runtime.event_loop import EventLoop
 
 Table = dict[str, list[float | None]]
@@ -67,11 +68,13 @@ def test_failed_answers_are_counted_and_left_out(episodes: Episodes, loop: Event
     assert [one.outcome for one in trajectories].count(Outcome.REWARD_ERROR) == 3
 
 
-def test_replies_and_rewards_stay_together_where_some_failed() -> None:
+def test_replies_and_rewards_stay_together_where_some_failed(episodes: Episodes, loop: EventLoop) -> None:
+    """Two votes of four are for `2`, and the reply that got its reward is the second."""
     (prompt,) = prompts("a")
-    found = [("lost", FAILS), ("right", 1.0), ("lost too", FAILS), ("wrong", 0.0)]
+    found = [("lost", FAILS), ("1", 0.1), ("lost too", FAILS), ("2", 0.2), ("2", 0.3)]
     group = [Trajectory(prompt, 0, reward=reward, reply=reply) for reply, reward in found]
-    assert scored_prompt(group) == ScoredPrompt(["right", "wrong"], [1.0, 0.0])
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 5, 5, "evaluate")
+    assert Evaluator(sampler, {}, EvaluationConfig(samples=5, temperature=1.0), loop).describe([group])["maj@5"] == 0.2
 
 
 def test_where_everything_failed_there_is_no_reward(episodes: Episodes, loop: EventLoop) -> None:
@@ -120,7 +123,7 @@ def test_seeds_depend_on_the_prompts_place_in_its_set_and_on_the_answer(
     engine.requests.clear()
     evaluated(episodes, loop, {"other": prompts("a"), "same": prompts("b", "c")}, table, samples=2)
     assert alone < set(engine.requests.values())
-    assert ("b", completion_seed(5, 0, 1)) in alone
+    assert ("b", derive_seed(5, 0, 1)) in alone
 
 
 def test_what_environments_report_is_a_mean_over_prompts(episodes: Episodes, loop: EventLoop) -> None:

@@ -5,15 +5,11 @@ from itertools import combinations
 
 import pytest
 
-from trueline.rollout.evaluation import (
-    ScoredPrompt,
-    answer_key,
-    confidence_half_width,
-    majority_reward,
-    pass_at_k,
-    pass_sizes,
-    set_metrics,
-)
+from trueline.rollout.evaluation import Scored, answer_key, majority_reward, pass_at_k, set_metrics
+
+
+def scored(replies: str, *rewards: float) -> Scored:
+    return list(zip(replies, rewards, strict=True))
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 4), (1, 4), (2, 5), (4, 6), (6, 6)])
@@ -43,13 +39,9 @@ def test_pass_at_k_needs_k_answers(k: int) -> None:
 
 
 def test_sizes_double_up_to_the_number_of_answers() -> None:
-    assert {samples: pass_sizes(samples) for samples in (1, 2, 3, 8, 12)} == {
-        1: [1],
-        2: [1, 2],
-        3: [1, 2, 3],
-        8: [1, 2, 4, 8],
-        12: [1, 2, 4, 8, 12],
-    }
+    for samples, sizes in {2: [1, 2], 3: [1, 2, 3], 8: [1, 2, 4, 8], 12: [1, 2, 4, 8, 12]}.items():
+        metrics = set_metrics([[("a", 1.0)] * samples], samples, 1.0)
+        assert [name for name in metrics if name.startswith("pass@")] == [f"pass@{k}" for k in sizes]
 
 
 @pytest.mark.parametrize(
@@ -81,28 +73,28 @@ def test_what_makes_two_replies_the_same_answer(reply: str, key: str) -> None:
 )
 def test_the_most_frequent_answer_gives_its_first_occurrences_reward(replies: list[str], reward: float) -> None:
     rewards = [0.1, 0.2, 0.3, 0.4][: len(replies)]
-    assert majority_reward(ScoredPrompt(replies, rewards)) == reward
+    assert majority_reward(list(zip(replies, rewards, strict=True))) == reward
+
+
+def half_width(*means: float) -> float | None:
+    return set_metrics([scored("a", mean) for mean in means], 1, 1.0).get("reward_ci95")
 
 
 def test_half_width_of_a_mean() -> None:
-    """Of 0 and 1: s^2 = 2 * 0.5^2 / 1 = 0.5, so 1.96 * sqrt(0.5) / sqrt(2) = 0.98."""
-    assert confidence_half_width([0.0, 1.0]) == pytest.approx(0.98)
-    assert confidence_half_width([3.0, 3.0, 3.0]) == 0
-    assert confidence_half_width([1.0]) is None
-    assert confidence_half_width([]) is None
+    """Of 0 and 1: s^2 = 2 * 0.5^2 / 1 = 0.5, so 1.96 * sqrt(0.5) / sqrt(2) = 0.98.
 
-
-def test_half_width_falls_with_the_root_of_the_number_of_prompts() -> None:
-    """s^2 of n values, half of them 0 and half 1, is n / (4 (n - 1))."""
+    s^2 of n values, half of them 0 and half 1, is n / (4 (n - 1)): it falls with the root of their number.
+    """
+    assert half_width(0.0, 1.0) == pytest.approx(0.98)
+    assert half_width(3.0, 3.0, 3.0) == 0
+    assert half_width(1.0) is half_width() is None
     for count in (100, 400):
-        expected = 1.96 * math.sqrt(count / (4 * (count - 1)) / count)
-        assert confidence_half_width([0.0, 1.0] * (count // 2)) == pytest.approx(expected)
+        assert half_width(*[0.0, 1.0] * (count // 2)) == pytest.approx(1.96 * math.sqrt(1 / (4 * (count - 1))))
 
 
 def test_prompts_weigh_the_same_however_many_of_their_answers_failed() -> None:
     """Two of the four answers to the second prompt failed: its mean is 1, the first one's 0.25."""
-    prompts = [ScoredPrompt(["a", "b", "c", "c"], [1.0, 0.0, 0.0, 0.0]), ScoredPrompt(["x", "x"], [1.0, 1.0])]
-    metrics = set_metrics(prompts, samples=4, pass_reward=1.0)
+    metrics = set_metrics([scored("abcc", 1.0, 0.0, 0.0, 0.0), scored("xx", 1.0, 1.0)], samples=4, pass_reward=1.0)
     assert metrics.pop("reward_ci95") == pytest.approx(1.96 * math.sqrt(2 * 0.375**2 / 1 / 2))
     assert metrics == pytest.approx(
         {
@@ -117,17 +109,17 @@ def test_prompts_weigh_the_same_however_many_of_their_answers_failed() -> None:
 
 
 def test_a_prompt_whose_answers_all_failed_is_left_out() -> None:
-    judged = ScoredPrompt(["a", "b"], [0.5, 0.5])
-    assert set_metrics([judged, ScoredPrompt([], [])], 2, 1.0) == set_metrics([judged], 2, 1.0)
-    assert set_metrics([ScoredPrompt([], [])], 2, 1.0) == {}
+    judged = scored("ab", 0.5, 0.5)
+    assert set_metrics([judged, []], 2, 1.0) == set_metrics([judged], 2, 1.0)
+    assert set_metrics([[]], 2, 1.0) == {}
 
 
 def test_what_counts_as_right_can_be_less_than_one() -> None:
-    prompts = [ScoredPrompt(["a", "b"], [0.5, 0.4])]
+    prompts = [scored("ab", 0.5, 0.4)]
     assert set_metrics(prompts, 2, 0.5)["pass@1"] == 0.5
     assert set_metrics(prompts, 2, 0.51)["pass@2"] == 0.0
 
 
 def test_one_answer_per_prompt_has_a_mean_and_nothing_at_k() -> None:
-    prompts = [ScoredPrompt(["a"], [1.0]), ScoredPrompt(["b"], [0.0])]
+    prompts = [scored("a", 1.0), scored("b", 0.0)]
     assert set(set_metrics(prompts, 1, 1.0)) == {"reward", "reward_ci95"}

@@ -1,7 +1,8 @@
 """What the pool makes of engines that die and come back; their processes are objects of this one."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from trueline.runtime.actors import ActorDeath, Placement, RayActor, Target
 from trueline.runtime.event_loop import EventLoop
 
 PARAMS = SamplingParams(1.0, 5, ())
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine."""
+    return functools.wraps(test)(lambda *args, **named: asyncio.run(test(*args, **named)))
 
 
 class Life:
@@ -82,134 +88,118 @@ def engines(count: int) -> tuple[EnginePool, list[MortalActor]]:
     return pool, actors
 
 
-def test_an_engine_that_dies_while_another_is_started_again_is_started_too() -> None:
-    async def both_die() -> None:
-        pool, (first, second) = engines(2)
-        second.open.set()  # answers what the first had to
-        await (await lose(pool, first))
-        first.starts.clear()
-        renewing = asyncio.create_task(pool.restart(60))
-        await until(lambda: len(first.lives) == 2)
-        second.open.clear()
-        asked = await lose(pool, second)
-        first.starts.set()
-        await renewing
-        assert list(pool.missing()) == [1] and pool.restarted == {0}
-        await pool.restart(60)
-        assert [len(one.lives) for one in (first, second)] == [2, 2]  # the first was not started once more
-        for one in (first, second):
-            one.open.set()
-        await pool.readmit()
-        assert len((await asked).tokens) == 1
-        assert not pool.lost and not pool.engine_lost.is_set()
-
-    asyncio.run(both_die())
+@in_loop
+async def test_an_engine_that_dies_while_another_is_started_again_is_started_too() -> None:
+    pool, (first, second) = engines(2)
+    second.open.set()  # answers what the first had to
+    await (await lose(pool, first))
+    first.starts.clear()
+    renewing = asyncio.create_task(pool.restart(60))
+    await until(lambda: len(first.lives) == 2)
+    second.open.clear()
+    asked = await lose(pool, second)
+    first.starts.set()
+    await renewing
+    assert list(pool.missing()) == [1] and pool.restarted == {0}
+    await pool.restart(60)
+    assert [len(one.lives) for one in (first, second)] == [2, 2]  # the first was not started once more
+    for one in (first, second):
+        one.open.set()
+    await pool.readmit()
+    assert len((await asked).tokens) == 1
+    assert not pool.lost and not pool.engine_lost.is_set()
 
 
-def test_an_engine_is_as_loaded_as_it_has_requests() -> None:
+@in_loop
+async def test_an_engine_is_as_loaded_as_it_has_requests() -> None:
     """By these the freest engine is found; what is answered, or lost, is no load."""
-
-    async def load() -> None:
-        pool, (engine,) = engines(1)
-        asked = [asyncio.create_task(pool.generate([1, 2], PARAMS, RolloutKey(group, 0))) for group in range(3)]
-        await until(lambda: engine.lives[0].running == 3)
-        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].peak) == (3, 21, 21)
-        asked[0].cancel()
-        await asyncio.wait([asked[0]])
-        assert (pool.loads[0].requests, pool.loads[0].tokens) == (2, 14)
-        engine.open.set()
-        await asyncio.gather(*asked[1:])
-        assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].served) == (0, 0, 3)
-
-    asyncio.run(load())
+    pool, (engine,) = engines(1)
+    asked = [asyncio.create_task(pool.generate([1, 2], PARAMS, RolloutKey(group, 0))) for group in range(3)]
+    await until(lambda: engine.lives[0].running == 3)
+    assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].peak) == (3, 21, 21)
+    asked[0].cancel()
+    await asyncio.wait([asked[0]])
+    assert (pool.loads[0].requests, pool.loads[0].tokens) == (2, 14)
+    engine.open.set()
+    await asyncio.gather(*asked[1:])
+    assert (pool.loads[0].requests, pool.loads[0].tokens, pool.loads[0].served) == (0, 0, 3)
 
 
-def test_each_death_counts_once_by_its_cause() -> None:
+@in_loop
+async def test_each_death_counts_once_by_its_cause() -> None:
     """Three of one cause within a step end a run: an engine that died before of something else does not count again."""
-
-    async def twice() -> None:
-        pool, _ = engines(1)
-        for cause in ("out of memory", "no heartbeat"):
-            pool.mark_lost(0, ActorDeath(cause), pool.incarnations[0])
-            await pool.restart(60)
-            await pool.readmit()
-        assert pool.deaths == {"out of memory": 1, "no heartbeat": 1}
-
-    asyncio.run(twice())
-
-
-def test_the_late_death_of_an_earlier_process_is_not_the_new_ones() -> None:
-    async def late() -> None:
-        pool, (engine,) = engines(1)
-        asked = asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, 0)))
-        await until(lambda: engine.lives[0].running)
-        pool.mark_lost(0, ActorDeath("no heartbeat"), 0)
+    pool, _ = engines(1)
+    for cause in ("out of memory", "no heartbeat"):
+        pool.mark_lost(0, ActorDeath(cause), pool.incarnations[0])
         await pool.restart(60)
         await pool.readmit()
-        engine.die(0)  # only now does its call learn that it is gone
-        await until(lambda: engine.lives[1].running)
-        assert not pool.lost and pool.available.is_set()
-        engine.open.set()
-        assert len((await asked).tokens) == 1
-
-    asyncio.run(late())
+    assert pool.deaths == {"out of memory": 1, "no heartbeat": 1}
 
 
-def test_an_engine_that_dies_while_it_is_started_again_is_started_once_more() -> None:
-    async def twice() -> None:
-        pool, (engine,) = engines(1)
-        asked = await lose(pool, engine)
-        engine.starts.clear()
+@in_loop
+async def test_the_late_death_of_an_earlier_process_is_not_the_new_ones() -> None:
+    pool, (engine,) = engines(1)
+    asked = asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, 0)))
+    await until(lambda: engine.lives[0].running)
+    pool.mark_lost(0, ActorDeath("no heartbeat"), 0)
+    await pool.restart(60)
+    await pool.readmit()
+    engine.die(0)  # only now does its call learn that it is gone
+    await until(lambda: engine.lives[1].running)
+    assert not pool.lost and pool.available.is_set()
+    engine.open.set()
+    assert len((await asked).tokens) == 1
+
+
+@in_loop
+async def test_an_engine_that_dies_while_it_is_started_again_is_started_once_more() -> None:
+    pool, (engine,) = engines(1)
+    asked = await lose(pool, engine)
+    engine.starts.clear()
+    renewing = asyncio.create_task(pool.restart(60))
+    await until(lambda: len(engine.lives) == 2 and engine.lives[1].running)
+    engine.die()
+    await renewing
+    assert list(pool.missing()) == [0] and not pool.available.is_set()
+    engine.starts.set()
+    await pool.restart(60)
+    assert not pool.missing()
+    engine.open.set()
+    await pool.readmit()
+    assert len((await asked).tokens) == 1 and len(engine.lives) == 3
+
+
+@in_loop
+async def test_an_engine_that_dies_in_every_start_ends_the_run() -> None:
+    pool, (engine,) = engines(1)
+    asked = await lose(pool, engine)
+    engine.starts.clear()
+    for _ in range(2):
         renewing = asyncio.create_task(pool.restart(60))
-        await until(lambda: len(engine.lives) == 2 and engine.lives[1].running)
+        begun = len(engine.lives)
+        await until(lambda begun=begun: len(engine.lives) > begun and engine.lives[-1].running)
         engine.die()
         await renewing
-        assert list(pool.missing()) == [0] and not pool.available.is_set()
-        engine.starts.set()
-        await pool.restart(60)
-        assert not pool.missing()
-        engine.open.set()
-        await pool.readmit()
-        assert len((await asked).tokens) == 1 and len(engine.lives) == 3
-
-    asyncio.run(twice())
+    with pytest.raises(EngineCrashLoop, match=r"died \d times in one step\. The last error: engine-0\.processes"):
+        while True:
+            await pool.restart(0.01)
+    asked.cancel()
 
 
-def test_an_engine_that_dies_in_every_start_ends_the_run() -> None:
-    async def always() -> None:
-        pool, (engine,) = engines(1)
-        asked = await lose(pool, engine)
-        engine.starts.clear()
-        for _ in range(2):
-            renewing = asyncio.create_task(pool.restart(60))
-            begun = len(engine.lives)
-            await until(lambda begun=begun: len(engine.lives) > begun and engine.lives[-1].running)
-            engine.die()
-            await renewing
-        with pytest.raises(EngineCrashLoop, match=r"died \d times in one step\. The last error: engine-0\.processes"):
-            while True:
-                await pool.restart(0.01)
-        asked.cancel()
-
-    asyncio.run(always())
-
-
-def test_an_engine_that_dies_once_more_before_it_is_asked_stays_lost() -> None:
+@in_loop
+async def test_an_engine_that_dies_once_more_before_it_is_asked_stays_lost() -> None:
     """After its weights were proven and before requests go to it: nobody takes it for a healthy one."""
-
-    async def again() -> None:
-        pool, (first, second) = engines(2)
-        second.open.set()
-        await (await lose(pool, first))
-        await pool.restart(60)
-        pool.mark_lost(0, ActorDeath("died behind the proof"), pool.incarnations[0])
-        await pool.readmit()
-        assert pool.lost == {0: "died behind the proof"} and pool.engine_lost.is_set() and pool.available.is_set()
-
-    asyncio.run(again())
+    pool, (first, second) = engines(2)
+    second.open.set()
+    await (await lose(pool, first))
+    await pool.restart(60)
+    pool.mark_lost(0, ActorDeath("died behind the proof"), pool.incarnations[0])
+    await pool.readmit()
+    assert pool.lost == {0: "died behind the proof"} and pool.engine_lost.is_set() and pool.available.is_set()
 
 
-def test_a_sick_update_with_healthy_engines_is_not_made_again_forever() -> None:
+@in_loop
+async def test_a_sick_update_with_healthy_engines_is_not_made_again_forever() -> None:
     """An engine was started again; then the update fails for another reason, and no engine is gone."""
 
     class Lively(MortalActor):
@@ -219,36 +209,30 @@ def test_a_sick_update_with_healthy_engines_is_not_made_again_forever() -> None:
 
             return Answer()
 
-    async def update() -> None:
-        actor = Lively("engine-0")
-        pool = EnginePool([actor])
-        pool.is_supervised = True
-        asked = await lose(pool, actor)
-        assert await pool.abandon_update(60)
-        await pool.restart(60)
-        assert not await pool.abandon_update(60)
-        asked.cancel()
-
-    asyncio.run(update())
+    actor = Lively("engine-0")
+    pool = EnginePool([actor])
+    pool.is_supervised = True
+    asked = await lose(pool, actor)
+    assert await pool.abandon_update(60)
+    await pool.restart(60)
+    assert not await pool.abandon_update(60)
+    asked.cancel()
 
 
-def test_an_engine_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_an_engine_has_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is too much waits here, and goes elsewhere when the engine that it waits for is lost."""
     monkeypatch.setattr(pool_module, "CONCURRENT_CALLS", 4)
-
-    async def many() -> None:
-        pool, (first, second) = engines(2)
-        asked = [asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, one))) for one in range(10)]
-        await until(lambda: first.lives[0].running == 4)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert (first.lives[0].most, second.lives[0].most) == (4, 0)
-        second.open.set()
-        first.die()
-        assert len(await asyncio.gather(*asked)) == 10
-        assert second.lives[0].most <= 4 and first.lives[0].heard == ["generate"] * 4
-
-    asyncio.run(many())
+    pool, (first, second) = engines(2)
+    asked = [asyncio.create_task(pool.generate([1], PARAMS, RolloutKey(0, one))) for one in range(10)]
+    await until(lambda: first.lives[0].running == 4)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert (first.lives[0].most, second.lives[0].most) == (4, 0)
+    second.open.set()
+    first.die()
+    assert len(await asyncio.gather(*asked)) == 10
+    assert second.lives[0].most <= 4 and first.lives[0].heard == ["generate"] * 4
 
 
 def test_an_engine_that_died_unnoticed_does_not_end_the_run_when_it_shall_sleep() -> None:
