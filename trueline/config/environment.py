@@ -1,10 +1,10 @@
 """Multi-turn episodes: environments, tools, agents and their limits."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trueline.config.base import Config
 
@@ -58,8 +58,7 @@ class EnvironmentConfig(Config):
             check_address(tool)
         return tools
 
-    @model_validator(mode="after")
-    def check_headers(self) -> Self:
+    def check_keys(self) -> None:
         headers = self.options.get("mcp_headers", {}) if self.tools else {}
         if not isinstance(headers, dict) or not all(VARIABLE.search(str(value)) for value in headers.values()):
             raise ValueError(
@@ -73,14 +72,8 @@ class EnvironmentConfig(Config):
                 f"environment.options.mcp_headers would be sent to {', '.join(sorted(places))}: use them for one "
                 "server, and put secrets of the others into their addresses, as ${NAME}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_one(self) -> Self:
-        given = [name for name in ("function", "agent", "tools") if self.model_dump()[name]]
-        if len(given) > 1:
+        if len(given := self.kinds()) > 1:
             raise ValueError(f"environment.{given[0]} and environment.{given[1]} exclude each other: keep one of them")
-        return self
 
     def plays(self) -> bool:
         """Tell whether user code plays the episode and returns rewards; tools do not."""
@@ -88,7 +81,10 @@ class EnvironmentConfig(Config):
 
     def kind(self) -> str:
         """Return which of function, agent and tools is set, or empty text."""
-        return next((name for name in ("function", "agent", "tools") if self.model_dump()[name]), "")
+        return next(iter(self.kinds()), "")
+
+    def kinds(self) -> list[str]:
+        return [name for name in ("function", "agent", "tools") if self.model_dump()[name]]
 
 
 def split_tools(text: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Configurations of recipes that repeat rounds of sampling, selecting and training."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trueline.config.base import Tree
 from trueline.config.model import TrainingConfig, check_training
@@ -28,12 +28,9 @@ OUTSIDE = ("steps", "epochs", "samples_per_step", "max_tokens")  # keys outside 
 
 
 class RoundsConfig(SelectionConfig):
-    """Keys of all recipes."""
-
     trainer: ClassVar[str] = "sft"  # the verb that trains
     trained: ClassVar[type[SupervisedConfig]] = SftConfig
     learnt: ClassVar[str] = "kept.jsonl"  # the file that it trains on
-
     rounds: int = Field(3, ge=1)
     """Rounds; each samples from the current model and trains it on the result."""
     prompts_per_round: int | None = Field(None, ge=1)
@@ -41,18 +38,11 @@ class RoundsConfig(SelectionConfig):
     training: RoundTrainingConfig = RoundTrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
-    @model_validator(mode="after")
-    def check_rounds(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         check_training(self.training, self.model)
         if not self.checkpoint.save:
             raise ValueError("checkpoint.save=false: each round starts from the last one's checkpoint; set it to true")
-        return self
-
-    def run_keys(self) -> Tree:
-        """Return the keys that every stage takes over unchanged."""
-        return self.model_dump(
-            include={"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "health", "model"}
-        )
 
     def generate_keys(self) -> Tree:
         elsewhere = {"name", "folder", "checkpoint", "monitoring", "health"}
@@ -60,8 +50,9 @@ class RoundsConfig(SelectionConfig):
 
     def training_keys(self) -> Tree:
         training = self.training.model_dump()
+        unchanged = {"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "health", "model"}
         return {
-            **self.run_keys(),
+            **self.model_dump(include=unchanged),
             **{key: training.pop(key) for key in OUTSIDE},
             "training": training,
             # Render prompts as in sampling, and let no long row end a recipe.
@@ -88,7 +79,6 @@ class IterativeDPOConfig(RoundsConfig):
     trainer: ClassVar[str] = "dpo"
     trained: ClassVar[type[SupervisedConfig]] = PreferenceRunConfig
     learnt: ClassVar[str] = "pairs.jsonl"
-
     preference: PreferenceConfig = PreferenceConfig()
 
     def generate_keys(self) -> Tree:

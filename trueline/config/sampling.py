@@ -1,8 +1,8 @@
 """Configurations of jobs that do not train: sampling, evaluation, and a reward model server."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
@@ -20,8 +20,6 @@ class SamplerConfig(RolloutConfig):
 
 
 class SamplingConfig(RunConfig):
-    """Keys of all sampling jobs."""
-
     model: ModelConfig = ModelConfig()
     rollout: SamplerConfig = SamplerConfig()
     data: PromptDataConfig = PromptDataConfig()
@@ -60,26 +58,24 @@ class GenerateConfig(SelectionConfig):
     shard: int = Field(0, ge=0)
     """Shard of this run, from 0 to shards - 1."""
 
-    @model_validator(mode="after")
-    def check_selection(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         if self.shard >= self.shards:
             raise ValueError(f"shard={self.shard} is not in 0 to {self.shards - 1} (shards={self.shards}): change it")
         if self.pairs and self.samples < 2:
             raise ValueError(f"pairs=true needs two completions: set samples to 2 or more (got {self.samples})")
-        return self
 
 
 class EvalConfig(SamplingConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
 
-    @model_validator(mode="after")
-    def check_data(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         if self.data.path or self.data.mixture:
             raise ValueError(
                 f"data.path={self.data.path}: eval reads evaluation.data (--eval-data) or evaluation.sets instead; set "
                 "one of those"
             )
-        return self
 
 
 class ServingConfig(RewardModelKeys, EnginesConfig):
@@ -102,10 +98,8 @@ class ServingConfig(RewardModelKeys, EnginesConfig):
     model: ModelConfig = ModelConfig()
     ranks: FrozenConfig = FrozenConfig()
 
-    @model_validator(mode="after")
-    def check_combinations(self) -> Self:
+    def check_keys(self) -> None:
         check_mesh(self.ranks, self.served_model(), "ranks", whose="its ")
-        return self
 
     def served_model(self) -> ModelConfig:
         return self.ranks.model_like(self.model, self.model.path)
