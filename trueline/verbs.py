@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig
 from trueline.config.run import RunConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, IterativeDPOConfig, RaftConfig
 from trueline.config.supervised import (
     DistillRunConfig,
     KTORunConfig,

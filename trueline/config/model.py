@@ -189,14 +189,8 @@ class RoleConfig(Config):
 
     def model_like(self, policy: ModelConfig, path: str) -> ModelConfig:
         """Return the policy's settings for another model: with this role's parallelism, without adapters."""
-        return policy.with_keys(
-            {
-                "path": path,
-                "tensor_parallel": self.tensor_parallel or policy.tensor_parallel,
-                "context_parallel": self.context_parallel or policy.context_parallel,
-                "lora": {"rank": 0, "quantize": False},
-            }
-        )
+        own = self.model_dump(include={"tensor_parallel", "context_parallel"}, exclude_none=True)
+        return policy.with_keys({"path": path, "lora": {"rank": 0, "quantize": False}, **own})
 
 
 class FrozenConfig(RoleConfig, RanksConfig):

@@ -8,17 +8,7 @@ from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
-from trueline.data.template import (
-    END_OF_THOUGHT,
-    MARK,
-    REASONING_KEYS,
-    REMEDY,
-    THOUGHT,
-    Template,
-    reader_of,
-    split_thought,
-    unseen_fields,
-)
+from trueline.data.template import END_OF_THOUGHT, MARK, REMEDY, Template, add_reasoning, reader_of, unseen_fields
 from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
@@ -39,12 +29,16 @@ class ChatFormat:
     """A tokenizer, its chat template if that is used, and the tokens that end a completion."""
 
     def __init__(
-        self, tokenizer: Any, use_template: bool, stop_ids: Collection[int] = (), arguments: Mapping[str, Any] = {}
+        self,
+        tokenizer: Any,
+        use_template: bool,
+        stop_ids: Collection[int] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
-        self.template = Template(tokenizer, arguments)
+        self.template = Template(tokenizer, arguments or {})
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
         # What it has done so far: joined messages by line breaks, rendered a system message, rendered a call
@@ -274,7 +268,7 @@ class ChatFormat:
         else:
             other = [*messages[:-1], {"role": "assistant", "content": UNLIKE_ANY}]
             found = learnt_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
-        return with_reasoning(found, message, prompt)
+        return add_reasoning(found, message, prompt)
 
     def _stop_span(self, text: str, start: int, message: Message) -> tuple[int, int] | None:
         """Return the span of the stop token that ends a message's text, which begins at `start`."""
@@ -310,16 +304,6 @@ def check_completion(completion: str, message: Message, turn: int, *, shows_call
         )
 
 
-def with_reasoning(completion: str, message: Message, prompt: str) -> str:
-    """Add a message's reasoning to its completion if the template drops it: the policy would write it."""
-    thought, said = split_thought(content_of(message))
-    thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
-    if not thought or thought in completion or not said or said not in completion:
-        return completion
-    begin = "" if prompt.rstrip().endswith(THOUGHT) else f"{THOUGHT}\n"
-    return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
-
-
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of these texts."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
@@ -327,8 +311,6 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
     """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
-    if full.startswith(prompt):
-        return full[len(prompt) :]
     shared = shared_length(prompt, full)
     if not prompt[shared:].strip():
         return full[shared:]

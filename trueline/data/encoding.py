@@ -24,9 +24,6 @@ class Encodings:
     counts: dict[str, int]
 
 
-CUT_IN_TWO = "steps that contain data.step_separator, which would split them in two"
-
-
 class Fitting:
     """The length limit, and counts of what it did."""
 
@@ -48,7 +45,8 @@ class Fitting:
             encoded = shorten(encoded, self.max_tokens)
             reason = f"its first max_tokens={self.max_tokens} tokens contain none to learn"
         if not any(encoded.mask):
-            return self.drop(place, reason)
+            self.drop(place, reason)
+            return None
         self.tally["truncated"] += length > self.max_tokens
         return encoded
 
@@ -130,7 +128,8 @@ def encode_steps(
             samples.append(to_tensors(fitted))
             samples[-1].step_labels = torch.tensor(labels[: len(fitted.tokens)], dtype=torch.float32)
     fitting.tally["dropped"] = len(records) - len(samples)
-    fitting.tally[CUT_IN_TWO] = sum(separator in step for record in records for step in record.steps)
+    cut_in_two = "steps that contain data.step_separator, which would split them in two"
+    fitting.tally[cut_in_two] = sum(separator in step for record in records for step in record.steps)
     return fitting.result(samples, len(records))
 
 

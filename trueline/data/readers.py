@@ -28,17 +28,12 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
     if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
         label_column = ""  # `generate` writes an empty label column if the prompts had none
-    return [
-        Prompt(
-            id=number,
-            messages=read_messages(located, prompt_column, config.system_prompt),
-            label=value_of(located, label_column) if label_column else None,
-            source=source,
-            columns=located.row,
-            tools=read_tools(located),
-        )
-        for number, located in enumerate(rows)
-    ]
+    prompts = []
+    for number, located in enumerate(rows):
+        messages = read_messages(located, prompt_column, config.system_prompt)
+        label = value_of(located, label_column) if label_column else None
+        prompts.append(Prompt(number, messages, label, source, columns=located.row, tools=read_tools(located)))
+    return prompts
 
 
 def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key: str, required: bool = True) -> str:

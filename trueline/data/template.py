@@ -23,18 +23,10 @@ PAIRS = {  # special tokens around reasoning
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "What to look up."}},
-            "required": ["word"],
-        },
-    },
-}
+WORD = {"word": {"type": "string", "description": "What to look up."}}
+SCHEMA = {"type": "object", "properties": WORD, "required": ["word"]}
+LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": SCHEMA}
+PROBE_TOOL: Tool = {"type": "function", "function": LOOK_UP}
 
 
 class CallForm(NamedTuple):
@@ -185,11 +177,8 @@ class Template:
             return False
 
     def _apply(self, messages: list[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn, **self.arguments
-            )
-        )
+        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
+        return str(self.tokenizer.apply_chat_template(messages, **options, **self.arguments))
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages unchanged, or with the system message moved into the first question."""
@@ -256,6 +245,16 @@ def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into its reasoning and the rest."""
     thought, _, said = text.rpartition(END_OF_THOUGHT)
     return thought.removeprefix(THOUGHT).strip(), said.lstrip()
+
+
+def add_reasoning(completion: str, message: Message, prompt: str) -> str:
+    """Add a message's reasoning to its completion if the template drops it: the policy would write it."""
+    thought, said = split_thought(content_of(message))
+    thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
+    if not thought or thought in completion or not said or said not in completion:
+        return completion
+    begin = "" if prompt.rstrip().endswith(THOUGHT) else f"{THOUGHT}\n"
+    return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
 
 
 def as_jinja(value: Any) -> str:

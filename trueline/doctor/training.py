@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import RoundsConfig
+from trueline.config.sampling import RoundsConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.doctor.case import Case
 from trueline.monitoring import limits

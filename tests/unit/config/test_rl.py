@@ -4,8 +4,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, IterativeDPOConfig, RaftConfig
 
 
 def refused(*overrides: str) -> str:
