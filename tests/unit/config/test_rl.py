@@ -37,17 +37,10 @@ def test_the_dump_names_every_key() -> None:
     assert [key.path for key in RLConfig().leaves() if f"{key.path.rpartition('.')[2]}:" not in dumped] == []
 
 
-def test_a_number_on_the_command_line_reaches_its_key() -> None:
-    assert RLConfig.load([], ["training.learning_rate=1e-4"]).training.learning_rate == 1e-4
-
-
 def test_runtime_local_fills_the_engines_that_run_in_one_process() -> None:
     local, ray = RLConfig.load([], ["runtime=local"]), RLConfig()
     assert (local.rollout.engine, local.training.engine, local.reference.engine) == ("hf", "torch", "torch")
     assert (ray.rollout.engine, ray.training.engine, ray.reference.engine) == ("vllm", "deepspeed", "deepspeed")
-
-
-def test_runtime_local_keeps_what_else_is_set_in_those_sections() -> None:
     config = RLConfig.load([], ["runtime=local", "rollout.temperature=0.5", "training.learning_rate=1e-3"])
     assert (config.rollout.temperature, config.training.learning_rate) == (0.5, 1e-3)
 
