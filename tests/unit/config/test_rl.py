@@ -130,7 +130,6 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
             ["algorithm.importance_sampling.low=3", "algorithm.importance_sampling.high=2"],
             "algorithm.importance_sampling.low=3",
         ),
-        (["algorithm.old_logprobs=rollout"], "importance_sampling.mode"),
     ],
 )
 def test_combinations_that_would_not_do_what_they_say_are_refused(overrides: list[str], part: str) -> None:
