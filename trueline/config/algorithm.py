@@ -27,8 +27,6 @@ OwnFunction = Annotated[str, AfterValidator(resolve_function)]
 
 
 class KLConfig(Config):
-    """The KL penalty that keeps the policy near the reference model."""
-
     coefficient: float = Field(0.0, ge=0)
     """Weight of the KL term. 0: no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"

@@ -54,8 +54,16 @@ class EnvironmentConfig(Config):
     @field_validator("tools")
     @classmethod
     def check_addresses(cls, tools: list[str]) -> list[str]:
-        for tool in tools:
-            check_address(tool)
+        """Refuse MCP addresses that may contain a secret: configurations are printed and saved."""
+        for tool in (tool for tool in tools if tool.startswith("mcp:http")):
+            address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
+            user = address.netloc.rpartition("@")[0].strip(":")
+            values = [part.rpartition("=")[2] for part in address.query.split("&")]
+            if user or any(values) or address.fragment:
+                raise ValueError(
+                    "the address of an MCP server contains a password or a query, which may be secret: put it into an "
+                    "environment variable and write ${NAME}, or set environment.options.mcp_headers"
+                )
         return tools
 
     def check_keys(self) -> None:
@@ -96,17 +104,3 @@ def split_tools(text: str) -> list[str]:
         else:
             tools.append(piece.strip())
     return tools
-
-
-def check_address(tool: str) -> None:
-    """Refuse an MCP address that may contain a secret: configurations are printed and saved."""
-    if not tool.startswith("mcp:http"):
-        return
-    address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
-    user = address.netloc.rpartition("@")[0].strip(":")
-    values = [part.rpartition("=")[2] for part in address.query.split("&")]
-    if user or any(values) or address.fragment:
-        raise ValueError(
-            "the address of an MCP server contains a password or a query, which may be secret: put it into an "
-            "environment variable and write ${NAME}, or set environment.options.mcp_headers"
-        )

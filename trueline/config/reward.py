@@ -38,8 +38,6 @@ class RemoteConfig(Config):
 
 
 class JudgeConfig(Config):
-    """The LLM judge of function=judge."""
-
     url: PublicAddress = ""
     """OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1."""
     model: str = ""
@@ -58,8 +56,6 @@ class JudgeConfig(Config):
 
 
 class RewardModelKeys(Config):
-    """How a reward model, or a process reward model, scores."""
-
     normalize: bool = False
     """Reward models: subtract the mean and divide by the deviation saved with the model."""
     chat_template: ChatTemplate = "auto"
@@ -71,8 +67,6 @@ class RewardModelKeys(Config):
 
 
 class RewardPartConfig(RewardModelKeys):
-    """One reward function, reward model, LLM judge or remote scorer."""
-
     function: PublicAddress = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
     weight: float = Field(1.0, allow_inf_nan=False)

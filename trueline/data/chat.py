@@ -19,8 +19,6 @@ COUNTED = 1000  # prompts tokenized at a time
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One training sequence."""
-
     tokens: list[int]
     mask: list[bool]  # True on the tokens to learn
 
@@ -207,7 +205,7 @@ class ChatFormat:
         """Encode assistant turns from message `start` on, each after exactly what the model sees at inference.
 
         Turns share a sequence as long as the template only appends; where it rewrites earlier turns (for example drops
-        their reasoning) a new sequence starts. A first message is not learnt: it has no prompt.
+        their reasoning) a new sequence starts. A first message is not learned: it has no prompt.
         """
         self.check_tools(messages, tools)
         earliest = max(start, 1)
@@ -267,7 +265,7 @@ class ChatFormat:
             found = next((text[size:] for size in range(len(opened), 0, -1) if opened.endswith(text[:size])), text)
         else:
             other = [*messages[:-1], {"role": "assistant", "content": UNLIKE_ANY}]
-            found = learnt_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
+            found = learned_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
         return add_reasoning(found, message, prompt)
 
     def _stop_span(self, text: str, start: int, message: Message) -> tuple[int, int] | None:
@@ -309,7 +307,7 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
 
 
-def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
+def learned_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
     """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
     shared = shared_length(prompt, full)
     if not prompt[shared:].strip():

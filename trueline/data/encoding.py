@@ -66,7 +66,14 @@ def encode_conversations(
 ) -> Encodings:
     """Make one sample per sequence; if the template rewrites earlier turns, a conversation becomes several."""
     fitting = Fitting(max_tokens, policy)
-    fitted = [fitting.fit(one, record.place) for record in records for one in encode_text(record, chat, learn)]
+    fitted: list[Encoded | None] = []
+    for record in records:
+        with naming(record.place):
+            if isinstance(record, Document):
+                sequences = [chat.encode_document(record.text)]
+            elif not (sequences := chat.encode(record.messages, learn, tools=record.tools)):
+                raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
+        fitted += [fitting.fit(one, record.place) for one in sequences]
     fitting.tally["dropped"] = fitted.count(None)
     talks = [record.messages for record in records if isinstance(record, Conversation)]
     unlearned = {  # the user may expect that these are learned
@@ -147,16 +154,6 @@ def naming(place: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-
-
-def encode_text(record: Conversation | Document, chat: ChatFormat, learn: Learn) -> list[Encoded]:
-    with naming(record.place):
-        if isinstance(record, Document):
-            return [chat.encode_document(record.text)]
-        sequences = chat.encode(record.messages, learn, tools=record.tools)
-        if not sequences:
-            raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
-    return sequences
 
 
 def encode_completion(

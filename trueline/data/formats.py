@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
@@ -27,8 +27,6 @@ from trueline.data.sources import Located
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that include assistant turns."""
-
     messages: list[Message]
     place: str
     tools: list[Tool] = field(default_factory=list)
@@ -44,8 +42,6 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two completions of one prompt, the better one first."""
-
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
@@ -56,8 +52,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A completion that is desirable or not."""
-
     prompt: list[Message]
     completion: list[Message]
     desirable: bool
@@ -76,8 +70,7 @@ class StepRated:
     tools: list[Tool] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """What a column contains in a format; `data.<name>_column` names the column."""
 
     name: str

@@ -65,9 +65,8 @@ def read_source(path: str, key: str) -> list[Located]:
     elif local.is_file():
         rows = list(read_file(local, key))
     elif Path(name).suffix in READERS or not hub_name(name):
-        raise ConfigError(
-            f"{key}={path}: no such file or folder in {Path.cwd()}; hub datasets are named owner/name[:split]"
-        )
+        named = "hub datasets are named owner/name[:split]"
+        raise ConfigError(f"{key}={path}: no such file or folder in {Path.cwd()}; {named}")
     else:
         rows = list(read_hub(path, key))
     if not rows:
@@ -147,9 +146,10 @@ def parse_row(text: str, place: str) -> Located:
 
 def single_keys(pairs: list[tuple[str, Any]]) -> Row:
     """Refuse a JSON object with a repeated key, whose first value would be lost."""
-    if repeated := repeats(name for name, _ in pairs):
-        raise ConfigError(f"the key {repeated[0]!r} is repeated: delete one")
-    return dict(pairs)
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ConfigError(f"the key {repeats(name for name, _ in pairs)[0]!r} is repeated: delete one")
+    return row
 
 
 def repeats(names: Iterable[str]) -> list[str]:

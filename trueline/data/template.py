@@ -102,7 +102,7 @@ class Template:
         except ConfigError:
             return ""
         kept = "kept in earlier turns" if "marked T" in past else "dropped from earlier turns"
-        return kept if "marked T" in last else "dropped by the template; replies are learnt with theirs"
+        return kept if "marked T" in last else "dropped by the template; replies are learned with theirs"
 
     def generation_spans(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the spans inside the template's own `{% generation %}` marks."""

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
-from trueline.data.chat import ChatFormat, Encoded, Learn, learnt_text
+from trueline.data.chat import ChatFormat, Encoded, Learn, learned_text
 from trueline.data.messages import Message
 
 TEMPLATE = (
@@ -296,7 +296,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
     ],
 )
 def test_what_is_learnt_of_a_rendering(prompt: str, full: str, other: str, learnt: str) -> None:
-    assert learnt_text(prompt, full, lambda: other, "q") == learnt
+    assert learned_text(prompt, full, lambda: other, "q") == learnt
 
 
 # Tools
