@@ -245,12 +245,7 @@ def step_rows(job: Job) -> list[list[int]]:
 
 
 def run_trl(job: Job, python: str, out: Path) -> Result:
-    options = {
-        "steps": job.steps,
-        "batch_size": job.batch,
-        "learning_rate": RATES[job.task],
-        "max_length": MAX_TOKENS,
-    }
+    options = {"steps": job.steps, "batch_size": job.batch, "learning_rate": RATES[job.task], "max_length": MAX_TOKENS}
     script = Path(__file__).with_name("trl_side.py")
     command = [python, str(script), job.task, str(job.model), str(job.ids), str(out), json.dumps(options)]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

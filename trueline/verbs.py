@@ -6,9 +6,8 @@ from trueline.config import supervised as tasks
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig
 from trueline.config.run import RunConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, IterativeDPOConfig, RaftConfig
 
 Flags = dict[str, str]
 Keys = tuple[str, ...]
@@ -92,10 +91,7 @@ TASK_VERBS: dict[str, Verb] = {
     ),
     "kto": offline(tasks.KTORunConfig, "Learn from completions rated good or bad", "kto.beta", "rated.jsonl"),
     "distill": offline(
-        tasks.DistillRunConfig,
-        "Learn a teacher's next-token distributions",
-        TEACHER,
-        f"data.jsonl {TEACHER}=teacher/",
+        tasks.DistillRunConfig, "Learn a teacher's next-token distributions", TEACHER, f"data.jsonl {TEACHER}=teacher/"
     ),
 }
 VERBS: dict[str, Verb] = {

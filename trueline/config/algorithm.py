@@ -1,7 +1,7 @@
 """The parts of an RL algorithm, and the presets: one row of choices per named algorithm."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -27,8 +27,6 @@ OwnFunction = Annotated[str, AfterValidator(resolve_function)]
 
 
 class KLConfig(Config):
-    """The KL penalty that keeps the policy near the reference model."""
-
     coefficient: float = Field(0.0, ge=0)
     """Weight of the KL term. 0: no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"
@@ -42,14 +40,12 @@ class KLConfig(Config):
     horizon: int = Field(10_000, ge=1)
     """Number of completions over which the coefficient approaches `target`."""
 
-    @model_validator(mode="after")
-    def check_unbiased(self) -> Self:
+    def check_keys(self) -> None:
         if self.unbiased and (self.estimator != "k3" or self.place != "loss"):
             raise ValueError(
                 f"unbiased=true needs estimator=k3 and place=loss (got {self.estimator} and {self.place}); k2 and k3+ "
                 "are weighted off-policy anyway"
             )
-        return self
 
 
 class ImportanceSamplingConfig(Config):
@@ -94,14 +90,12 @@ class ShapingConfig(Config):
     truncated_value: float = 0.0
     """Factor or reward for `truncated`."""
 
-    @model_validator(mode="after")
-    def check_factor(self) -> Self:
+    def check_keys(self) -> None:
         if self.truncated == "multiply" and not 0 <= self.truncated_value <= 1:
             raise ValueError(
                 f"truncated=multiply needs truncated_value from 0 to 1 (got {self.truncated_value}): change it, or set "
                 "truncated=set"
             )
-        return self
 
 
 class AlgorithmConfig(Config):
@@ -164,9 +158,7 @@ class AlgorithmConfig(Config):
             raise ValueError(f"unknown preset {preset!r}; choose from {', '.join(sorted(PRESETS))}")
         return merge(PRESETS[preset], values)
 
-    @model_validator(mode="after")
-    def check_use(self) -> Self:
-        """Refuse keys that would have no effect or contradict each other."""
+    def check_keys(self) -> None:
         if self.group_size < 2 and self.dynamic_sampling.enabled:
             raise ValueError(
                 "algorithm.dynamic_sampling drops groups of equal rewards: set algorithm.group_size to 2 or more "
@@ -182,7 +174,6 @@ class AlgorithmConfig(Config):
                 f"importance_sampling.mode={mode}: algorithm.old_logprobs=rollout corrects the mismatch in its ratio "
                 "already; set it to none, token_mask or sequence_mask"
             )
-        return self
 
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0

@@ -3,13 +3,14 @@
 import difflib
 import types
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from trueline.config.foreign_names import FOREIGN_NAMES, RENAMED, Suggestion
 
@@ -43,6 +44,14 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
 
+    @model_validator(mode="after")
+    def run_checks(self) -> Self:
+        self.check_keys()
+        return self
+
+    def check_keys(self) -> None:
+        """Raise a ValueError if keys of this section contradict each other."""
+
     @classmethod
     def load(cls, files: list[Path], overrides: list[str], base: Tree | None = None) -> Self:
         """Load one tree: later files override earlier ones, `a.b=value` overrides files, and both override `base`."""
@@ -53,7 +62,7 @@ class Config(BaseModel):
         """Merge what files and overrides set, unchecked."""
         texts = {key.path for key in cls().leaves() if key.kind in TEXT_KINDS}
         tree: Tree = {}
-        for more in (*map(read_tree, files), *(parse_override(override, texts) for override in overrides)):
+        for more in [*map(read_tree, files), *(parse_override(override, texts) for override in overrides)]:
             tree = merge(tree, more)
         return tree
 
@@ -62,7 +71,10 @@ class Config(BaseModel):
         try:
             return cls.model_validate(tree)
         except ValidationError as error:
-            raise ConfigError(explain(cls, error.errors()), key=key_of(error)) from None
+            first = error.errors()[0]
+            cause = first.get("ctx", {}).get("error")
+            key = cause.key if isinstance(cause, ConfigError) else ""  # a check may name it
+            raise ConfigError(explain(cls, error.errors()), key=key or ".".join(map(str, first["loc"]))) from None
 
     def leaves(self, prefix: str = "") -> Iterator[Key]:
         """Yield every key with its current value."""
@@ -107,9 +119,7 @@ def merge(under: Tree, over: Tree) -> Tree:
 
 def read_tree(file: Path) -> Tree:
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), f"--config {file}")
-        tree = yaml.safe_load(text)
+        tree = load_yaml(file.read_text(encoding="utf-8-sig"), f"--config {file}")
     except OSError as error:
         raise ConfigError(f"--config {file}: cannot be read ({error.strerror}); give a YAML file") from None
     except UnicodeDecodeError as error:
@@ -119,6 +129,11 @@ def read_tree(file: Path) -> Tree:
     if not isinstance(tree, dict):
         raise ConfigError(f"--config {file}: expected `key: value` lines, found {type(tree).__name__}")
     return tree
+
+
+def load_yaml(text: str, place: str) -> Any:
+    check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), place)
+    return yaml.safe_load(text)
 
 
 def check_repeats(node: yaml.Node | None, place: str, path: str = "") -> None:
@@ -140,23 +155,16 @@ def parse_override(override: str, texts: Collection[str] = ()) -> Tree:
     path, separator, text = override.partition("=")
     if not separator or not path:
         raise ConfigError(f"{override!r} is not an override: write section.key=value, e.g. training.ranks=2")
-    if path in texts and text != "null":
-        return tree_with(path, text)
-    try:
-        check_repeats(yaml.compose(text, Loader=yaml.SafeLoader), override)
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
+    value: Any = text
+    if path not in texts or text == "null":
+        with suppress(yaml.YAMLError):
+            value = load_yaml(text, override)
     return tree_with(path, value)
 
 
 def tree_with(path: str, value: Any) -> Tree:
     """Return the tree in which `path`, written with dots, has the value."""
-    *parents, leaf = path.split(".")
-    tree: Tree = {leaf: value}
-    for name in reversed(parents):
-        tree = {name: tree}
-    return tree
+    return reduce(lambda tree, name: {name: tree}, reversed(path.split(".")), value)
 
 
 def explain(config: type[Config], details: Iterable[Any]) -> str:
@@ -164,18 +172,16 @@ def explain(config: type[Config], details: Iterable[Any]) -> str:
     lines: list[str] = []
     for detail in details:
         path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("function-"))
+        message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines += [f"unknown key {key!r}{suggestion(config, key)}" for key in paths_below(path, detail["input"])]
+        elif detail["type"] == "missing":
+            lines.append(f"{path} is required: set {path}=...")
+        elif detail["type"] == "value_error":
+            lines.append(f"{path}: {message}" if path else message)
         else:
-            lines.append(explain_value(path, detail))
+            lines.append(f"{path}: {message[:1].lower()}{message[1:]} (got {detail['input']!r})")
     return "\n".join(lines)
-
-
-def key_of(error: ValidationError) -> str:
-    """Return the key of the first mistake: what its check names, or where pydantic found it."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    return cause.key if isinstance(cause, ConfigError) and cause.key else ".".join(map(str, first["loc"]))
 
 
 def paths_below(path: str, value: Any) -> list[str]:
@@ -183,15 +189,6 @@ def paths_below(path: str, value: Any) -> list[str]:
     if not isinstance(value, dict) or not value:
         return [path]
     return [below for name, inner in value.items() for below in paths_below(f"{path}.{name}", inner)]
-
-
-def explain_value(path: str, detail: Any) -> str:
-    if detail["type"] == "missing":
-        return f"{path} is required: set {path}=..."
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "value_error":
-        return message if not path else f"{path}: {message}"
-    return f"{path}: {message[:1].lower()}{message[1:]} (got {detail['input']!r})"
 
 
 @cache

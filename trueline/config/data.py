@@ -2,9 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from trueline.config.base import Config
 
@@ -23,8 +23,6 @@ ChatTemplate = Annotated[str, AfterValidator(resolve_template)]
 
 
 class SourceConfig(Config):
-    """Keys of every dataset."""
-
     path: str = ""
     """JSON, JSONL, CSV, TSV, Parquet or Arrow file, a folder of them, or a hub name (owner/name[:split])."""
     mixture: dict[str, float] = {}
@@ -40,14 +38,12 @@ class SourceConfig(Config):
     shuffle: bool = True
     """Shuffle rows with the run's seed, differently in every epoch."""
 
-    @model_validator(mode="after")
-    def check_sources(self) -> Self:
+    def check_keys(self) -> None:
         if self.path and self.mixture:
             raise ValueError(f"path={self.path} and mixture={self.mixture} exclude each other: keep one of them")
         for path, probability in self.mixture.items():
             if not 0 < probability < math.inf:
                 raise ValueError(f"mixture.{path}={probability}: set a weight above 0")
-        return self
 
     def sources(self) -> dict[str, float]:
         """Return the weight of each dataset's path."""
@@ -58,8 +54,6 @@ class SourceConfig(Config):
 
 
 class PromptDataConfig(SourceConfig):
-    """Keys of datasets of prompts."""
-
     label_column: str | None = None
     """Column passed to rewards as `label`. null: the first of label, answer, solution that exists."""
     too_long: Literal["error", "drop"] = "error"
@@ -67,8 +61,6 @@ class PromptDataConfig(SourceConfig):
 
 
 class DataConfig(SourceConfig):
-    """Keys of datasets to train on."""
-
     format: Literal[
         "auto", "messages", "conversations", "alpaca", "completion", "text", "preference", "rated", "steps"
     ] = "auto"

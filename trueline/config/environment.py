@@ -1,10 +1,10 @@
 """Multi-turn episodes: environments, tools, agents and their limits."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trueline.config.base import Config
 
@@ -54,12 +54,19 @@ class EnvironmentConfig(Config):
     @field_validator("tools")
     @classmethod
     def check_addresses(cls, tools: list[str]) -> list[str]:
-        for tool in tools:
-            check_address(tool)
+        """Refuse MCP addresses that may contain a secret: configurations are printed and saved."""
+        for tool in (tool for tool in tools if tool.startswith("mcp:http")):
+            address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
+            user = address.netloc.rpartition("@")[0].strip(":")
+            values = [part.rpartition("=")[2] for part in address.query.split("&")]
+            if user or any(values) or address.fragment:
+                raise ValueError(
+                    "the address of an MCP server contains a password or a query, which may be secret: put it into an "
+                    "environment variable and write ${NAME}, or set environment.options.mcp_headers"
+                )
         return tools
 
-    @model_validator(mode="after")
-    def check_headers(self) -> Self:
+    def check_keys(self) -> None:
         headers = self.options.get("mcp_headers", {}) if self.tools else {}
         if not isinstance(headers, dict) or not all(VARIABLE.search(str(value)) for value in headers.values()):
             raise ValueError(
@@ -73,14 +80,8 @@ class EnvironmentConfig(Config):
                 f"environment.options.mcp_headers would be sent to {', '.join(sorted(places))}: use them for one "
                 "server, and put secrets of the others into their addresses, as ${NAME}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_one(self) -> Self:
-        given = [name for name in ("function", "agent", "tools") if self.model_dump()[name]]
-        if len(given) > 1:
+        if len(given := self.kinds()) > 1:
             raise ValueError(f"environment.{given[0]} and environment.{given[1]} exclude each other: keep one of them")
-        return self
 
     def plays(self) -> bool:
         """Tell whether user code plays the episode and returns rewards; tools do not."""
@@ -88,7 +89,10 @@ class EnvironmentConfig(Config):
 
     def kind(self) -> str:
         """Return which of function, agent and tools is set, or empty text."""
-        return next((name for name in ("function", "agent", "tools") if self.model_dump()[name]), "")
+        return next(iter(self.kinds()), "")
+
+    def kinds(self) -> list[str]:
+        return [name for name in ("function", "agent", "tools") if self.model_dump()[name]]
 
 
 def split_tools(text: str) -> list[str]:
@@ -100,17 +104,3 @@ def split_tools(text: str) -> list[str]:
         else:
             tools.append(piece.strip())
     return tools
-
-
-def check_address(tool: str) -> None:
-    """Refuse an MCP address that may contain a secret: configurations are printed and saved."""
-    if not tool.startswith("mcp:http"):
-        return
-    address = urlsplit(VARIABLE.sub("", tool.removeprefix("mcp:").strip()))
-    user = address.netloc.rpartition("@")[0].strip(":")
-    values = [part.rpartition("=")[2] for part in address.query.split("&")]
-    if user or any(values) or address.fragment:
-        raise ValueError(
-            "the address of an MCP server contains a password or a query, which may be secret: put it into an "
-            "environment variable and write ${NAME}, or set environment.options.mcp_headers"
-        )

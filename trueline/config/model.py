@@ -106,8 +106,6 @@ class RanksConfig(Config):
 
 
 class TrainingConfig(RanksConfig):
-    """The ranks of a trained model, and its optimizer."""
-
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon: Muon for hidden matrices, AdamW for the rest (float32; torch or ZeRO 0)."""
     learning_rate: float | None = Field(None, gt=0)
@@ -140,8 +138,6 @@ class TrainingConfig(RanksConfig):
 
 
 class PolicyTrainingConfig(TrainingConfig):
-    """The ranks of a policy, which engines sample from."""
-
     replay_routing: bool | Literal["measure"] = False
     """true: route each token to the experts that the engine chose. measure: only report how often they differ."""
 
@@ -193,14 +189,8 @@ class RoleConfig(Config):
 
     def model_like(self, policy: ModelConfig, path: str) -> ModelConfig:
         """Return the policy's settings for another model: with this role's parallelism, without adapters."""
-        return policy.with_keys(
-            {
-                "path": path,
-                "tensor_parallel": self.tensor_parallel or policy.tensor_parallel,
-                "context_parallel": self.context_parallel or policy.context_parallel,
-                "lora": {"rank": 0, "quantize": False},
-            }
-        )
+        own = self.model_dump(include={"tensor_parallel", "context_parallel"}, exclude_none=True)
+        return policy.with_keys({"path": path, "lora": {"rank": 0, "quantize": False}, **own})
 
 
 class FrozenConfig(RoleConfig, RanksConfig):

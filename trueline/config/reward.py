@@ -1,9 +1,9 @@
 """Rewards: functions, reward models, LLM judges and remote scorers, and what happens when they fail."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from trueline.config.base import Config
 from trueline.config.data import ChatTemplate
@@ -38,8 +38,6 @@ class RemoteConfig(Config):
 
 
 class JudgeConfig(Config):
-    """The LLM judge of function=judge."""
-
     url: PublicAddress = ""
     """OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1."""
     model: str = ""
@@ -58,8 +56,6 @@ class JudgeConfig(Config):
 
 
 class RewardModelKeys(Config):
-    """How a reward model, or a process reward model, scores."""
-
     normalize: bool = False
     """Reward models: subtract the mean and divide by the deviation saved with the model."""
     chat_template: ChatTemplate = "auto"
@@ -71,8 +67,6 @@ class RewardModelKeys(Config):
 
 
 class RewardPartConfig(RewardModelKeys):
-    """One reward function, reward model, LLM judge or remote scorer."""
-
     function: PublicAddress = ""
     """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
     weight: float = Field(1.0, allow_inf_nan=False)
@@ -109,8 +103,7 @@ class RewardConfig(RewardPartConfig):
     policy_error: float = Field(0.0, allow_inf_nan=False)
     """Reward for completions that cause the error themselves, such as code that never ends."""
 
-    @model_validator(mode="after")
-    def check_parts(self) -> Self:
+    def check_keys(self) -> None:
         if self.function and self.parts:
             raise ValueError(f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one")
         fields = RewardPartConfig.model_fields
@@ -120,7 +113,6 @@ class RewardConfig(RewardPartConfig):
                 f"{ignored[0]} has no effect with parts={', '.join(self.parts)}: set it in the parts, "
                 f"reward.parts.{next(iter(self.parts))}.{ignored[0]}=..."
             )
-        return self
 
     def named_parts(self) -> dict[str, RewardPartConfig]:
         """Return every reward by name; a single one is called `reward`."""

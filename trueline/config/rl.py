@@ -1,8 +1,8 @@
 """The configuration of a reinforcement-learning run."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import Config, ConfigError
@@ -26,8 +26,6 @@ OWN_GPU = 0.9  # share of a GPU for an engine that shares it with nothing
 
 
 class SamplingControls(Config):
-    """Sampling parameters, and where a completion stops."""
-
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -122,15 +120,13 @@ class EvaluationConfig(SamplingControls):
     pass_reward: float = 1.0
     """Completions with at least this reward count as correct in pass@k."""
 
-    @model_validator(mode="after")
-    def check_sets(self) -> Self:
+    def check_keys(self) -> None:
         if self.data and self.sets:
             raise ValueError(f"data={self.data} and sets={', '.join(self.sets)} exclude each other: keep one of them")
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"samples={self.samples} greedy completions would be identical: set evaluation.temperature above 0"
             )
-        return self
 
     def named_sets(self) -> dict[str, str]:
         """Return the path of each held-out dataset by name; a single one has an empty name."""
@@ -151,13 +147,6 @@ class SyncConfig(Config):
 class RLCheckpointConfig(CheckpointConfig):
     metric: str = "-evaluation/reward"
     """Metric for keep_best; a leading `-` means higher is better, e.g. -reward/mean."""
-
-
-def suggest_division(prompts: int, group: int, minibatches: int) -> str:
-    """Suggest the nearest values with which minibatches divide a step's completions."""
-    fewer = max(count for count in range(1, minibatches) if prompts * group % count == 0)
-    more = next(count for count in range(prompts, prompts + minibatches) if count * group % minibatches == 0)
-    return f"set minibatches={fewer} or prompts_per_step={more}"
 
 
 class RLConfig(RunConfig):
@@ -186,14 +175,16 @@ class RLConfig(RunConfig):
     evaluation: EvaluationConfig = EvaluationConfig()
     sync: SyncConfig = SyncConfig()
 
-    @model_validator(mode="after")
-    def check_combinations(self) -> Self:
-        completions = self.prompts_per_step * self.algorithm.group_size
-        if completions % self.minibatches:
+    def check_keys(self) -> None:
+        super().check_keys()
+        prompts, group, parts = self.prompts_per_step, self.algorithm.group_size, self.minibatches
+        if prompts * group % parts:
+            fewer = max(count for count in range(1, parts) if prompts * group % count == 0)
+            more = next(count for count in range(prompts, prompts + parts) if count * group % parts == 0)
             raise ConfigError(
-                f"minibatches={self.minibatches} does not divide the {completions} completions of a step "
-                f"(prompts_per_step={self.prompts_per_step} x algorithm.group_size={self.algorithm.group_size}): "
-                f"{suggest_division(self.prompts_per_step, self.algorithm.group_size, self.minibatches)}",
+                f"minibatches={parts} does not divide the {prompts * group} completions of a step "
+                f"(prompts_per_step={prompts} x algorithm.group_size={group}): "
+                f"set minibatches={fewer} or prompts_per_step={more}",
                 key="minibatches",
             )
         check_training(self.training, self.model)
@@ -207,7 +198,6 @@ class RLConfig(RunConfig):
                 f"rollout.{name}={value} would make training ratios wrong, because log-probs are of the full "
                 f"distribution at rollout.temperature: remove it, or set evaluation.{name} for evaluation only"
             )
-        return self
 
     def has_reward(self) -> bool:
         """Tell whether episodes get rewards, from a function, a model or the environment."""

@@ -1,6 +1,6 @@
 """Keys of every run: checkpoints, cluster, monitoring, health."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -91,17 +91,13 @@ class EnginesConfig(Config):
     @classmethod
     def fill_local(cls, values: Any) -> Any:
         """With runtime=local, default to engines that run in one process."""
-        local = isinstance(values, dict) and values.get("runtime", cls.model_fields["runtime"].default) == "local"
-        engines = {
-            section: {"engine": "hf" if section == "rollout" else "torch"}
-            for section in cls.model_construct().engines()
-        }
-        return merge(engines, values) if local else values
+        if not isinstance(values, dict) or values.get("runtime", cls.model_fields["runtime"].default) != "local":
+            return values
+        sections = cls.model_construct().engines()
+        return merge({name: {"engine": "hf" if name == "rollout" else "torch"} for name in sections}, values)
 
 
 class RunConfig(EnginesConfig):
-    """Keys of every kind of run."""
-
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
     """Folder of the run below `folder`. null: made from verb and time."""
     folder: str = "runs"
@@ -117,8 +113,6 @@ class RunConfig(EnginesConfig):
     monitoring: MonitoringConfig = MonitoringConfig()
     health: HealthConfig = HealthConfig()
 
-    @model_validator(mode="after")
-    def check_roll_back(self) -> Self:
+    def check_keys(self) -> None:
         if self.health.action == "roll_back" and not self.checkpoint.save:
             raise ValueError("health.action=roll_back needs checkpoints: set checkpoint.save=true")
-        return self

@@ -1,8 +1,8 @@
 """The configurations of offline training."""
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from trueline.config.base import Config
 from trueline.config.data import DataConfig
@@ -13,8 +13,6 @@ WITHOUT_REFERENCE = frozenset({"simpo", "orpo"})  # losses
 
 
 class PreferenceConfig(Config):
-    """Losses on pairs of chosen and rejected completions."""
-
     loss: Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
     """sigmoid: DPO. hinge: SLiC's loss on DPO's margin. ipo, simpo, orpo: the losses of those papers."""
     beta: float = Field(0.1, gt=0)
@@ -30,13 +28,11 @@ class PreferenceConfig(Config):
     nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the chosen completion's mean NLL per token; not for orpo, which includes it."""
 
-    @model_validator(mode="after")
-    def check_use(self) -> Self:
+    def check_keys(self) -> None:
         if self.nll_coefficient and self.loss == "orpo":
             raise ValueError(f"loss=orpo includes the NLL: set nll_coefficient=0 (got {self.nll_coefficient})")
         if self.label_smoothing and self.loss != "sigmoid":
             raise ValueError(f"label_smoothing={self.label_smoothing} needs loss=sigmoid (got loss={self.loss})")
-        return self
 
 
 class KTOConfig(Config):
@@ -80,10 +76,7 @@ class HeldOutConfig(Config):
 
 
 class SupervisedConfig(RunConfig):
-    """Keys of all offline tasks."""
-
     task: ClassVar[str] = "sft"
-
     steps: int | None = Field(None, ge=1)
     """Optimizer steps. null: `epochs` passes over the data."""
     epochs: int = Field(1, ge=1)
@@ -97,17 +90,15 @@ class SupervisedConfig(RunConfig):
     data: DataConfig = DataConfig()
     evaluation: HeldOutConfig = HeldOutConfig()
 
-    @model_validator(mode="after")
-    def check_combinations(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         check_training(self.training, self.model)
         if self.evaluation.data and self.evaluation.share:
             raise ValueError(
                 f"evaluation.data={self.evaluation.data} and evaluation.share={self.evaluation.share} both set "
                 "held-out rows: set one of them"
             )
-        held_out = bool(self.evaluation.data or self.evaluation.share)
-        self.checkpoint.check_best(held_out, self.evaluation.every)
-        return self
+        self.checkpoint.check_best(bool(self.evaluation.data or self.evaluation.share), self.evaluation.every)
 
 
 class SftConfig(SupervisedConfig):
@@ -117,25 +108,21 @@ class SftConfig(SupervisedConfig):
 
 class DistillRunConfig(SftConfig):
     task: ClassVar[str] = "distill"
-
     distill: DistillConfig = DistillConfig()
 
 
 class PreferenceRunConfig(SupervisedConfig):
     task: ClassVar[str] = "preference"
-
     preference: PreferenceConfig = PreferenceConfig()
 
 
 class KTORunConfig(SupervisedConfig):
     task: ClassVar[str] = "kto"
-
     kto: KTOConfig = KTOConfig()
 
 
 class RewardModelRunConfig(SupervisedConfig):
     task: ClassVar[str] = "rm"
-
     reward_model: RewardModelConfig = RewardModelConfig()
 
 

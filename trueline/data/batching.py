@@ -30,7 +30,16 @@ class Budget:
 def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, samples_per_row: int = 1) -> Plan:
     """Distribute samples: no pass exceeds the budget, all ranks get equally many passes, rows are not split."""
     units = [lengths[start : start + samples_per_row] for start in range(0, len(lengths), samples_per_row)]
-    check_fit(units, budget)
+    for number, unit in enumerate(units, 1):
+        if (tokens := pass_tokens(unit, budget)) > budget.tokens:
+            raise ValueError(
+                f"row {number} has {tokens} tokens, more than micro_batch_tokens={budget.tokens}: raise "
+                "micro_batch_tokens or shorten the sequences"
+            )
+        if budget.samples is not None and len(unit) > budget.samples:
+            raise ValueError(
+                f"micro_batch_samples={budget.samples} would split a pair: raise it to {len(unit)} or more"
+            )
     order = sorted(range(len(units)), key=lambda unit: -sum(units[unit]))
     shares = packed_shares(order, units, ranks, budget) if budget.packed else padded_shares(order, units, ranks, budget)
     shares.sort(key=lambda share: -sum(sum(units[unit]) for unit in share))
@@ -41,19 +50,6 @@ def plan_micro_batches(lengths: list[int], ranks: int, budget: Budget, samples_p
     rounds = [passes[start : start + ranks] for start in range(0, len(passes), ranks)]
     # Every second round is reversed, so that no rank always gets the fuller pass.
     return [[row[~rank if number % 2 else rank] for number, row in enumerate(rounds)] for rank in range(ranks)]
-
-
-def check_fit(units: list[Unit], budget: Budget) -> None:
-    for number, unit in enumerate(units, 1):
-        if pass_tokens(unit, budget) > budget.tokens:
-            raise ValueError(
-                f"row {number} has {pass_tokens(unit, budget)} tokens, more than micro_batch_tokens={budget.tokens}: "
-                "raise micro_batch_tokens or shorten the sequences"
-            )
-        if budget.samples is not None and len(unit) > budget.samples:
-            raise ValueError(
-                f"micro_batch_samples={budget.samples} would split a pair: raise it to {len(unit)} or more"
-            )
 
 
 def pass_tokens(lengths: list[int], budget: Budget) -> int:
@@ -114,8 +110,7 @@ def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device
 
     def concatenate(array: np.ndarray, fill: int = 0) -> Tensor:
         filler = np.full((FILLER_TOKENS, *array.shape[1:]), fill, dtype=array.dtype)
-        pieces = [filler if span is None else array[span] for span in spans]
-        return torch.from_numpy(np.concatenate(pieces))
+        return torch.from_numpy(np.concatenate([filler if span is None else array[span] for span in spans]))
 
     def per_sequence(array: np.ndarray) -> Tensor:
         values = [0.0 if at == FILLER else float(array[at]) for at in micro_batch]

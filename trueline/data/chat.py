@@ -8,29 +8,17 @@ from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
-from trueline.data.template import (
-    END_OF_THOUGHT,
-    MARK,
-    REASONING_KEYS,
-    REMEDY,
-    THOUGHT,
-    Template,
-    reader_of,
-    split_thought,
-    unseen_fields,
-)
+from trueline.data.template import END_OF_THOUGHT, MARK, REMEDY, Template, add_reasoning, reader_of, unseen_fields
 from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
-Piece = tuple[list[int], int]  # tokens, and how many of the first ones are learnt
+Piece = tuple[list[int], bool]  # tokens, and whether they are learned
 UNLIKE_ANY = "\0"  # no completion begins with it
 COUNTED = 1000  # prompts tokenized at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One training sequence."""
-
     tokens: list[int]
     mask: list[bool]  # True on the tokens to learn
 
@@ -58,7 +46,9 @@ class ChatFormat:
         self.unseen: dict[tuple[str, ...], list[str]] = {}  # names of tools -> those that the template drops
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        return self._prompt_tokens(self.prompt_text(messages, tools))
+        """Return a prompt's tokens; a template has added the tokens that begin a text already."""
+        text = self.prompt_text(messages, tools)
+        return list(self.tokenizer(text, add_special_tokens=not self.templated)["input_ids"])
 
     def prompt_text(self, messages: list[Message], tools: Sequence[Tool] = ()) -> str:
         if self.templated:
@@ -66,17 +56,14 @@ class ChatFormat:
         self.joins = True
         return "\n".join(self._plain_text(message) for message in messages)
 
-    def _prompt_tokens(self, text: str) -> list[int]:
-        """Return a prompt's tokens; a template has added the tokens that begin a text already."""
-        return list(self.tokenizer(text, add_special_tokens=not self.templated)["input_ids"])
-
     def prompt_lengths(self, texts: list[str]) -> list[int]:
         """Count the tokens of many prompts, in fast batches."""
+        special = not self.templated
         if not self.tokenizer.is_fast:
-            return [len(self._prompt_tokens(text)) for text in texts]
+            return [len(self.tokenizer(text, add_special_tokens=special)["input_ids"]) for text in texts]
         encode = self.tokenizer.backend_tokenizer.encode_batch_fast
         parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
-        return [len(one) for part in parts for one in encode(part, add_special_tokens=not self.templated)]
+        return [len(one) for part in parts for one in encode(part, add_special_tokens=special)]
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatFormat":
         """Return the same format with more template arguments than the run's."""
@@ -110,15 +97,11 @@ class ChatFormat:
             return None
         if stop is not None:
             return self.text_tokens(whole[end if last in self.stop_ids else stop[0] :])
-        # The stop token of a reply comes before the next message, or nowhere.
-        tokens = self.text_tokens(whole[self._message_end(closed, messages, tools) :])
-        return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
-
-    def _message_end(self, closed: str, messages: list[Message], tools: Sequence[Tool]) -> int:
-        """Return where the last message ends and the template's closing text begins."""
+        # The stop token of a reply comes before the next message, or nowhere; the template may close the reply itself.
         marked = [*messages[:-1], {"role": "assistant", "content": MARK}]
-        _, found, ending = self.template.render(marked, tools, open_turn=False).rpartition(MARK)
-        return len(closed) - len(ending) if found and ending and closed.endswith(ending) else len(closed)
+        _, found, closing = self.template.render(marked, tools, open_turn=False).rpartition(MARK)
+        tokens = self.text_tokens(whole[end - len(closing) if found and closed.endswith(closing) else end :])
+        return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
 
     def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
         """Return the names of tools that neither the template nor a system message shows the model."""
@@ -151,10 +134,11 @@ class ChatFormat:
             return
         model = self.tokenizer.name_or_path
         why = f"the chat template of {model} drops them" if self.templated else f"{model} has no chat template"
-        rename = ", or rename the column 'tools'" if column else ""
         raise ConfigError(
             f"the model would not see the tools {', '.join(unseen)}, because {why}: set data.chat_template=FILE to a "
-            f"Jinja file that writes `tools`, or describe them by name in data.system_prompt{rename}"
+            "Jinja file that writes `tools`, or describe them by name in data.system_prompt"
+            + column
+            * ", or rename the column 'tools'"
         )
 
     def rewrites(self) -> str:
@@ -183,12 +167,10 @@ class ChatFormat:
             "no_chat_template": ("no chat template: messages are joined by line breaks, without roles", self.joins),
             "template_drops_fields": (left_out, bool(self.left_out)),
             "template_without_tool_calls": (spelled, self.calls and not self.template.shows_calls),
-            "template_without_system_role": (folded, self.systems and self.template.folds_system()),
+            "template_without_system_role": (folded, self.systems and self.template.folds_system),
         }
-        remedy = "data.chat_template=FILE sets a Jinja file"
-        return [
-            Finding("watch", code, what, remedy, "data.chat_template") for code, (what, holds) in found.items() if holds
-        ]
+        remedy, key = "data.chat_template=FILE sets a Jinja file", "data.chat_template"
+        return [Finding("watch", code, what, remedy, key) for code, (what, holds) in found.items() if holds]
 
     def completion_tokens(self, text: str) -> list[int]:
         """Return the tokens of a completion, its end included."""
@@ -202,8 +184,7 @@ class ChatFormat:
         """Decode a completion without special tokens; reasoning is in thinking tags."""
         if self.read_reply is None:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        text = self.read_reply(self.raw_text(tokens))
-        return self._special.sub("", text)
+        return self._special.sub("", self.read_reply(self.raw_text(tokens)))
 
     def raw_text(self, tokens: list[int]) -> str:
         """Decode a completion with its special tokens, except the last one that ends it."""
@@ -224,7 +205,7 @@ class ChatFormat:
         """Encode assistant turns from message `start` on, each after exactly what the model sees at inference.
 
         Turns share a sequence as long as the template only appends; where it rewrites earlier turns (for example drops
-        their reasoning) a new sequence starts. A first message is not learnt: it has no prompt.
+        their reasoning) a new sequence starts. A first message is not learned: it has no prompt.
         """
         self.check_tools(messages, tools)
         earliest = max(start, 1)
@@ -237,7 +218,7 @@ class ChatFormat:
         tokens = list(self.tokenizer(text)["input_ids"])
         if tokens[-1:] != [self._end()]:
             tokens.append(self._end())
-        return join_pieces([(tokens, len(tokens))])
+        return join_pieces([(tokens, True)])
 
     def _plain_text(self, message: Message) -> str:
         if called := called_functions(message):
@@ -250,10 +231,7 @@ class ChatFormat:
     def _encode_plain(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
         completions = [self.completion_tokens(self._plain_text(messages[turn])) for turn in turns]
         prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
-        return [
-            join_pieces([(prompt, 0), (completion, len(completion))])
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        return [join_pieces([(one, False), (other, True)]) for one, other in zip(prompts, completions, strict=True)]
 
     def _encode_templated(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
         sequences: list[list[Piece]] = []
@@ -268,10 +246,13 @@ class ChatFormat:
             check_completion(completion, messages[turn], turn, shows_calls=self.template.shows_calls)
             stop = self._stop_span(completion, 0, messages[turn])
             completion = completion[: stop[1]] if stop else completion  # what follows is never sampled
-            tokens = self.text_tokens(completion)
-            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), 0), (tokens, len(tokens))]
+            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), False), (self.text_tokens(completion), True)]
             spelled = prompt + completion if full.startswith(prompt + completion) else None
-        return [self._close(pieces) for pieces in sequences]
+        for pieces in sequences:
+            completion_tokens, _ = pieces[-1]
+            if completion_tokens[-1] not in self.stop_ids:
+                completion_tokens.append(self._end())
+        return [join_pieces(pieces) for pieces in sequences]
 
     def _completion(self, prompt: str, full: str, messages: list[Message], tools: Sequence[Tool]) -> str:
         """Return the text of the last message as the policy would write it after the prompt."""
@@ -284,8 +265,8 @@ class ChatFormat:
             found = next((text[size:] for size in range(len(opened), 0, -1) if opened.endswith(text[:size])), text)
         else:
             other = [*messages[:-1], {"role": "assistant", "content": UNLIKE_ANY}]
-            found = learnt_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
-        return with_reasoning(found, message, prompt)
+            found = learned_text(prompt, full, partial(self.template.render, other, tools, open_turn=False), said)
+        return add_reasoning(found, message, prompt)
 
     def _stop_span(self, text: str, start: int, message: Message) -> tuple[int, int] | None:
         """Return the span of the stop token that ends a message's text, which begins at `start`."""
@@ -295,14 +276,6 @@ class ChatFormat:
                 start = max(start, at + len(part))
         found = self._stops.search(text, start)
         return found.span() if found else None
-
-    def _close(self, pieces: list[Piece]) -> Encoded:
-        """End the sequence with the end token of its last completion."""
-        tokens, learnt = pieces[-1]
-        last = tokens[:learnt]
-        if last[-1] not in self.stop_ids:
-            last.append(self._end())
-        return join_pieces([*pieces[:-1], (last, len(last))])
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self.template.render(messages, tools, open_turn=open_turn)
@@ -329,25 +302,13 @@ def check_completion(completion: str, message: Message, turn: int, *, shows_call
         )
 
 
-def with_reasoning(completion: str, message: Message, prompt: str) -> str:
-    """Add a message's reasoning to its completion if the template drops it: the policy would write it."""
-    thought, said = split_thought(content_of(message))
-    thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
-    if not thought or thought in completion or not said or said not in completion:
-        return completion
-    begin = "" if prompt.rstrip().endswith(THOUGHT) else f"{THOUGHT}\n"
-    return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
-
-
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of these texts."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
 
 
-def learnt_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
+def learned_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
     """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
-    if full.startswith(prompt):
-        return full[len(prompt) :]
     shared = shared_length(prompt, full)
     if not prompt[shared:].strip():
         return full[shared:]
@@ -365,7 +326,7 @@ def shared_length(one: str, other: str) -> int:
 
 def join_pieces(pieces: list[Piece]) -> Encoded:
     tokens = [token for piece, _ in pieces for token in piece]
-    mask = [at < learnt for piece, learnt in pieces for at in range(len(piece))]
+    mask = [learned for piece, learned in pieces for _ in piece]
     if mask:
         mask[0] = False  # the first token has no log-prob
     return Encoded(tokens, mask)

@@ -24,9 +24,6 @@ class Encodings:
     counts: dict[str, int]
 
 
-CUT_IN_TWO = "steps that contain data.step_separator, which would split them in two"
-
-
 class Fitting:
     """The length limit, and counts of what it did."""
 
@@ -48,14 +45,15 @@ class Fitting:
             encoded = shorten(encoded, self.max_tokens)
             reason = f"its first max_tokens={self.max_tokens} tokens contain none to learn"
         if not any(encoded.mask):
-            return self.nothing_to_learn(place, reason)
+            self.drop(place, reason)
+            return None
         self.tally["truncated"] += length > self.max_tokens
         return encoded
 
-    def nothing_to_learn(self, place: str, reason: str) -> Encoded | None:
+    def drop(self, place: str, reason: str) -> None:
+        """Refuse a row with nothing to learn, unless the policy drops such rows."""
         if self.policy != "drop":
             raise ConfigError(f"{place}: {reason}: change the row, raise max_tokens, or set data.too_long=drop")
-        return None
 
     def result(self, samples: list[Sample], rows: int) -> Encodings:
         if not samples:
@@ -68,24 +66,22 @@ def encode_conversations(
 ) -> Encodings:
     """Make one sample per sequence; if the template rewrites earlier turns, a conversation becomes several."""
     fitting = Fitting(max_tokens, policy)
-    fitting.tally |= unlearnt_ends(records)
-    samples: list[Sample] = []
+    fitted: list[Encoded | None] = []
     for record in records:
-        for encoded in encode_text(record, chat, learn):
-            fitted = fitting.fit(encoded, record.place)
-            fitting.tally["dropped"] += fitted is None
-            samples += [to_tensors(fitted)] if fitted else []
-    return fitting.result(samples, len(records))
-
-
-def unlearnt_ends(records: list[Conversation | Document]) -> dict[str, int]:
-    """Count conversations whose first or last message is not learnt, though the user may expect it."""
+        with naming(record.place):
+            if isinstance(record, Document):
+                sequences = [chat.encode_document(record.text)]
+            elif not (sequences := chat.encode(record.messages, learn, tools=record.tools)):
+                raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
+        fitted += [fitting.fit(one, record.place) for one in sequences]
+    fitting.tally["dropped"] = fitted.count(None)
     talks = [record.messages for record in records if isinstance(record, Conversation)]
-    found = {
+    unlearned = {  # the user may expect that these are learned
         "whose last message has no reply": sum(talk[-1]["role"] != "assistant" for talk in talks),
         "that begin with the assistant": sum(talk[0]["role"] == "assistant" for talk in talks),
     }
-    return {what: count for what, count in found.items() if count}
+    fitting.tally |= {what: count for what, count in unlearned.items() if count}
+    return fitting.result([to_tensors(one) for one in fitted if one], len(records))
 
 
 def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy: Policy) -> Encodings:
@@ -99,10 +95,10 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
         ]
         fitted = [kept for completion in completions if (kept := fitting.fit(completion, record.place))]
         if len(fitted) == 2 and fitted[0].tokens == fitted[1].tokens:
-            fitting.nothing_to_learn(record.place, "chosen and rejected have the same tokens")
-            fitted = []
-        fitting.tally["dropped"] += len(fitted) < 2
-        samples += [to_tensors(encoded, record.margin) for encoded in fitted] if len(fitted) == 2 else []
+            fitting.drop(record.place, "chosen and rejected have the same tokens")
+        elif len(fitted) == 2:
+            samples += [to_tensors(encoded, record.margin) for encoded in fitted]
+    fitting.tally["dropped"] = len(records) - len(samples) // 2
     return fitting.result(samples, len(records))
 
 
@@ -132,17 +128,15 @@ def encode_steps(
 ) -> Encodings:
     """Put the label of a step at its last token, which is the separator's if there is one."""
     fitting = Fitting(max_tokens, policy)
-    fitting.tally[CUT_IN_TWO] = 0
     samples: list[Sample] = []
     for record in records:
         encoded, labels = encode_labelled(record, chat, separator)
-        fitted = fitting.fit(encoded, record.place)
-        fitting.tally["dropped"] += fitted is None
-        fitting.tally[CUT_IN_TWO] += sum(separator in step for step in record.steps)
-        if fitted is not None:
-            sample = to_tensors(fitted)
-            sample.step_labels = torch.tensor(labels[: len(fitted.tokens)], dtype=torch.float32)
-            samples.append(sample)
+        if fitted := fitting.fit(encoded, record.place):
+            samples.append(to_tensors(fitted))
+            samples[-1].step_labels = torch.tensor(labels[: len(fitted.tokens)], dtype=torch.float32)
+    fitting.tally["dropped"] = len(records) - len(samples)
+    cut_in_two = "steps that contain data.step_separator, which would split them in two"
+    fitting.tally[cut_in_two] = sum(separator in step for record in records for step in record.steps)
     return fitting.result(samples, len(records))
 
 
@@ -160,16 +154,6 @@ def naming(place: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
-
-
-def encode_text(record: Conversation | Document, chat: ChatFormat, learn: Learn) -> list[Encoded]:
-    with naming(record.place):
-        if isinstance(record, Document):
-            return [chat.encode_document(record.text)]
-        sequences = chat.encode(record.messages, learn, tools=record.tools)
-        if not sequences:
-            raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
-    return sequences
 
 
 def encode_completion(
@@ -207,19 +191,13 @@ def mismatched_rows(records: list[Rated], block: int) -> list[int]:
             f"{records[0].place} to {records[-1].place}: all {len(records)} rows have the same prompt, but KTO needs "
             "completions of other prompts: add rows with other prompts"
         )
-    back = last_others(prompts)
+    # For each row, the nearest one before it, cyclically, that has another prompt
+    back = [-1] * len(prompts)
+    for at in range(1 - len(prompts), len(prompts)):  # the first round fills in what the second looks up
+        back[at] = back[at - 1] if prompts[at - 1] == prompts[at] else (at - 1) % len(prompts)
     partners = []
     for row in range(len(prompts)):
         start = row - row % block
         partner = start + (row - start - 1) % min(block, len(prompts) - start)
         partners.append(back[partner] if prompts[partner] == prompts[row] else partner)
     return partners
-
-
-def last_others(prompts: list[list[Message]]) -> list[int]:
-    """Find for each row the nearest one before it, cyclically, that has another prompt."""
-    back = [-1] * len(prompts)
-    for at in range(1 - len(prompts), len(prompts)):  # the first round fills in what the second looks up
-        before = at - 1
-        back[at] = back[before] if prompts[before] == prompts[at] else before % len(prompts)
-    return back

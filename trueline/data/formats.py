@@ -4,7 +4,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
@@ -15,17 +16,17 @@ from trueline.data.readers import (
     parse_messages,
     read_messages,
     read_tools,
+    read_turns,
     renamed_roles,
     text_of,
     value_of,
+    with_system,
 )
 from trueline.data.sources import Located
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that include assistant turns."""
-
     messages: list[Message]
     place: str
     tools: list[Tool] = field(default_factory=list)
@@ -41,8 +42,6 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two completions of one prompt, the better one first."""
-
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
@@ -53,8 +52,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Rated:
-    """A completion that is desirable or not."""
-
     prompt: list[Message]
     completion: list[Message]
     desirable: bool
@@ -73,8 +70,7 @@ class StepRated:
     tools: list[Tool] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """What a column contains in a format; `data.<name>_column` names the column."""
 
     name: str
@@ -107,10 +103,6 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
-def read_conversations(rows: list[Located], config: DataConfig) -> tuple[list[Conversation | Document], str]:
-    return read_rows(rows, config, CONVERSATION_READERS)
-
-
 def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | None = None) -> tuple[list[Pair], str]:
     """Read pairs; `margin_column` is by how much the chosen completion is better, 0 without it."""
     if margin_column is not None:
@@ -122,15 +114,6 @@ def read_pairs(rows: list[Located], config: DataConfig, margin_column: str | Non
         return [Pair(prompt, chosen, rejected, margin, located.place, read_tools(located))]
 
     return read_rows(rows, config, {"preference": read})
-
-
-def read_rated(rows: list[Located], config: DataConfig) -> tuple[list[Rated], str]:
-    """Read rated rows; a pair becomes two records."""
-    return read_rows(rows, config, RATED_READERS)
-
-
-def read_steps(rows: list[Located], config: DataConfig) -> tuple[list[StepRated], str]:
-    return read_rows(rows, config, {"steps": steps_of})
 
 
 def check_ratings(records: list[Rated]) -> None:
@@ -156,17 +139,24 @@ def read_rows(
 
 
 def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:
-    """Return the configured format, or the first one whose columns the first row has."""
-    if config.format != "auto":
-        if config.format not in allowed:
-            raise ConfigError(f"data.format={config.format} does not suit this task: set auto or {', '.join(allowed)}")
-        return config.format, find_columns(config.format, first, config)
-    named = {name for name, column in named_columns(config).items() if column is not None}
-    named &= {role.name for name in allowed for role in FORMATS[name]}
-    for name in allowed:
-        roles = {role.name: role for role in FORMATS[name]}
-        if named <= set(roles) and all(fits(role, first, named) for role in roles.values()):
-            return name, find_columns(name, first, config)
+    """Return the configured format, or the first one whose columns the first row has, and the columns."""
+    if config.format not in ("auto", *allowed):
+        raise ConfigError(f"data.format={config.format} does not suit this task: set auto or {', '.join(allowed)}")
+    keys = config.model_dump()
+    columns = {role.name: keys.get(f"{role.name}_column") for name in allowed for role in FORMATS[name]}
+    named = {name for name, column in columns.items() if column is not None}
+
+    def fits(name: str) -> bool:
+        required = [role for role in FORMATS[name] if role.required and role.name not in named]
+        known = named <= {role.name for role in FORMATS[name]}
+        return known and all(any(column in first.row for column in role.usual) for role in required)
+
+    name = next(filter(fits, allowed), "") if config.format == "auto" else config.format
+    if name:
+        return name, {
+            role.name: choose_column(first, columns[role.name], role.usual, f"data.{role.name}_column", role.required)
+            for role in FORMATS[name]
+        }
     required = {name: ["/".join(role.usual) for role in FORMATS[name] if role.required] for name in allowed}
     shapes = "; ".join(f"{name}: {' + '.join(parts)}" for name, parts in required.items())
     given = f" with data.{', data.'.join(f'{name}_column' for name in sorted(named))}" if named else ""
@@ -176,46 +166,13 @@ def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple
     )
 
 
-def named_columns(config: DataConfig) -> dict[str, str | None]:
-    names = ("messages", "prompt", "completion", "chosen", "rejected", "rating", "text")
-    keys = config.model_dump()
-    return {name: keys[f"{name}_column"] for name in names}
-
-
-def fits(role: Role, first: Located, named: set[str]) -> bool:
-    return not role.required or role.name in named or any(column in first.row for column in role.usual)
-
-
-def find_columns(name: str, first: Located, config: DataConfig) -> Columns:
-    named = named_columns(config)
-    return {
-        role.name: choose_column(first, named.get(role.name), role.usual, f"data.{role.name}_column", role.required)
-        for role in FORMATS[name]
-    }
-
-
-def with_system(messages: list[Message], config: DataConfig) -> list[Message]:
-    if config.system_prompt is None:
-        return messages
-    return [{"role": "system", "content": config.system_prompt}, *messages]
-
-
-def prompt_of(located: Located, columns: Columns, config: DataConfig) -> list[Message]:
-    return read_messages(located, columns["prompt"], config.system_prompt)
-
-
-def turns_of(located: Located, column: str) -> list[Message]:
-    """Read the turns of a column; text is one assistant turn."""
-    value = messages_or_text(located, column)
-    if isinstance(value, list):
-        return parse_messages(value, located, column)
-    return [{"role": "assistant", "content": text_of(located, column)}]
-
-
-def completion_of(located: Located, column: str) -> list[Message]:
-    completion = turns_of(located, column)
-    check_completion(completion, located, column)
-    return completion
+def prompt_and_completion(
+    located: Located, columns: Columns, config: DataConfig
+) -> tuple[list[Message], list[Message]]:
+    prompt = read_messages(located, columns["prompt"], config.system_prompt)
+    completion = read_turns(located, columns["completion"], "assistant")
+    check_completion(completion, located, columns["completion"])
+    return prompt, completion
 
 
 def check_completion(completion: list[Message], located: Located, column: str) -> None:
@@ -235,7 +192,7 @@ def read_chat(located: Located, columns: Columns, config: DataConfig) -> list[Co
             f"{located.place}: column {column!r} has no assistant message after another one, so there is nothing to "
             "learn: add it, or set data.completion_column to the column with the completion"
         )
-    return [Conversation(with_system(messages, config), located.place, read_tools(located))]
+    return [Conversation(with_system(messages, config.system_prompt), located.place, read_tools(located))]
 
 
 def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
@@ -246,13 +203,13 @@ def read_alpaca(located: Located, columns: Columns, config: DataConfig) -> list[
         raise ConfigError(f"{located.place}: column {columns['input']!r} must be text, found {added!r:.80}")
     content = f"{request}\n\n{added}" if added.strip() else request
     completion = {"role": "assistant", "content": text_of(located, columns["completion"])}
-    messages = with_system([{"role": "user", "content": content}, completion], config)
+    messages = with_system([{"role": "user", "content": content}, completion], config.system_prompt)
     return [Conversation(messages, located.place, read_tools(located))]
 
 
 def read_completion(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
-    messages = prompt_of(located, columns, config) + completion_of(located, columns["completion"])
-    return [Conversation(messages, located.place, read_tools(located))]
+    prompt, completion = prompt_and_completion(located, columns, config)
+    return [Conversation(prompt + completion, located.place, read_tools(located))]
 
 
 def read_text(located: Located, columns: Columns, config: DataConfig) -> list[Conversation | Document]:
@@ -266,7 +223,7 @@ def completions_of(
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Return prompt, chosen and rejected; whole conversations are split where they differ."""
     prompt = read_messages(located, columns["prompt"], None) if columns["prompt"] else []
-    read = turns_of if prompt else whole_conversation
+    read = partial(read_turns, role="assistant") if prompt else whole_conversation
     chosen, rejected = read(located, columns["chosen"]), read(located, columns["rejected"])
     if chosen == rejected:
         raise ConfigError(
@@ -285,7 +242,7 @@ def completions_of(
         raise ConfigError(f"{located.place}: there is no prompt: add a column with it")
     check_completion(chosen, located, columns["chosen"])
     check_completion(rejected, located, columns["rejected"])
-    return with_system(prompt, config), chosen, rejected
+    return with_system(prompt, config.system_prompt), chosen, rejected
 
 
 def whole_conversation(located: Located, column: str) -> list[Message]:
@@ -316,7 +273,7 @@ def number_of(located: Located, column: str) -> float:
 
 
 def rated_of(located: Located, columns: Columns, config: DataConfig) -> list[Rated]:
-    prompt, completion = prompt_of(located, columns, config), completion_of(located, columns["completion"])
+    prompt, completion = prompt_and_completion(located, columns, config)
     return [Rated(prompt, completion, truth_of(located, columns["rating"]), located.place, read_tools(located))]
 
 
@@ -336,7 +293,10 @@ def truth_of(located: Located, column: str) -> bool:
 
 
 def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[StepRated]:
-    steps, labels = list_of(located, columns["completion"]), list_of(located, columns["rating"])
+    for column in (columns["completion"], columns["rating"]):
+        if not isinstance(value := value_of(located, column), list) or not value:
+            raise ConfigError(f"{located.place}: column {column!r} must be a non-empty list, found {value!r:.80}")
+    steps, labels = located.row[columns["completion"]], located.row[columns["rating"]]
     for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
             raise ConfigError(f"{located.place}: step {number} must be non-empty text, found {step!r:.80}")
@@ -345,15 +305,8 @@ def steps_of(located: Located, columns: Columns, config: DataConfig) -> list[Ste
     for number, label in enumerate(labels, 1):
         if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
             raise ConfigError(f"{located.place}: label {number} must be true, false or 0 to 1, found {label!r:.80}")
-    prompt, numbers = prompt_of(located, columns, config), [float(label) for label in labels]
-    return [StepRated(prompt, steps, numbers, located.place, read_tools(located))]
-
-
-def list_of(located: Located, column: str) -> list[Any]:
-    value = value_of(located, column)
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{located.place}: column {column!r} must be a non-empty list, found {value!r:.80}")
-    return value
+    prompt = read_messages(located, columns["prompt"], config.system_prompt)
+    return [StepRated(prompt, steps, [float(label) for label in labels], located.place, read_tools(located))]
 
 
 CONVERSATION_READERS: dict[str, RowReader[Conversation | Document]] = {
@@ -363,4 +316,7 @@ CONVERSATION_READERS: dict[str, RowReader[Conversation | Document]] = {
     "completion": read_completion,
     "text": read_text,
 }
-RATED_READERS: dict[str, RowReader[Rated]] = {"rated": rated_of, "preference": rated_from_pair}
+RATED_READERS: dict[str, RowReader[Rated]] = {"rated": rated_of, "preference": rated_from_pair}  # a pair gives two
+read_conversations = partial(read_rows, readers=CONVERSATION_READERS)
+read_rated = partial(read_rows, readers=RATED_READERS)
+read_steps = partial(read_rows, readers={"steps": steps_of})

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -13,14 +13,12 @@ from trueline.data.sources import Located, Row
 MIXTURE_BLOCK = 4096  # positions whose datasets are drawn at once
 
 
-class Order:
+class Order(Iterator[int]):
     """An endless sequence of row numbers that depends only on seed and position."""
 
     def __init__(self, rows: int, seed: int, shuffle: bool, position: int = 0) -> None:
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
-        self.position = position
-        self.epoch = -1
-        self.permutation = np.arange(rows)
+        self.rows, self.seed, self.shuffle, self.position = rows, seed, shuffle, position
+        self.epoch, self.permutation = -1, np.arange(rows)
 
     def __next__(self) -> int:
         epoch, offset = divmod(self.position, self.rows)
@@ -30,17 +28,12 @@ class Order:
         self.position += 1
         return int(self.permutation[offset])
 
-    def __iter__(self) -> "Order":
-        return self
 
-
-class Mixture:
+class Mixture(Iterator[int]):
     """Rows of several datasets, numbered as if concatenated: each position draws a dataset and its next row."""
 
-    def __init__(
-        self, sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int = 0
-    ) -> None:
-        self.edges = np.cumsum(probabilities)[:-1] / sum(probabilities)
+    def __init__(self, sizes: list[int], weights: list[float], seed: int, shuffle: bool, position: int = 0) -> None:
+        self.edges = np.cumsum(weights)[:-1] / sum(weights)
         self.seed, self.position = seed, position
         self.offsets = [sum(sizes[:number]) for number in range(len(sizes))]
         self.block = position // MIXTURE_BLOCK
@@ -64,21 +57,15 @@ class Mixture:
         source = int(self.sources[offset])
         return self.offsets[source] + next(self.orders[source])
 
-    def __iter__(self) -> "Mixture":
-        return self
 
-
-def make_order(
-    sizes: list[int], probabilities: list[float], seed: int, shuffle: bool, position: int
-) -> Order | Mixture:
+def make_order(sizes: list[int], weights: list[float], seed: int, shuffle: bool, position: int) -> Order | Mixture:
     """Make the order of one dataset, or of a mixture of several."""
     if len(sizes) == 1:
         return Order(sizes[0], seed, shuffle, position)
-    return Mixture(sizes, probabilities, seed, shuffle, position)
+    return Mixture(sizes, weights, seed, shuffle, position)
 
 
 def digest_rows(rows: Iterable[Row]) -> str:
-    """Return the digest of rows in their order."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
@@ -96,12 +83,14 @@ def fingerprint(weights: dict[str, float], sizes: list[int], digests: list[str],
 
 def changes(before: Tree, now: Tree) -> list[str]:
     """Describe how two fingerprints differ."""
-    keys = {"seed": "seed", "shuffle": "data.shuffle"}
-    found = [
-        f"{name} changed from {before[key]} to {now[key]}" for key, name in keys.items() if before[key] != now[key]
-    ]
+    numbers = {
+        "seed": (before["seed"], now["seed"]),
+        "data.shuffle": (before["shuffle"], now["shuffle"]),
+        "the number of datasets": (len(before["sources"]), len(now["sources"])),
+    }
+    found = [f"{name} changed from {old} to {new}" for name, (old, new) in numbers.items() if old != new]
     if len(before["sources"]) != len(now["sources"]):
-        return [*found, f"the number of datasets changed from {len(before['sources'])} to {len(now['sources'])}"]
+        return found
     for old, new in zip(before["sources"], now["sources"], strict=True):
         if old["rows"] != new["rows"]:
             found.append(f"{new['path']} had {old['rows']} rows and now has {new['rows']}")
@@ -122,18 +111,13 @@ def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> 
     if len(groups) < 2:
         unit = "one row" if by is None else f"one value in column {by!r}"
         raise ConfigError(f"{rows[0].place}: the data has only {unit}: add rows, or set evaluation.share=0")
-    held_out = hold_out(list(groups.values()), min(round(share * len(rows)), len(rows) - 1), seed)
-    return (
-        [located for number, located in enumerate(rows) if number not in held_out],
-        [located for number, located in enumerate(rows) if number in held_out],
-    )
-
-
-def hold_out(groups: list[list[int]], limit: int, seed: int) -> set[int]:
-    """Hold out random groups up to the limit, but at least a smallest one."""
-    order = np.random.default_rng(seed).permutation(len(groups))
+    # Hold out random groups up to the share, but at least a smallest one.
+    limit, lists = min(round(share * len(rows)), len(rows) - 1), list(groups.values())
+    order = [lists[number] for number in np.random.default_rng(seed).permutation(len(lists))]
     held_out: set[int] = set()
-    for number in order:
-        if len(held_out) + len(groups[number]) <= limit:
-            held_out.update(groups[number])
-    return held_out or set(groups[min(order, key=lambda number: len(groups[number]))])
+    for group in order:
+        held_out.update(group if len(held_out) + len(group) <= limit else ())
+    smallest: list[int] = min(order, key=len)
+    held_out = held_out or set(smallest)
+    numbered = list(enumerate(rows))
+    return [row for at, row in numbered if at not in held_out], [row for at, row in numbered if at in held_out]

@@ -1,4 +1,4 @@
-"""Tokens as a person reads them: the text of each one, and a sample with its learnt parts marked."""
+"""Tokens as a person reads them: the text of each one, and a sample with its learned parts marked."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -54,15 +54,15 @@ BRACKETED = ("⟦", "⟧")
 
 
 def render(sample: Sample, tokenizer: Any, color: bool) -> str:
-    """Return a sample's text with its learnt parts marked."""
+    """Return a sample's text with its learned parts marked."""
     tokens, mask = sample.tokens.tolist(), sample.mask.tolist()
     opening, closing = COLORED if color else BRACKETED
     parts: list[str] = []
     end, before = 0, ""
-    for learnt, stretch in groupby(mask):
+    for learned, stretch in groupby(mask):
         end += len(list(stretch))
         # Decoded alone, a part may lose its leading space.
         text = str(tokenizer.decode(tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         added, before = text[len(before) :], text
-        parts.append(f"{opening}{added}{closing}" if learnt else added)
-    return f"{len(tokens)} tokens, {sum(mask)} learnt\n{''.join(parts)}"
+        parts.append(f"{opening}{added}{closing}" if learned else added)
+    return f"{len(tokens)} tokens, {sum(mask)} learned\n{''.join(parts)}"

@@ -28,34 +28,23 @@ def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> 
     label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
     if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
         label_column = ""  # `generate` writes an empty label column if the prompts had none
-    return [
-        Prompt(
-            id=number,
-            messages=read_messages(located, prompt_column, config.system_prompt),
-            label=value_of(located, label_column) if label_column else None,
-            source=source,
-            columns=located.row,
-            tools=read_tools(located),
-        )
-        for number, located in enumerate(rows)
-    ]
+    prompts = []
+    for number, located in enumerate(rows):
+        messages = read_messages(located, prompt_column, config.system_prompt)
+        label = value_of(located, label_column) if label_column else None
+        prompts.append(Prompt(number, messages, label, source, columns=located.row, tools=read_tools(located)))
+    return prompts
 
 
 def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key: str, required: bool = True) -> str:
     """Return the named column, or the first usual one that the data has; empty if it is absent and optional."""
-    columns = list(first.row)
-    if named is not None:
-        if named not in columns:
-            raise ConfigError(
-                f"{key}={named}: {first.place} has no such column: set one of {', '.join(columns)}", key=key
-            )
-        return named
-    found = [column for column in usual if column in columns]
+    columns = ", ".join(first.row)
+    if named is not None and named not in first.row:
+        raise ConfigError(f"{key}={named}: {first.place} has no such column: set one of {columns}", key=key)
+    found = [column for column in usual if column in first.row] if named is None else [named]
     if not found and required:
-        raise ConfigError(
-            f"{first.place} has none of the columns {', '.join(usual)}: set {key} to one of {', '.join(columns)}",
-            key=key,
-        )
+        usual_ones = ", ".join(usual)
+        raise ConfigError(f"{first.place} has none of the columns {usual_ones}: set {key} to one of {columns}", key=key)
     return found[0] if found else ""
 
 
@@ -91,14 +80,22 @@ def messages_or_text(located: Located, column: str) -> Any:
 
 def read_messages(located: Located, column: str, system_prompt: str | None) -> list[Message]:
     """Read a prompt: messages, or text as one user message, after the system prompt if there is one."""
-    value = messages_or_text(located, column)
-    if isinstance(value, list):
-        messages = parse_messages(value, located, column)
-    else:
-        messages = [{"role": "user", "content": text_of(located, column)}]
+    messages = read_turns(located, column, "user")
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{located.place}: column {column!r}: remove the assistant message at the end of the prompt")
-    return messages if system_prompt is None else [{"role": "system", "content": system_prompt}, *messages]
+    return with_system(messages, system_prompt)
+
+
+def with_system(messages: list[Message], prompt: str | None) -> list[Message]:
+    return messages if prompt is None else [{"role": "system", "content": prompt}, *messages]
+
+
+def read_turns(located: Located, column: str, role: str) -> list[Message]:
+    """Read the messages of a column; text is one message of the role."""
+    value = messages_or_text(located, column)
+    if isinstance(value, list):
+        return parse_messages(value, located, column)
+    return [{"role": role, "content": text_of(located, column)}]
 
 
 def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
@@ -124,8 +121,7 @@ def parse_message(entry: Any, where: str) -> Message:
     if not isinstance(speaker, str) or not isinstance(content, str):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
     if speaker.lower() not in ROLES:
-        named = "role" if role else "from"
-        raise ConfigError(f"{where}: unknown {named} {speaker!r}: use one of {', '.join(ROLES)}")
+        raise ConfigError(f"{where}: unknown {'role' if role else 'from'} {speaker!r}: use one of {', '.join(ROLES)}")
     message = {"role": ROLES[speaker.lower()], "content": content, **fields}
     if not (calls or content.strip() or message["role"] == "tool"):
         raise ConfigError(f"{where}: its text is empty: fill it in or remove the message")

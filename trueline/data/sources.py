@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,13 @@ LONGEST_FIELD = 2**31 - 1  # characters of a CSV field
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
 TEXT = "text"  # column of rows that are plain strings
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
+HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
+SPLITS, STATE = "dataset_dict.json", "state.json"  # files of a saved DatasetDict and Dataset
+SAMPLED = {  # task -> the file of a run of `generate` that it reads, and what that contains
+    "prompts": ("samples.jsonl", "its prompts"),
+    **dict.fromkeys(("sft", "distill"), ("kept.jsonl", "the completions it kept")),
+    **dict.fromkeys(("preference", "rm", "kto"), ("pairs.jsonl", "its pairs of best and worst completions")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ def open_source(path: str, key: str) -> list[Located]:
 
 
 def read_source(path: str, key: str) -> list[Located]:
-    local, (name, _, _) = Path(path).expanduser(), path.partition(":")
+    local, name = Path(path).expanduser(), path.partition(":")[0]
     if not path:
         raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")
     if local.is_dir():
@@ -58,9 +65,8 @@ def read_source(path: str, key: str) -> list[Located]:
     elif local.is_file():
         rows = list(read_file(local, key))
     elif Path(name).suffix in READERS or not hub_name(name):
-        raise ConfigError(
-            f"{key}={path}: no such file or folder in {Path.cwd()}; hub datasets are named owner/name[:split]"
-        )
+        named = "hub datasets are named owner/name[:split]"
+        raise ConfigError(f"{key}={path}: no such file or folder in {Path.cwd()}; {named}")
     else:
         rows = list(read_hub(path, key))
     if not rows:
@@ -91,8 +97,12 @@ def first_line(error: Exception) -> str:
 
 
 def data_files(folder: Path, key: str) -> list[Path]:
-    if (saved := saved_files(folder, key)) is not None:
-        return saved
+    """Return the data files of a folder, or those of a dataset that `save_to_disk` wrote. Runs are refused."""
+    if RunFolder(folder).config.is_file():
+        raise ConfigError(f"{key}={folder} is a run: name one of its files, e.g. {folder / 'kept.jsonl'}")
+    if (folder / STATE).is_file():
+        listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("_data_files", [])
+        return [folder / one["filename"] for one in listed]
     files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
     if not files:
         raise ConfigError(f"{key}={folder}: no data file in this folder; supported endings: {', '.join(READERS)}")
@@ -129,21 +139,21 @@ def parse_row(text: str, place: str) -> Located:
         row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}): fix or delete this line") from None
-    except RepeatedKey as error:
+    except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
     return locate_row(row, place)
 
 
-class RepeatedKey(ValueError):
-    """A JSON object with a repeated key, whose first value would be lost."""
-
-
 def single_keys(pairs: list[tuple[str, Any]]) -> Row:
+    """Refuse a JSON object with a repeated key, whose first value would be lost."""
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedKey(f"the key {next(name for name in names if names.count(name) > 1)!r} is repeated: delete one")
+        raise ConfigError(f"the key {repeats(name for name, _ in pairs)[0]!r} is repeated: delete one")
     return row
+
+
+def repeats(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def locate_row(row: Any, place: str) -> Located:
@@ -166,7 +176,7 @@ def read_json(file: Path) -> Iterator[Located]:
             yield from read_json_lines(file)
             return
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}): fix it") from None
-    except RepeatedKey as error:
+    except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     for number, row in enumerate(rows, 1):
         yield locate_row(row, f"{file}, row {number}")
@@ -177,25 +187,21 @@ def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=separator, strict=True)
         try:
-            check_header(rows.fieldnames or [], file, separator)
+            header = rows.fieldnames or []
+            if repeated := repeats(header):
+                raise ConfigError(f"{file}, line 1: the column {repeated[0]!r} is repeated: rename or remove one")
+            others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
+            if others:
+                raise ConfigError(
+                    f"{file}: fields of a {file.suffix} file are separated by {SEPARATORS[separator]}, not "
+                    f"{SEPARATORS[others[0]]}: save it so, or as JSONL"
+                )
             for number, row in enumerate(rows, 1):
                 if None in row or None in row.values():
                     raise ConfigError(f"{file}, row {number}: it has more or fewer fields than the header")
                 yield Located(dict(row), f"{file}, row {number}")
         except csv.Error as error:
             raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}: check its quotation marks") from None
-
-
-def check_header(header: Sequence[str], file: Path, separator: str) -> None:
-    """Refuse repeated columns, and a header that uses another separator."""
-    if twice := [name for name, count in Counter(header).items() if count > 1]:
-        raise ConfigError(f"{file}, line 1: the column {twice[0]!r} is repeated: rename or remove one")
-    others = [other for other in SEPARATORS if other != separator and len(header) == 1 and other in header[0]]
-    if others:
-        raise ConfigError(
-            f"{file}: fields of a {file.suffix} file are separated by {SEPARATORS[separator]}, not "
-            f"{SEPARATORS[others[0]]}: save it so, or as JSONL"
-        )
 
 
 def read_arrow(file: Path) -> Iterator[Located]:
@@ -238,15 +244,6 @@ READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
 }
 
 
-HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
-SPLITS, STATE = "dataset_dict.json", "state.json"  # files of a saved DatasetDict and Dataset
-SAMPLED = {  # task -> the file of a run of `generate` that it reads, and what that contains
-    "prompts": ("samples.jsonl", "its prompts"),
-    **dict.fromkeys(("sft", "distill"), ("kept.jsonl", "the completions it kept")),
-    **dict.fromkeys(("preference", "rm", "kto"), ("pairs.jsonl", "its pairs of best and worst completions")),
-}
-
-
 def choose_split(names: Sequence[str], named: str, *, held_out: bool = False) -> tuple[str, str]:
     """Choose one of several splits; return it and a line about it."""
     usual = [name for name in names if (name in HELD_OUT if held_out else name == "train")]
@@ -272,26 +269,13 @@ def stored_data(path: str, key: str, task: str, runs: str) -> tuple[str, str] | 
         return None
     if verb != "generate":
         raise ConfigError(f"{named} is a run of {verb}, which writes no data: name a run of generate, or a dataset")
-    return sampled_file(run, named, task)
-
-
-def sampled_file(run: RunFolder, named: str, task: str) -> tuple[str, str]:
     if task not in SAMPLED:
         raise ConfigError(f"{named} is a run of generate, whose completions {task} cannot train on: name a dataset")
     name, about = SAMPLED[task]
     file = run.path.resolve() / name
     if not file.is_file():
-        why = "it ran without pairs=true" if name.startswith("pairs") else "it has not finished"
-        again = f"`{run.resume_command()}{' pairs=true' * name.startswith('pairs')}`"
+        pairs = name.startswith("pairs")
+        why = "it ran without pairs=true" if pairs else "it has not finished"
+        again = f"`{run.resume_command()}{' pairs=true' * pairs}`"
         raise ConfigError(f"{named} is a run of generate without {name}, because {why}: run {again}")
     return str(file), f"taken      {named}: {about} ({file})"
-
-
-def saved_files(folder: Path, key: str) -> list[Path] | None:
-    """Return the files of a dataset that `save_to_disk` wrote; None for other folders. Runs are refused."""
-    if RunFolder(folder).config.is_file():
-        raise ConfigError(f"{key}={folder} is a run: name one of its files, e.g. {folder / 'kept.jsonl'}")
-    if not (folder / STATE).is_file():
-        return None
-    listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("_data_files", [])
-    return [folder / one["filename"] for one in listed]

@@ -3,9 +3,8 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
 
@@ -24,29 +23,20 @@ PAIRS = {  # special tokens around reasoning
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Look something up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "description": "What to look up."}},
-            "required": ["word"],
-        },
-    },
-}
+WORD = {"word": {"type": "string", "description": "What to look up."}}
+SCHEMA = {"type": "object", "properties": WORD, "required": ["word"]}
+LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": SCHEMA}
+PROBE_TOOL: Tool = {"type": "function", "function": LOOK_UP}
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
+class CallForm(NamedTuple):
     """How a template expects the calls of a message: arguments as JSON text or not, with content or alone."""
 
     as_text: bool
     alone: bool
 
 
-CALL_FORMS = tuple(CallForm(as_text, alone) for as_text in (False, True) for alone in (False, True))
+CALL_FORMS = [CallForm(as_text, alone) for as_text in (False, True) for alone in (False, True)]
 
 
 class Template:
@@ -56,7 +46,14 @@ class Template:
         self.tokenizer, self.arguments = tokenizer, dict(arguments)
         self.source = str(tokenizer.chat_template)
         for name in arguments:
-            self._check_argument(name)
+            key = f"{TEMPLATE_ARGUMENTS}.{name}"
+            if name in RESERVED:
+                raise ConfigError(f"{key}: every rendering sets it by itself: remove it", key=TEMPLATE_ARGUMENTS)
+            if not re.search(rf"(?<![\w.]){re.escape(name)}\b", self.source):
+                message = (
+                    f"{key}: the chat template of {tokenizer.name_or_path} reads no such name: correct or remove it"
+                )
+                raise ConfigError(message, key=TEMPLATE_ARGUMENTS)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
         try:
@@ -67,10 +64,6 @@ class Template:
                 f"the chat template rejects the roles {roles}: {error}; change the row, or set data.chat_template to a "
                 "Jinja file or never"
             ) from error
-
-    def folds_system(self) -> bool:
-        """Tell whether system messages move into the first user turn, because the template rejects their role."""
-        return not self._system_role
 
     def lost_parts(self, tools: Sequence[Tool]) -> list[str]:
         """Return what the template drops from a conversation with a call, its result and a second question."""
@@ -86,20 +79,16 @@ class Template:
             "a second question": {"role": "user", "content": "marked N"},
         }
         texts = {name: content_of(message) or "marked A" for name, message in parts.items()}
-        if not tools:
-            parts = {name: message for name, message in parts.items() if "tool" not in name}
-        text = self.render(list(parts.values()), tools, open_turn=True)
-        return [name for name in parts if texts[name] not in text]
+        kept = {name: message for name, message in parts.items() if tools or "tool" not in name}
+        text = self.render(list(kept.values()), tools, open_turn=True)
+        return [name for name in kept if texts[name] not in text]
 
     def with_defaults(self) -> Any:
         """Return the template with the run's arguments as defaults, to be saved with the model."""
         if not self.arguments or not isinstance(self.tokenizer.chat_template, str):
             return self.tokenizer.chat_template
-        lines = [
-            f"{{%- set {name} = {name} if {name} is defined else {as_jinja(value)} -%}}"
-            for name, value in self.arguments.items()
-        ]
-        return "".join(lines) + self.source
+        line = "{{%- set {0} = {0} if {0} is defined else {1} -%}}"
+        return "".join(line.format(name, as_jinja(value)) for name, value in self.arguments.items()) + self.source
 
     def reasoning(self) -> str:
         """Describe what happens to the reasoning of earlier replies; empty if the template knows none."""
@@ -113,7 +102,7 @@ class Template:
         except ConfigError:
             return ""
         kept = "kept in earlier turns" if "marked T" in past else "dropped from earlier turns"
-        return kept if "marked T" in last else "dropped by the template; replies are learnt with theirs"
+        return kept if "marked T" in last else "dropped by the template; replies are learned with theirs"
 
     def generation_spans(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the spans inside the template's own `{% generation %}` marks."""
@@ -148,10 +137,11 @@ class Template:
         return not self._shows([question]) and self._shows([{**question, "content": [{"type": "text", "text": MARK}]}])
 
     @cached_property
-    def _system_role(self) -> bool:
+    def folds_system(self) -> bool:
+        """Whether system messages move into the first user turn, because the template rejects their role."""
         texts = ({"role": "system", "content": "a"}, {"role": "user", "content": MARK})
         messages = [self._with_parts(one) for one in texts]
-        return self._shows(messages) or not self._shows(messages[1:])
+        return not self._shows(messages) and self._shows(messages[1:])
 
     @cached_property
     def shows_calls(self) -> bool:
@@ -187,15 +177,12 @@ class Template:
             return False
 
     def _apply(self, messages: list[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=open_turn, **self.arguments
-            )
-        )
+        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
+        return str(self.tokenizer.apply_chat_template(messages, **options, **self.arguments))
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages unchanged, or with the system message moved into the first question."""
-        if len(messages) < 2 or messages[0]["role"] != "system" or self._system_role:
+        if len(messages) < 2 or messages[0]["role"] != "system" or not self.folds_system:
             return messages
         first, second, *others = messages
         return [{**second, "content": f"{content_of(first)}\n\n{content_of(second)}"}, *others]
@@ -204,10 +191,8 @@ class Template:
         """Return a message in the form that the template expects."""
         if message["role"] == "assistant":
             message = self._with_reasoning(message)
-            if message.get("tool_calls") and self._call_form is None:
-                message = spell_calls(message)
-            elif message.get("tool_calls") and self._call_form is not None:
-                alone = bool(content_of(message)) and not self._calls_with_text
+            if message.get("tool_calls"):
+                alone = bool(content_of(message)) and self.shows_calls and not self._calls_with_text
                 message = apply_call_form({**message, "content": None} if alone else message, self._call_form)
         return self._with_parts(message)
 
@@ -233,52 +218,43 @@ class Template:
             thought, content = f"{thought}\n{content}".strip(), ""
         return {**others, "content": content, self.reasoning_key: thought}
 
-    def _check_argument(self, name: str) -> None:
-        if name in RESERVED:
-            message = f"{TEMPLATE_ARGUMENTS}.{name}: every rendering sets it by itself: remove it"
-            raise ConfigError(message, key=TEMPLATE_ARGUMENTS)
-        if not re.search(rf"(?<![\w.]){re.escape(name)}\b", self.source):
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the chat template of {self.tokenizer.name_or_path} reads no such "
-                "name: correct or remove it",
-                key=TEMPLATE_ARGUMENTS,
-            )
 
-
-def apply_call_form(message: Message, form: CallForm) -> Message:
-    calls = [
-        {**call, "function": with_arguments(call["function"], form)}
-        if "function" in call
-        else with_arguments(call, form)
-        for call in message["tool_calls"]
-    ]
-    content = message.get("content") or (None if form.alone else "")
-    return {**message, "content": content, "tool_calls": calls}
-
-
-def spell_calls(message: Message) -> Message:
-    """Write a message's calls into its text, for a template that shows none."""
-    functions = [call.get("function", call) for call in message["tool_calls"]]
-    form = CallForm(as_text=False, alone=False)
-    objects = [{key: with_arguments(one, form)[key] for key in ("name", "arguments")} for one in functions]
+def apply_call_form(message: Message, form: CallForm | None) -> Message:
+    """Return a message with its calls in this form; None: in its text, for a template that shows no calls."""
+    as_text = form is not None and form.as_text
+    calls = [with_arguments(call, as_text=as_text) for call in message["tool_calls"]]
+    if form is not None:
+        return {**message, "content": message.get("content") or (None if form.alone else ""), "tool_calls": calls}
+    objects = [{key: call.get("function", call)[key] for key in ("name", "arguments")} for call in calls]
     texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects]
     content = "\n".join([content_of(message), *texts]).strip()
     return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content}
 
 
-def with_arguments(function: dict[str, Any], form: CallForm) -> dict[str, Any]:
-    arguments = function.get("arguments", {})
-    if form.as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not form.as_text and isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    return {**function, "arguments": arguments}
+def with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text or as an object."""
+    if "function" in call:
+        return {**call, "function": with_arguments(call["function"], as_text=as_text)}
+    arguments = call.get("arguments", {})
+    if as_text != isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+    return {**call, "arguments": arguments}
 
 
 def split_thought(text: str) -> tuple[str, str]:
     """Split a reply into its reasoning and the rest."""
     thought, _, said = text.rpartition(END_OF_THOUGHT)
     return thought.removeprefix(THOUGHT).strip(), said.lstrip()
+
+
+def add_reasoning(completion: str, message: Message, prompt: str) -> str:
+    """Add a message's reasoning to its completion if the template drops it: the policy would write it."""
+    thought, said = split_thought(content_of(message))
+    thought = next((str(message[key]).strip() for key in REASONING_KEYS if message.get(key)), thought)
+    if not thought or thought in completion or not said or said not in completion:
+        return completion
+    begin = "" if prompt.rstrip().endswith(THOUGHT) else f"{THOUGHT}\n"
+    return f"{begin}{thought}\n{END_OF_THOUGHT}\n\n{completion[completion.index(said) :]}"
 
 
 def as_jinja(value: Any) -> str:

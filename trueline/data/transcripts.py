@@ -19,7 +19,12 @@ class LazyRows(Sequence[Row]):
 
     def __init__(self, path: Path, key: Callable[[Row], int] | None = None, read: Callable[[Row], Row] = dict) -> None:
         self.path, self.read = path, read
-        self.places = find_lines(path, key) if path.exists() else []  # in the order of the lines, or of the key
+        found: list[tuple[int, int]] = []
+        if path.exists():
+            with path.open("rb") as stream:
+                lines = ((place, line) for place, line in whole_lines(stream) if line.strip())
+                found = [(key(json.loads(line)) if key else 0, place) for place, line in lines]
+        self.places = [place for _, place in sorted(found)]  # in the order of the key, or of the lines
 
     def __len__(self) -> int:
         return len(self.places)
@@ -43,13 +48,6 @@ class LazyRows(Sequence[Row]):
 
     def _rows(self, places: list[int]) -> Iterator[Row]:
         return map(self.read, rows_at(self.path, places) if places else ())
-
-
-def find_lines(path: Path, key: Callable[[Row], int] | None) -> list[int]:
-    """Return where the whole lines of a file begin."""
-    with path.open("rb") as stream:
-        found = [(key(json.loads(line)) if key else 0, place) for place, line in whole_lines(stream) if line.strip()]
-    return [place for _, place in sorted(found)]
 
 
 def pack_numbers(values: np.ndarray) -> str | float:

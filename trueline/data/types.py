@@ -26,14 +26,11 @@ class Outcome(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        return self in FAILURES
+        return self in (Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR)
 
     @property
     def is_scored(self) -> bool:
         return not self.is_failure and self is not Outcome.LEFT_OUT
-
-
-FAILURES = frozenset({Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR})
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,13 +109,10 @@ class Completion:
 
     @classmethod
     def join(cls, parts: list["Completion"]) -> "Completion":
-        """Join consecutive parts into one."""
         if len(parts) == 1:
             return parts[0]
-        tokens, logprobs, versions = (
-            np.concatenate(rows)
-            for rows in zip(*((one.tokens, one.logprobs, one.versions) for one in parts), strict=True)
-        )
+        columns = zip(*((one.tokens, one.logprobs, one.versions) for one in parts), strict=True)
+        tokens, logprobs, versions = map(np.concatenate, columns)
         experts = reduce(join_experts, (one.experts for one in parts))
         return cls(tokens, logprobs, versions, parts[-1].finish_reason, sum(one.cached for one in parts), experts)
 
@@ -162,13 +156,12 @@ class Trajectory:
 
     def add_action(self, completion: Completion) -> None:
         self._add(completion.tokens, completion.logprobs, completion.versions)
-        if len(completion.experts):
-            if len(completion.experts) != len(self.tokens):
-                raise ValueError(
-                    f"the engine reported experts of {len(completion.experts)} tokens, but the sequence has "
-                    f"{len(self.tokens)}: its request had other tokens than those recorded"
-                )
-            self.experts = join_experts(self.experts, completion.experts)
+        if len(completion.experts) not in (0, len(self.tokens)):
+            raise ValueError(
+                f"the engine reported experts of {len(completion.experts)} tokens, but the sequence has "
+                f"{len(self.tokens)}: its request had other tokens than those recorded"
+            )
+        self.experts = join_experts(self.experts, completion.experts)
 
     def add_observation(self, tokens: list[int]) -> None:
         count = len(tokens)
@@ -298,16 +291,11 @@ class Batch:
         return self.sizes
 
     def mask_on_host(self) -> Tensor:
-        """Return the mask on the host."""
         return self.mask.cpu() if self.host_mask is None else self.host_mask
 
 
 def is_filled(record: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(record, name)
-    except AttributeError:
-        return False
-    return True
+    return hasattr(record, name)
 
 
 @dataclass(slots=True, frozen=True)
@@ -340,7 +328,21 @@ def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sampl
         raise ValueError(f"a trajectory with outcome {trajectory.outcome} has no reward, so it cannot be trained on")
     samples, later_rewards = [], 0.0
     for sequence in reversed(trajectory.sequences()):
-        sample = sample_of(sequence, trajectory, episode)
+        sample = Sample(
+            tokens=torch.from_numpy(sequence.tokens),
+            mask=torch.from_numpy(sequence.mask),
+            group=trajectory.group,
+            episode=episode,
+            version=sequence.oldest_version(),
+            task_reward=trajectory.reward,
+            reward=trajectory.reward,
+            baseline=trajectory.baseline or 0.0,
+            truncated=trajectory.truncated,
+        )
+        sample.rollout_logprobs = torch.from_numpy(sequence.logprobs)
+        sample.token_rewards = torch.from_numpy(sequence.rewards)
+        if len(sequence.experts):
+            sample.experts = torch.from_numpy(experts_of(sequence.experts, len(sequence.tokens)))
         own = sample.token_rewards.sum().item()
         if later_rewards:
             sample.token_rewards = sample.token_rewards.clone()
@@ -348,26 +350,6 @@ def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sampl
         samples.append(sample)
         later_rewards += own
     return samples[::-1]
-
-
-def sample_of(sequence: Trajectory, trajectory: Trajectory, episode: int | None) -> Sample:
-    assert trajectory.reward is not None
-    sample = Sample(
-        tokens=torch.from_numpy(sequence.tokens),
-        mask=torch.from_numpy(sequence.mask),
-        group=trajectory.group,
-        episode=episode,
-        version=sequence.oldest_version(),
-        task_reward=trajectory.reward,
-        reward=trajectory.reward,
-        baseline=trajectory.baseline or 0.0,
-        truncated=trajectory.truncated,
-    )
-    sample.rollout_logprobs = torch.from_numpy(sequence.logprobs)
-    sample.token_rewards = torch.from_numpy(sequence.rewards)
-    if len(sequence.experts):
-        sample.experts = torch.from_numpy(experts_of(sequence.experts, len(sequence.tokens)))
-    return sample
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from trueline.algorithms.needs import needs
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig, RolloutConfig
-from trueline.config.rounds import RoundsConfig
+from trueline.config.sampling import RoundsConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.doctor.case import LOOKED_AT, Case
 from trueline.monitoring import limits

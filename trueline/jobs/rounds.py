@@ -11,9 +11,8 @@ from rich.table import Table
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.rl import SamplingControls
-from trueline.config.rounds import RoundsConfig
 from trueline.config.run import RunConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, RoundsConfig, SamplingConfig
 from trueline.jobs import sampling
 from trueline.jobs.sample_file import write_json
 from trueline.models.loading import check_model

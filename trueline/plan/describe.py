@@ -10,8 +10,7 @@ from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
-from trueline.config.rounds import RoundsConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, RoundsConfig
 from trueline.data.readers import renamed_roles
 from trueline.environments.opening import describe_environment
 from trueline.models.loading import ModelFacts

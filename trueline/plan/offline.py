@@ -15,15 +15,7 @@ from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
 from trueline.plan.inputs import Reading
-from trueline.plan.memory import (
-    HOST_SHARE,
-    Forecast,
-    MemoryPool,
-    ModelFootprint,
-    node_rooms,
-    place_tokens,
-    settle,
-)
+from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprint, node_rooms, place_tokens, settle
 from trueline.plan.resolve import (
     check_engines,
     check_model_keys,

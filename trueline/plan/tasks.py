@@ -8,11 +8,7 @@ from typing import Any
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
-from trueline.config.supervised import (
-    WITHOUT_REFERENCE,
-    DistillRunConfig,
-    SupervisedConfig,
-)
+from trueline.config.supervised import WITHOUT_REFERENCE, DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget, pass_tokens
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings, encode_conversations, encode_pairs, encode_rated, encode_steps

@@ -15,14 +15,7 @@ from trueline.plan.hardware import (
     Devices,
     devices_of,
 )
-from trueline.plan.memory import (
-    GIB,
-    ModelFootprint,
-    adapter_elements,
-    bytes_of,
-    cached_token_bytes,
-    place_tokens,
-)
+from trueline.plan.memory import GIB, ModelFootprint, adapter_elements, bytes_of, cached_token_bytes, place_tokens
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.rl import RLPlan, fresh_old_logprobs, tenants_of
 from trueline.plan.tasks import TASKS

@@ -20,13 +20,7 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.rl import fresh_old_logprobs, untested_draws
-from trueline.rl.metrics import (
-    AIMS,
-    describe_models,
-    describe_step,
-    excerpt,
-    over_updates,
-)
+from trueline.rl.metrics import AIMS, describe_models, describe_step, excerpt, over_updates
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, token_rows, transcript
 from trueline.rollout.evaluation import Evaluator

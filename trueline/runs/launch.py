@@ -142,9 +142,7 @@ def carry_out(job: Job, folder: RunFolder, progress: Progress) -> int:
 
 
 def training(
-    plan: RLPlan | SupervisedPlan,
-    steps: int,
-    trainer: Callable[[RunFolder, Progress], AbstractContextManager[Trainer]],
+    plan: RLPlan | SupervisedPlan, steps: int, trainer: Callable[[RunFolder, Progress], AbstractContextManager[Trainer]]
 ) -> Job:
     """Make the job of a trainer that is open as long as it trains."""
     config = plan.config

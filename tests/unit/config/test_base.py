@@ -13,7 +13,6 @@ from trueline.verbs import TASK_VERBS, VERBS
 class Engine(Config):
     power: int = Field(3, ge=1)
     """Power of the engine."""
-
     fuel: str | None = None
     """What it burns."""
 
@@ -21,10 +20,8 @@ class Engine(Config):
 class Car(Config):
     wheels: int = 4
     """Number of wheels."""
-
     speed: float = 1.0
     """How fast it goes."""
-
     engine: Engine = Engine()
 
 
@@ -58,25 +55,6 @@ def test_merge_replaces_lists_as_a_whole() -> None:
     assert merge({"a": [1, 2]}, {"a": [3]}) == {"a": [3]}
 
 
-@pytest.mark.parametrize(
-    ("override", "suggested"),
-    [
-        ("wheel=3", "'wheels'"),
-        ("engine.powr=3", "'engine.power'"),
-        ("power=3", "'engine.power'"),  # the right key in the wrong place
-        ("engin.power=3", "'engine.power'"),
-        ("sepde=3", "'speed'"),  # letters swapped
-        ("engien=3", "'engine'"),
-    ],
-)
-def test_an_unknown_key_is_named_with_the_nearest_one(override: str, suggested: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Car.load([], [override])
-    message = str(caught.value)
-    assert "unknown key" in message
-    assert f"did you mean {suggested}?" in message
-
-
 NONSENSE = ["xyzzy", "foo", "bar", "banana", "my_key", "qwerty", "training.foo", "algorithm.unicorn", "zoo.bar.baz"]
 
 
@@ -89,6 +67,21 @@ def complaints(kind: type[Config], *overrides: str) -> list[str]:
 def suggested(kind: type[Config], path: str) -> str:
     (line,) = complaints(kind, f"{path}=1")
     return line.removeprefix(f"unknown key {path!r}; did you mean ").removesuffix("?").strip("'")
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("wheel", "wheels"),
+        ("engine.powr", "engine.power"),
+        ("power", "engine.power"),  # the right key in the wrong place
+        ("engin.power", "engine.power"),
+        ("sepde", "speed"),  # letters swapped
+        ("engien", "engine"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_one(path: str, nearest: str) -> None:
+    assert complaints(Car, f"{path}=3") == [f"unknown key {path!r}; did you mean {nearest!r}?"]
 
 
 @pytest.mark.parametrize("kind", [Car, RLConfig, TASK_VERBS["sft"].kind, TASK_VERBS["dpo"].kind])
@@ -130,10 +123,7 @@ def test_every_key_of_an_unknown_section_is_told(tmp_path: Path) -> None:
 
 
 def test_every_mistake_is_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Car.load([], ["wheel=3", "engine.power=0"])
-    assert "wheel" in str(caught.value)
-    assert "engine.power" in str(caught.value)
+    assert {line.split()[0] for line in complaints(Car, "wheel=3", "engine.power=0")} == {"unknown", "engine.power:"}
 
 
 def test_a_wrong_value_is_told_with_key_and_value() -> None:
@@ -144,12 +134,9 @@ def test_a_wrong_value_is_told_with_key_and_value() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("1E-4", 1e-4), ("5e3", 5000.0), (".5", 0.5), ("3", 3.0)])
-def test_floats_are_read_as_people_write_them(text: str, value: float) -> None:
+def test_floats_are_read_as_people_write_them(text: str, value: float, tmp_path: Path) -> None:
     assert Car.load([], [f"speed={text}"]).speed == value
-
-
-def test_floats_in_files_are_read_as_people_write_them(tmp_path: Path) -> None:
-    assert Car.load([write(tmp_path, "car.yaml", "speed: 1e-4\n")], []).speed == 1e-4
+    assert Car.load([write(tmp_path, "car.yaml", f"speed: {text}\n")], []).speed == value
 
 
 @pytest.mark.parametrize("override", ["wheels", "=3", ""])

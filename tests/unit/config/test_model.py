@@ -1,53 +1,35 @@
 """Combinations of model and training keys: each refusal names the keys and the remedy."""
 
+import re
+
 import pytest
 from pydantic import ValidationError
 
-from trueline.config.base import ConfigError
+from trueline.config.base import Config, ConfigError
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig, check_training
 from trueline.config.rl import RLConfig
 from trueline.config.supervised import SftConfig
 
-REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "ranks are a multiple of the mesh": (
-        ["training.ranks=6", "model.tensor_parallel=2", "model.context_parallel=2"],
-        ["training.ranks=6", "model.tensor_parallel=2", "model.context_parallel=2", "set it to 4 or a multiple"],
-    ),
-    "a ring is packed": (
-        ["model.context_parallel=2", "training.packing=false"],
-        ["model.context_parallel=2", "training.packing=true"],
-    ),
-    "weights are offloaded at stage 3": (
-        ["training.offload=all", "training.zero_stage=2"],
-        ["training.offload=all", "training.zero_stage=3 (got 2)"],
-    ),
-    "the optimizer is offloaded from stage 1": (
-        ["training.offload=optimizer", "training.zero_stage=0"],
-        ["training.offload=optimizer", "training.zero_stage=1 or more (got 0)"],
-    ),
-    "frozen weights need adapters": (
-        ["model.lora.quantize=true"],
-        ["model.lora.quantize=true", "model.lora.rank to 1 or more (got 0)"],
-    ),
-    "adapters are not divided": (
-        ["model.lora.rank=4", "model.tensor_parallel=2"],
-        ["model.lora.rank=4", "model.tensor_parallel=1 (got 2)"],
-    ),
-    "four bits are not sharded": (
-        ["model.lora.rank=4", "model.lora.quantize=true", "training.zero_stage=3"],
+SIX_RANKS = "training.ranks=6 model.tensor_parallel=2 model.context_parallel=2"
+REFUSED = [  # overrides, and the parts of the message in their order
+    (SIX_RANKS, [*SIX_RANKS.split(), "set it to 4 or a multiple"]),
+    ("model.context_parallel=2 training.packing=false", ["model.context_parallel=2", "training.packing=true"]),
+    ("training.offload=all training.zero_stage=2", ["training.offload=all", "training.zero_stage=3 (got 2)"]),
+    ("training.offload=optimizer training.zero_stage=0", ["offload=optimizer", "zero_stage=1 or more (got 0)"]),
+    ("model.lora.quantize=true", ["model.lora.quantize=true", "model.lora.rank to 1 or more (got 0)"]),
+    ("model.lora.rank=4 model.tensor_parallel=2", ["model.lora.rank=4", "model.tensor_parallel=1 (got 2)"]),
+    (
+        "model.lora.rank=4 model.lora.quantize=true training.zero_stage=3",
         ["model.lora.quantize=true", "training.zero_stage=2 (got 3)"],
     ),
-}
+]
 
 
 @pytest.mark.parametrize("kind", [SftConfig, RLConfig])
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_cannot_work_is_refused_by_key(kind: type[SftConfig] | type[RLConfig], case: str) -> None:
-    overrides, parts = REFUSED[case]
-    with pytest.raises(ConfigError) as caught:
-        kind.load([], overrides)
-    for part in parts:
-        assert part in str(caught.value)
+@pytest.mark.parametrize(("overrides", "parts"), REFUSED)
+def test_what_cannot_work_is_refused_by_key(kind: type[Config], overrides: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError, match=".*".join(map(re.escape, parts))):
+        kind.load([], overrides.split())
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import pytest
 
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, IterativeDPOConfig, RaftConfig
 
 
 def refused(*overrides: str) -> str:
@@ -38,17 +37,10 @@ def test_the_dump_names_every_key() -> None:
     assert [key.path for key in RLConfig().leaves() if f"{key.path.rpartition('.')[2]}:" not in dumped] == []
 
 
-def test_a_number_on_the_command_line_reaches_its_key() -> None:
-    assert RLConfig.load([], ["training.learning_rate=1e-4"]).training.learning_rate == 1e-4
-
-
 def test_runtime_local_fills_the_engines_that_run_in_one_process() -> None:
     local, ray = RLConfig.load([], ["runtime=local"]), RLConfig()
     assert (local.rollout.engine, local.training.engine, local.reference.engine) == ("hf", "torch", "torch")
     assert (ray.rollout.engine, ray.training.engine, ray.reference.engine) == ("vllm", "deepspeed", "deepspeed")
-
-
-def test_runtime_local_keeps_what_else_is_set_in_those_sections() -> None:
     config = RLConfig.load([], ["runtime=local", "rollout.temperature=0.5", "training.learning_rate=1e-3"])
     assert (config.rollout.temperature, config.training.learning_rate) == (0.5, 1e-3)
 
@@ -138,7 +130,6 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
             ["algorithm.importance_sampling.low=3", "algorithm.importance_sampling.high=2"],
             "algorithm.importance_sampling.low=3",
         ),
-        (["algorithm.old_logprobs=rollout"], "importance_sampling.mode"),
     ],
 )
 def test_combinations_that_would_not_do_what_they_say_are_refused(overrides: list[str], part: str) -> None:

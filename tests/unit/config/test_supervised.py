@@ -1,10 +1,21 @@
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from trueline.config.base import ConfigError
-from trueline.config.supervised import PreferenceRunConfig, SftConfig, SupervisedConfig
+from trueline.config.base import Config, ConfigError
+from trueline.config.supervised import (
+    DistillConfig,
+    KTOConfig,
+    PreferenceConfig,
+    PreferenceRunConfig,
+    RewardModelConfig,
+    SftConfig,
+    SupervisedConfig,
+)
 from trueline.verbs import TASK_VERBS
+
+LOSSES = get_args(PreferenceConfig.model_fields["loss"].annotation)
 
 
 def test_the_dump_loads_back_equal(tmp_path: Path) -> None:
@@ -55,12 +66,6 @@ def test_held_out_rows_have_one_source() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("override", ["evaluation.share=1", "evaluation.share=-0.1", "evaluation.limit=0"])
-def test_held_out_shares_are_shares(override: str) -> None:
-    with pytest.raises(ConfigError, match=override.partition("=")[0]):
-        SftConfig.load([], [override])
-
-
 def test_without_a_word_nothing_is_held_out() -> None:
     evaluation = SftConfig().evaluation
     assert (evaluation.data, evaluation.share, evaluation.by, evaluation.limit) == ("", 0.0, None, None)
@@ -77,3 +82,72 @@ def test_without_a_word_nothing_is_held_out() -> None:
 def test_the_best_is_not_looked_for_where_nothing_tells_it(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SftConfig.load([], ["checkpoint.keep_best=1", *words])
+
+
+# Sections
+
+
+def test_the_defaults_are_dpos() -> None:
+    config = PreferenceConfig()
+    assert (config.loss, config.beta, config.label_smoothing, config.nll_coefficient) == ("sigmoid", 0.1, 0.0, 0.0)
+
+
+def test_the_defaults_of_the_others_are_their_papers() -> None:
+    assert KTOConfig().model_dump() == {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    assert (RewardModelConfig().centering, RewardModelConfig().margin_column) == (0.0, None)
+    assert (DistillConfig().divergence, DistillConfig().temperature, DistillConfig().top_k) == ("forward", 1.0, None)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_can_be_chosen(loss: str) -> None:
+    assert PreferenceConfig.load([], [f"loss={loss}"]).loss == loss
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PreferenceConfig.load([], ["loss=dop"])
+    for loss in LOSSES:
+        assert loss in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "override"),
+    [
+        (PreferenceConfig, "beta=0"),
+        (PreferenceConfig, "label_smoothing=0.5"),
+        (PreferenceConfig, "label_smoothing=-0.1"),
+        (PreferenceConfig, "gamma=-1"),
+        (PreferenceConfig, "odds_coefficient=0"),
+        (PreferenceConfig, "nll_coefficient=-1"),
+        (KTOConfig, "beta=0"),
+        (KTOConfig, "desirable_weight=0"),
+        (KTOConfig, "undesirable_weight=-1"),
+        (RewardModelConfig, "centering=-0.01"),
+        (DistillConfig, "temperature=0"),
+        (DistillConfig, "top_k=0"),
+        (DistillConfig, "divergence=kl"),
+        (SftConfig, "evaluation.share=1"),
+        (SftConfig, "evaluation.share=-0.1"),
+        (SftConfig, "evaluation.limit=0"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_their_key(kind: type[Config], override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind.load([], [override])
+    assert override.partition("=")[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        (PreferenceConfig, ["loss=ipo", "length_normalized=false", "beta=0.5"]),
+        (KTOConfig, ["undesirable_weight=1.33"]),
+        (RewardModelConfig, ["centering=0.01", "margin_column=margin"]),
+        (DistillConfig, ["teacher=big", "divergence=jsd", "top_k=64"]),
+    ],
+)
+def test_the_dump_of_a_section_loads_back_equal(kind: type[Config], overrides: list[str], tmp_path: Path) -> None:
+    config = kind.load([], overrides)
+    file = tmp_path / "config.yaml"
+    file.write_text(config.dump())
+    assert kind.load([file], []) == config

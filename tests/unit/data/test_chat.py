@@ -7,15 +7,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
-from trueline.data.chat import ChatFormat, Encoded, Learn, learnt_text
+from trueline.data.chat import ChatFormat, Encoded, Learn, learned_text
 from trueline.data.messages import Message
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}:{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-MESSAGES = [{"role": "system", "content": "brief"}, {"role": "user", "content": "1+1="}]
-
 CHATML = (
     "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -48,6 +46,7 @@ TALK = [
     {"role": "user", "content": "and one more?"},
     {"role": "assistant", "content": "größer: 3"},
 ]
+MESSAGES = TALK[:2]
 THOUGHTS = [
     {"role": "user", "content": "1+1="},
     {"role": "assistant", "content": "<think>easy</think>2"},
@@ -75,9 +74,7 @@ def whole_text(chat: ChatFormat, encoded: Encoded) -> str:
 
 @pytest.fixture
 def templated(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = TEMPLATE
-    return own
+    return chat_with(tokenizer, TEMPLATE).tokenizer
 
 
 def byte_tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -93,13 +90,8 @@ def test_without_a_template_contents_are_joined_by_lines(tokenizer: PreTrainedTo
 
 
 def test_a_template_is_applied_with_the_turn_of_the_model_opened(templated: PreTrainedTokenizerFast) -> None:
-    start = [templated.bos_token_id]
-    expected = [
-        *start,
-        *byte_tokens(templated, "system:brief"),
-        *start,
-        *byte_tokens(templated, "user:1+1=assistant:"),
-    ]
+    parts = [byte_tokens(templated, text) for text in ("system:brief", "user:1+1=assistant:")]
+    expected = [token for part in parts for token in (templated.bos_token_id, *part)]
     assert ChatFormat(templated, use_template=True).prompt_tokens(MESSAGES) == expected
 
 
@@ -304,7 +296,7 @@ def test_a_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokenizerFas
     ],
 )
 def test_what_is_learnt_of_a_rendering(prompt: str, full: str, other: str, learnt: str) -> None:
-    assert learnt_text(prompt, full, lambda: other, "q") == learnt
+    assert learned_text(prompt, full, lambda: other, "q") == learnt
 
 
 # Tools

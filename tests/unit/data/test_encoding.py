@@ -15,7 +15,6 @@ from trueline.data.encoding import (
     encode_pairs,
     encode_rated,
     encode_steps,
-    last_others,
     mismatched_rows,
 )
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
@@ -231,7 +230,8 @@ def test_the_nearest_other_prompt_before_a_row(prompts: str) -> None:
         places = [(row - steps) % len(prompts) for steps in range(len(prompts))]
         return next(place for place in places if prompts[place] != prompts[row])
 
-    assert last_others([user(prompt) for prompt in prompts]) == [searched(row) for row in range(len(prompts))]
+    rows = [rating(prompt, "x") for prompt in prompts]
+    assert mismatched_rows(rows, block=1) == [searched(row) for row in range(len(prompts))]
 
 
 def test_prompts_that_are_all_the_same_are_refused(chat: ChatFormat) -> None:

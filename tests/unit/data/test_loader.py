@@ -164,21 +164,13 @@ def marked(rows: dict[str, list[dict[str, Any]]], weights: list[float], seed: in
 
 ONE = {"a.jsonl": [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 2}]}
 TWO = ONE | {"b.jsonl": [{"prompt": "3", "label": None}]}
+LONGER = {"a.jsonl": [*ONE["a.jsonl"], {"prompt": "9"}]}
 SWAPPED = {"a.jsonl": ONE["a.jsonl"][::-1]}
 RELABELLED = {"a.jsonl": [{"prompt": "1", "label": 1}, {"prompt": "2", "label": 3}]}
 CHANGES = {
-    "a row more": (
-        marked({"a.jsonl": [*ONE["a.jsonl"], {"prompt": "9"}]}, [1.0]),
-        ["a.jsonl had 2 rows and now has 3"],
-    ),
-    "another order": (
-        marked(SWAPPED, [1.0]),
-        ["a.jsonl still has 2 rows, but other ones or in another order"],
-    ),
-    "another label": (
-        marked(RELABELLED, [1.0]),
-        ["a.jsonl still has 2 rows, but other ones or in another order"],
-    ),
+    "a row more": (marked(LONGER, [1.0]), ["a.jsonl had 2 rows and now has 3"]),
+    "another order": (marked(SWAPPED, [1.0]), ["a.jsonl still has 2 rows, but other ones or in another order"]),
+    "another label": (marked(RELABELLED, [1.0]), ["a.jsonl still has 2 rows, but other ones or in another order"]),
     "another seed": (marked(ONE, [1.0], seed=1), ["seed changed from 0 to 1"]),
     "no shuffling": (
         marked(ONE, [1.0], shuffle=False),

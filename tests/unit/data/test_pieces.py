@@ -1,4 +1,4 @@
-"""Tokens as text: single ones, and samples with their learnt parts marked."""
+"""Tokens as text: single ones, and samples with their learned parts marked."""
 
 import copy
 import random
@@ -69,24 +69,24 @@ MESSAGES = [
 ]
 
 
-def test_learnt_stretches_are_bracketed(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_learned_stretches_are_bracketed(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatFormat(tokenizer, use_template=False)
     samples = encode_conversations([Conversation(MESSAGES, "")], chat, 64, "all", "error").samples
     assert [render(sample, tokenizer, color=False) for sample in samples] == [
-        "6 tokens, 2 learnt\n1+1=⟦2</s>⟧",
-        "16 tokens, 6 learnt\n1+1=\n2\n+1=⟦3 ✓</s>⟧",
+        "6 tokens, 2 learned\n1+1=⟦2</s>⟧",
+        "16 tokens, 6 learned\n1+1=\n2\n+1=⟦3 ✓</s>⟧",
     ]
 
 
-def test_learnt_stretches_are_colored(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_learned_stretches_are_colored(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = torch.tensor(tokenizer("abcd")["input_ids"])
     sample = Sample(tokens, torch.tensor([False, True, False, True]))
-    assert render(sample, tokenizer, color=True) == ("4 tokens, 2 learnt\na\x1b[7;32mb\x1b[0mc\x1b[7;32md\x1b[0m")
+    assert render(sample, tokenizer, color=True) == ("4 tokens, 2 learned\na\x1b[7;32mb\x1b[0mc\x1b[7;32md\x1b[0m")
 
 
-def test_a_sample_without_anything_learnt_is_plain(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_sample_without_anything_learned_is_plain(tokenizer: PreTrainedTokenizerFast) -> None:
     sample = Sample(torch.tensor(tokenizer("ab")["input_ids"]), torch.tensor([False, False]))
-    assert render(sample, tokenizer, color=False) == "2 tokens, 0 learnt\nab"
+    assert render(sample, tokenizer, color=False) == "2 tokens, 0 learned\nab"
 
 
 def test_calls_and_tools_are_shown(tokenizer: PreTrainedTokenizerFast) -> None:

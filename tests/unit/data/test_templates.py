@@ -153,12 +153,7 @@ def two_rounds() -> list[Message]:
         for number in range(ROUNDS)
         for message in (
             {"role": "assistant", "content": "", "tool_calls": [called(number)]},
-            {
-                "role": "tool",
-                "content": f"result {number}",
-                "tool_call_id": f"call{number:05d}",
-                "name": "look_up",
-            },
+            {"role": "tool", "content": f"result {number}", "tool_call_id": f"call{number:05d}", "name": "look_up"},
         )
     ]
     return [SYSTEM, {"role": "user", "content": "Which town?"}, *rounds]

@@ -29,12 +29,7 @@ def trajectory(reward: float | None = 1.0) -> Trajectory:
 
 def test_the_four_failures_are_failures_and_nothing_else_is() -> None:
     failed = {outcome for outcome in Outcome if outcome.is_failure}
-    assert failed == {
-        Outcome.ENVIRONMENT_ERROR,
-        Outcome.REWARD_ERROR,
-        Outcome.REWARD_TIMEOUT,
-        Outcome.INFRA_ERROR,
-    }
+    assert failed == {Outcome.ENVIRONMENT_ERROR, Outcome.REWARD_ERROR, Outcome.REWARD_TIMEOUT, Outcome.INFRA_ERROR}
 
 
 def test_a_trajectory_has_one_entry_per_token() -> None:

@@ -114,12 +114,7 @@ def test_a_cell_that_ends_python(code: str, said: str) -> None:
 
 @with_python(memory_gib=0.5)
 async def test_python_is_kept_from_files_network_processes_and_memory(box: Toolbox) -> None:
-    for code in (
-        "open('/etc/passwd')",
-        "open('/proc/self/environ')",
-        "open('/tmp/escaped', 'w')",
-        "os.listdir('/')",
-    ):
+    for code in ("open('/etc/passwd')", "open('/proc/self/environ')", "open('/tmp/escaped', 'w')", "os.listdir('/')"):
         assert "PermissionError" in await python(box, f"import os\n{code}")
     assert "PermissionError" in await python(box, "import socket\nsocket.socket()")
     assert "PermissionError" in await python(box, "import os\nos.fork()")

@@ -17,8 +17,7 @@ from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig
-from trueline.config.rounds import RaftConfig
-from trueline.config.sampling import EvalConfig, GenerateConfig
+from trueline.config.sampling import EvalConfig, GenerateConfig, RaftConfig
 from trueline.data.encoding import encode_conversations, encode_pairs
 from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.messages import Message

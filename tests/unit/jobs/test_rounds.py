@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from trueline.config.base import ConfigError, Tree
-from trueline.config.rounds import IterativeDPOConfig, RaftConfig, RoundsConfig
 from trueline.config.run import CheckpointConfig
+from trueline.config.sampling import IterativeDPOConfig, RaftConfig, RoundsConfig
 from trueline.config.supervised import PreferenceRunConfig, SftConfig
 from trueline.jobs.rounds import Recipe, Stage, plan_rounds, rounds_table, run_stages
 from trueline.jobs.sample_file import write_json

@@ -183,8 +183,7 @@ def test_a_scale_of_one_is_no_rescaling(copied: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("recurrent_gemma", {"logits_soft_cap": 30.0}), ("falcon_h1", {"lm_head_multiplier": 0.5})],
+    ("kind", "settings"), [("recurrent_gemma", {"logits_soft_cap": 30.0}), ("falcon_h1", {"lm_head_multiplier": 0.5})]
 )
 def test_every_way_to_rescale_logits_is_refused(copied: Path, kind: str, settings: dict[str, float]) -> None:
     AutoConfig.for_model(kind, **settings).save_pretrained(copied)

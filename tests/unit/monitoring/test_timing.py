@@ -48,12 +48,7 @@ def test_mfu_is_six_flops_per_parameter_and_token_over_the_peak() -> None:
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H100 80GB HBM3", 989.0),
-    ],
+    [("NVIDIA H200", 989.0), ("NVIDIA H20", 148.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 80GB HBM3", 989.0)],
 )
 def test_a_device_is_known_by_its_name(name: str, peak: float) -> None:
     assert speed_metrics(1, 1.0, 1, 10**12, name)["speed/mfu"] == pytest.approx(1 / peak)

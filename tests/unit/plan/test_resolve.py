@@ -15,9 +15,8 @@ from trueline.cli import main
 from trueline.config.base import Config, ConfigError
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig, RolloutConfig
-from trueline.config.rounds import RaftConfig
 from trueline.config.run import EnginesConfig
-from trueline.config.sampling import GenerateConfig, ServingConfig
+from trueline.config.sampling import GenerateConfig, RaftConfig, ServingConfig
 from trueline.config.supervised import SftConfig
 from trueline.jobs.rounds import plan_rounds
 from trueline.jobs.serve_reward import plan_serving

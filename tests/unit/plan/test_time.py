@@ -47,12 +47,7 @@ def tenant(
     world: int = 4, *, width: int = 1, lora: int = 0, checkpointing: bool = False, **ranks: object
 ) -> ModelFootprint:
     model = ModelConfig.parse(
-        {
-            "dtype": "bfloat16",
-            "tensor_parallel": width,
-            "lora": {"rank": lora},
-            "gradient_checkpointing": checkpointing,
-        }
+        {"dtype": "bfloat16", "tensor_parallel": width, "lora": {"rank": lora}, "gradient_checkpointing": checkpointing}
     )
     training = TrainingConfig.parse({"micro_batch_tokens": 100_000, "zero_stage": 2, "offload": "none", **ranks})
     return ModelFootprint("policy", "training", FACTS, model, training, world, 0.0)

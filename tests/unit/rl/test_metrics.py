@@ -2,14 +2,7 @@ import pytest
 import torch
 
 from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_samples
-from trueline.rl.metrics import (
-    REPEATED,
-    describe_step,
-    excerpt,
-    over_updates,
-    repeated_share,
-    source_names,
-)
+from trueline.rl.metrics import REPEATED, describe_step, excerpt, over_updates, repeated_share, source_names
 from trueline.rollout.rollouts import Dropped
 
 

@@ -222,7 +222,7 @@ def test_the_table_of_models_says_what_templates_do(family: str) -> None:
     chat = chat_of(TEMPLATE_OF[family])
     check_cell(family, "mask, one turn", mask_cell(chat, TALK[:2]))
     check_cell(family, "mask, several turns", mask_cell(chat, TALK))
-    folded = ", in the first question" * chat.template.folds_system()
+    folded = ", in the first question" * chat.template.folds_system
     check_cell(family, "system prompt", mask_cell(chat, [SYSTEM, *TALK[:2]]) + folded)
     check_cell(family, "two rounds of tools", tools_cell(TEMPLATE_OF[family], chat))
     check_cell(family, "thinking", thinking_cell(chat))

@@ -329,11 +329,7 @@ def test_what_was_in_use_is_told_at_the_end_and_an_engine_is_answered_with_its_s
     with rescue:
         pass
     assert said == ["Peak memory 5.0 GiB (forecast 1.0 GiB (training))"]
-    with (
-        pytest.raises(ActorFailure),
-        rescue,
-        timer.phase("sync"),
-    ):
+    with pytest.raises(ActorFailure), rescue, timer.phase("sync"):
         raise ActorFailure("engine-0.wake: RuntimeError: CUDA Error: out of memory")
     assert re.search(r"in step 1 \(sync\).* lower rollout\.gpu_memory_utilization or", said[-1])
     for other in ("CUDA error: an illegal memory access", "reward.py: MemoryError: out of memory"):

@@ -329,12 +329,7 @@ def read_json(text: str) -> object:
         raise ValueError(f"{error.msg} at character {error.pos} of {quote(text)}") from None
 
 
-FORMATS: dict[str, Read] = {
-    "hermes": find_marked_calls(*TAGS),
-    "mistral": mistral,
-    "llama": llama,
-    "json": plain_json,
-}
+FORMATS: dict[str, Read] = {"hermes": find_marked_calls(*TAGS), "mistral": mistral, "llama": llama, "json": plain_json}
 SPELLINGS = {
     "hermes": Spelling(f"{TAGS[0]}\n", f"\n{TAGS[1]}"),
     "llama": Spelling(arguments="parameters"),
