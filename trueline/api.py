@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 CURVES = (("reward/mean", "evaluation/reward"), ("loss", "evaluation/loss"))  # the first pair that a run has
-Rows = list[dict[str, Any]]
 Resume = bool | str | os.PathLike[str]  # whether to, or which run
 
 
@@ -116,7 +115,10 @@ class RunFailed(RuntimeError):
     """A run that failed; the message is its last error and its folder."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__(f"{last_error(run.folder)}\nrun folder: {run.folder}")
+        # Of the run, or of a stage inside it.
+        files = sorted(run.folder.glob("**/findings.jsonl"), key=lambda file: file.stat().st_mtime)
+        errors = [error for file in files if (error := RunFolder(file.parent).last_error()) is not None]
+        super().__init__(f"{errors[-1].line() if errors else 'the run failed'}\nrun folder: {run.folder}")
         self.run, self.folder = run, run.folder
 
 
@@ -183,13 +185,6 @@ def unused_name(verb: str, folder: Path) -> str:
     name = default_name(verb)
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(name for name in names if not (folder / name).exists())
-
-
-def last_error(folder: Path) -> str:
-    """Return the last error of the run or of a stage inside it."""
-    files = sorted(folder.glob("**/findings.jsonl"), key=lambda file: file.stat().st_mtime)
-    errors = [error for file in files if (error := RunFolder(file.parent).last_error()) is not None]
-    return errors[-1].line() if errors else "the run failed"
 
 
 # Shared with the command line

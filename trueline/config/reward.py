@@ -107,8 +107,7 @@ class RewardConfig(RewardPartConfig):
         if self.function and self.parts:
             raise ValueError(f"function={self.function} and parts={', '.join(self.parts)} exclude each other: keep one")
         fields = RewardPartConfig.model_fields
-        ignored = [name for name, field in fields.items() if self.parts and self.__dict__[name] != field.default]
-        if ignored:
+        if ignored := [name for name, field in fields.items() if self.parts and self.__dict__[name] != field.default]:
             raise ValueError(
                 f"{ignored[0]} has no effect with parts={', '.join(self.parts)}: set it in the parts, "
                 f"reward.parts.{next(iter(self.parts))}.{ignored[0]}=..."

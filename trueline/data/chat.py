@@ -294,8 +294,7 @@ def check_completion(completion: str, message: Message, turn: int, *, shows_call
     if not completion.strip():
         raise ConfigError(f"the chat template drops the text of message {turn + 1}: change the row or the template")
     besides = completion.replace(content_of(message).strip(), "", 1)  # the text may mention the function as well
-    missing = [name for name in called_functions(message) if name not in besides or not shows_calls]
-    if missing:
+    if missing := [name for name in called_functions(message) if name not in besides or not shows_calls]:
         raise ConfigError(
             f"the chat template drops the call of {', '.join(missing)} in message {turn + 1}: set "
             "data.chat_template=FILE to one that shows tool calls"
@@ -326,7 +325,6 @@ def shared_length(one: str, other: str) -> int:
 
 def join_pieces(pieces: list[Piece]) -> Encoded:
     tokens = [token for piece, _ in pieces for token in piece]
-    mask = [learned for piece, learned in pieces for _ in piece]
-    if mask:
+    if mask := [learned for piece, learned in pieces for _ in piece]:
         mask[0] = False  # the first token has no log-prob
     return Encoded(tokens, mask)

@@ -51,8 +51,7 @@ def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key
 def value_of(located: Located, column: str) -> Any:
     if column not in located.row:
         raise ConfigError(f"{located.place}: column {column!r} is missing: add it to the row")
-    value = located.row[column]
-    if value is None:
+    if (value := located.row[column]) is None:
         raise ConfigError(f"{located.place}: column {column!r} is empty: fill it in or delete the row")
     return value
 

@@ -103,8 +103,7 @@ def data_files(folder: Path, key: str) -> list[Path]:
     if (folder / STATE).is_file():
         listed = json.loads((folder / STATE).read_text(encoding="utf-8")).get("_data_files", [])
         return [folder / one["filename"] for one in listed]
-    files = sorted(file for file in folder.iterdir() if file.suffix in READERS)
-    if not files:
+    if not (files := sorted(file for file in folder.iterdir() if file.suffix in READERS)):
         raise ConfigError(f"{key}={folder}: no data file in this folder; supported endings: {', '.join(READERS)}")
     held_out = [file for file in files if HELD_OUT & set(re.split(r"[^a-z]+", file.stem.lower()))]
     if 0 < len(held_out) < len(files):
@@ -117,8 +116,7 @@ def data_files(folder: Path, key: str) -> list[Path]:
 
 
 def read_file(file: Path, key: str) -> Iterator[Located]:
-    reader = READERS.get(file.suffix)
-    if reader is None:
+    if (reader := READERS.get(file.suffix)) is None:
         packed = "unpack it and " if file.suffix in PACKED else ""
         raise ConfigError(f"{key}={file}: unknown ending {file.suffix!r}: {packed}use one of {', '.join(READERS)}")
     try:

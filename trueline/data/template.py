@@ -276,9 +276,6 @@ def unseen_fields(message: Message, text: str) -> set[str]:
     return {name for name, values in others.items() if any(value not in text for value in values)}
 
 
-# Replies
-
-
 def tag_thought(thought: str, said: str) -> str:
     return f"{THOUGHT}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n{said}" if thought.strip() else said
 

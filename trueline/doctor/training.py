@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from trueline.algorithms.needs import needs
+from trueline.algorithms.advantages import needs
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig, RolloutConfig
 from trueline.config.sampling import RoundsConfig

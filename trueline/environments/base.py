@@ -25,7 +25,6 @@ class Reply:
     message: Message  # for the next turns of the conversation
     completion: Completion  # exactly as it was sampled
     prompt_tokens: int  # all tokens before it
-    raw: str = ""  # the text with its special tokens, but for the one that ends it
 
 
 @dataclass(frozen=True, slots=True)

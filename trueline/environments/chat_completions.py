@@ -144,8 +144,7 @@ def forced_tools(choice: Any, tools: list[Tool]) -> list[Tool]:
         return []
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    forced = [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]
-    if not forced:
+    if not (forced := [tool for tool in tools if choice == "required" or tool["function"]["name"] == name]):
         known = ", ".join(tool["function"]["name"] for tool in tools) or "none"
         choices = f"auto, none, required or one of the tools ({known})"
         raise RequestError(f"tool_choice={choice!r:.80}: use {choices}", "tool_choice")

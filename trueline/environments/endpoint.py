@@ -118,8 +118,7 @@ class EpisodeSession:
         """Return the response that is kept for a request sent again, or start one, which outlives its client."""
         digest, now = hashlib.sha256(body).digest(), time.monotonic()
         self.responses = [one for one in self.responses if now < one.kept_until]
-        response = next((one for one in self.responses if again and one.request == digest), None)
-        if response is not None:
+        if (response := next((one for one in self.responses if again and one.request == digest), None)) is not None:
             self.responses.remove(response)  # of several to the same request, others get it last
         else:
             response = EndpointResponse(digest, asyncio.create_task(respond()))
@@ -131,8 +130,7 @@ class EpisodeSession:
         await asyncio.wait([task])
         if task.cancelled():
             return error_response("the episode is over: send nothing more", code="episode_over")
-        error = task.exception()
-        if error is None:
+        if (error := task.exception()) is None:
             return task.result()
         self.failure = self.failure or error
         # Not a 5xx, which clients send again by default: the episode has failed and would only fail once more.

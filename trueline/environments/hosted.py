@@ -237,7 +237,6 @@ def as_step(returned: Any) -> dict[str, Any]:
 
 
 def number_of(value: Any, what: str) -> float:
-    number = finite_number(value)
-    if number is None:
+    if (number := finite_number(value)) is None:
         raise WrongResult(f"{what} must be a finite number, got {value!r:.80} of type {type(value).__name__}")
     return number

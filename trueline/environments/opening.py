@@ -40,8 +40,7 @@ LAST_LINES = 400  # characters of a log
 
 def user_code_of(config: EnvironmentConfig) -> UserCode | None:
     """Return what the processes of a run's environment load, or None where it has one turn."""
-    key = config.kind()
-    if not key:
+    if not (key := config.kind()):
         return None
     load: Callable[[list[str], dict[str, Any]], EpisodeCode] = load_code
     specification = [config.function or config.agent]
@@ -69,8 +68,7 @@ def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bo
 
     `rewarded` tells whether the run has a reward besides that of the environment.
     """
-    code = user_code_of(config)
-    if code is None:
+    if (code := user_code_of(config)) is None:
         return EnvironmentCheck()
     formats.check_format(config.tool_format)
 
@@ -184,8 +182,7 @@ def last_lines(hosts: EpisodeHosts) -> str:
 
 def describe_environment(config: EnvironmentConfig, chat: ChatFormat, context: int, engine: str) -> list[str]:
     """Return lines for the plan: what is played, and how tool calls are read."""
-    code = user_code_of(config)
-    if code is None:
+    if (code := user_code_of(config)) is None:
         return []
     limits = f"{config.processes} processes, {config.timeout_seconds:g} s a step"
     turns = f"turns      up to {config.max_turns} in sequences of up to {context} tokens"
@@ -219,7 +216,7 @@ def format_of(config: EnvironmentConfig, chat: ChatFormat, engine: str) -> Chose
 
 def structures_of(config: EnvironmentConfig, chat: ChatFormat) -> Structures:
     """Return what vLLM can hold replies to; calls as the model's template writes them, else as plain JSON."""
-    from trueline.environments.tools.vllm_structures import check_structure  # noqa: PLC0415  (vLLM takes seconds)
+    from trueline.environments.tools.vllm_calls import check_structure  # noqa: PLC0415  (vLLM takes seconds)
 
     return Structures(SPELLINGS.get(format_of(config, chat, "vllm").form.name), check_structure)
 

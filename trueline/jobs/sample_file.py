@@ -168,8 +168,7 @@ def pair_of(row: Row, config: GenerateConfig) -> Row | None:
     usable = [one for one in row["completions"] if is_usable(one)]
     # In a pair, each is one training sequence.
     completions = [one for one in usable if one.get("metrics", {}).get("episode/sequences", 1) == 1]
-    best = best_of([one for one in completions if is_eligible(one, config)])
-    if not best:
+    if not (best := best_of([one for one in completions if is_eligible(one, config)])):
         return None
     (better,) = learned_rows(row, best[0])
     prompt: Row = {name: better[name] for name in ("prompt", "tools") if name in better}
@@ -194,8 +193,7 @@ class Tally:
     def add(self, row: Row) -> None:
         completions = row["completions"]
         failed = [completion for completion in completions if Outcome(completion["outcome"]).is_failure]
-        rewards = [reward_of(completion) for completion in completions if completion["reward"] is not None]
-        if rewards:
+        if rewards := [reward_of(completion) for completion in completions if completion["reward"] is not None]:
             self.means.append(fmean(rewards))
             self.best.append(max(rewards))
         self.errors.update(f"{completion['outcome']}: {completion.get('error', '').strip()}" for completion in failed)

@@ -56,8 +56,7 @@ def routers_of(model: Any) -> list[Router]:
     check_kind(kind)
     name, weigh = ROUTERS[kind]
     named = [(LAYER.search(path), module) for path, module in model.named_modules() if type(module).__name__ == name]
-    found = [Router(int(match[1]), module, weigh) for match, module in named if match]
-    if not found:
+    if not (found := [Router(int(match[1]), module, weigh) for match, module in named if match]):
         raise ConfigError(f"{KEY}: {type(model).__name__} has no {name} in this transformers: set it to false")
     return found
 

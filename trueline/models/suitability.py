@@ -99,8 +99,7 @@ def is_damaged(file: Path) -> bool:
 def check_kind(named: str, settings: dict[str, Any], head: str) -> None:
     """Refuse a model that is not a language model; a scoring model may train scores."""
     architecture = (settings.get("architectures") or [""])[0]
-    scorer = next((row for ending, row in SCORERS.items() if architecture.endswith(ending)), None)
-    if scorer is None:
+    if (scorer := next((row for ending, row in SCORERS.items() if architecture.endswith(ending)), None)) is None:
         if what := other_kind(settings, architecture, head):
             model = architecture or settings.get("model_type")
             raise ConfigError(f"{named} is {what} ({model}): name a decoder, such as Qwen3, Llama or SmolLM2")

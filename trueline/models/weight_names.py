@@ -63,8 +63,7 @@ class WeightNames:
         """Convert a model's tensors to those on disk, in order; only parts of a group wait for the rest."""
         waiting: dict[Group, dict[str, Tensor]] = {}
         for name, tensor in weights:
-            group = self.groups.get(name)
-            if group is None:
+            if (group := self.groups.get(name)) is None:
                 yield name, tensor
                 continue
             parts = waiting.setdefault(group, {})
@@ -86,8 +85,7 @@ class WeightNames:
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Load a tensor by its name on disk into the model, which must not be sharded."""
-        group = self.owners.get(name)
-        if group is None:
+        if (group := self.owners.get(name)) is None:
             self._own(name).copy_(tensor)
             return
         if self.places[0] != group:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -79,21 +79,10 @@ def used_samples(plan: SupervisedPlan) -> list[Sample]:
 
 def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
     config, world, task = plan.config, plan.layout.policy_ranks, plan.material.train.task
-    return [
-        WorkerSpec(
-            config.model,
-            config.training,
-            rank,
-            world,
-            plan.steps,
-            config.seed,
-            config.timeout_seconds,
-            head=task.head,
-            distillation_target=task.distillation_target(config),
-            chat_template=plan.chat.template.with_defaults(),
-        )
-        for rank in range(world)
-    ]
+    run, target = (plan.steps, config.seed, config.timeout_seconds), task.distillation_target(config)
+    first = WorkerSpec(config.model, config.training, 0, world, *run, head=task.head, distillation_target=target)
+    template = plan.chat.template.with_defaults()
+    return [replace(first, rank=rank, chat_template=template) for rank in range(world)]
 
 
 # Log-probs of the model that training starts from: computed once, kept with the run
@@ -130,8 +119,7 @@ class ReferenceCache:
 
 def fill_reference(model: ModelGroup, samples: list[Sample], cache: ReferenceCache, progress: Progress) -> None:
     """Set `ref_logprobs` before a checkpoint is loaded, while the model still is the one that training starts from."""
-    flat = cache.read(samples)
-    if flat is None:
+    if (flat := cache.read(samples)) is None:
         progress.note(f"reference  scoring {len(samples)} sequences once")
         parts = [
             part

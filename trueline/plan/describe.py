@@ -238,6 +238,9 @@ def recipe_lines(config: RLConfig) -> list[str]:
     advantage = lookup(ADVANTAGES, algorithm.advantage, "algorithm.advantage")
     loss = lookup(POLICY_LOSSES, algorithm.loss, "algorithm.loss")
     draws = f"not tested: {untested_draws(config)}" if untested_draws(config) else "tested"
+    old_logprobs = "recomputed by the trainer" if algorithm.old_logprobs == "recompute" else "from the engine"
+    if fresh_old_logprobs(config):
+        old_logprobs = "current policy (one update per step)"
     return [
         f"advantage  {algorithm.advantage}: baseline is {advantage.words.format(algorithm)}"
         + describe_trace(algorithm, advantage.reads)
@@ -247,14 +250,8 @@ def recipe_lines(config: RLConfig) -> list[str]:
         f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
         f"KL         {describe_kl(algorithm)}",
         f"importance {algorithm.importance_sampling.mode} (engine vs. trainer); old log-probs: "
-        f"{describe_old_logprobs(config)}; draws {draws}",
+        f"{old_logprobs}; draws {draws}",
     ]
-
-
-def describe_old_logprobs(config: RLConfig) -> str:
-    if fresh_old_logprobs(config):
-        return "current policy (one update per step)"
-    return "recomputed by the trainer" if config.algorithm.old_logprobs == "recompute" else "from the engine"
 
 
 def describe_trace(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> str:

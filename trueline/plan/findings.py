@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.advantages import ADVANTAGES, needs
 from trueline.algorithms.entries import Entry
-from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import Key
 from trueline.config.rl import RLConfig, SamplingControls

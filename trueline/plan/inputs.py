@@ -6,7 +6,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trueline.algorithms.needs import reads_reward
+from trueline.algorithms.advantages import reads_reward
 from trueline.config.base import Config, ConfigError, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.reward import RewardConfig
@@ -84,9 +84,6 @@ def look_around(config: RLConfig) -> PlanInputs:
     measured = {place: measure(some, chat) for place, some in prompts.items()}
     sources = [measured[place] for place in trained]
     return PlanInputs(facts, machine, sources, {name: measured[place, name] for place, name in tested}, chat, rewards)
-
-
-# Prompts
 
 
 def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:

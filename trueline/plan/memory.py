@@ -331,8 +331,7 @@ def engine_room(
 def settle(rooms: list[MemoryPool], longest: int, lengths: str, divide: Callable[[], str] = str) -> Forecast:
     """Choose keys that hold the longest sequence in every memory, or propose `lengths` or what `divide` finds."""
     for share in (1 - SPARE, 1.0):
-        choice = first_choice(rooms, longest, share)
-        if choice is not None:
+        if (choice := first_choice(rooms, longest, share)) is not None:
             moved = [one.section for room in rooms for one, _ in room.tenants if one.may_move()]
             return Forecast(rooms[0], rooms[0].grow_engine(choice, share), next(candidates(rooms, longest, ())), moved)
     raise ConfigError(refusal(rooms, longest, lengths, divide))
@@ -392,8 +391,7 @@ def remedy(rooms: list[MemoryPool], longest: int, lengths: str, divide: Callable
     given |= dict.fromkeys(["rollout"] * (rooms[0].engine.share is not None))
     everything = [*given, "model"]
     for opened in (*([section] for section in given), ["model"], everything):
-        found = first_choice(rooms, longest, 1.0, opened)
-        if found is not None:
+        if (found := first_choice(rooms, longest, 1.0, opened)) is not None:
             return "set " + " and ".join(key_value(found, section) for section in opened)
     for engines in range(max(room.engines for room in rooms) - 1, 0, -1):
         if first_choice([replace(room, engines=min(room.engines, engines)) for room in rooms], longest, 1.0):

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,39 +186,28 @@ def check_model_keys(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, 
 
 def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:
     """Return the longest sequence that sampling can make, or refuse what the model or the engine cannot do."""
-    longest = rollout.longest()
-    if longest > facts.context:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens} "
-            f"exceed the model's context of {facts.context} tokens: lower one of them"
-        )
-    row, sizes = ROLLOUT_ENGINES[rollout.engine], ROLLOUT_ENGINES[rollout.engine].cpu_head_sizes
-    if sizes and not machine.gpus and facts.head_size not in sizes:
-        raise ConfigError(
-            f"model.path={model.path}: its attention heads have size {facts.head_size}; {rollout.engine} on a CPU runs "
-            f"{', '.join(map(str, sizes))}: set {others('rollout', lambda row: not row.cpu_head_sizes)} or choose "
-            "another model"
-        )
-    if facts.kind in row.cpu_differs and not machine.gpus:
-        raise ConfigError(
-            f"model.path={model.path}: {rollout.engine} on a CPU gives {facts.kind} other log-probs than Transformers: "
-            f"set {others('rollout', lambda row: not row.cpu_differs)} or choose another model"
-        )
-    package = row.kinds.get(facts.kind, "")
-    if package and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"model.path={model.path}: {rollout.engine} needs {package} to load {facts.kind}, and it is not installed "
-            f"here; install it or set {others('rollout', lambda row: not row.kinds)}"
-        )
-    if rollout.tensor_parallel > 1 and not row.tensor_parallel:
-        raise ConfigError(
-            f"rollout.engine={rollout.engine} divides no model: set rollout.tensor_parallel=1 (got "
-            f"{rollout.tensor_parallel}) or {others('rollout', lambda row: row.tensor_parallel)}"
-        )
-    if facts.heads % rollout.tensor_parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel={rollout.tensor_parallel} does not divide the model's {facts.heads} heads"
-        )
+    engine, longest, width = rollout.engine, rollout.longest(), rollout.tensor_parallel
+    row, on_cpu = ROLLOUT_ENGINES[engine], not machine.gpus
+    package, sizes = row.kinds.get(facts.kind, ""), row.cpu_head_sizes
+    able, named = partial(others, "rollout"), f"model.path={model.path}: "
+    lengths = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}"
+    problems = {
+        f"{lengths} exceed the model's context of {facts.context} tokens: lower one of them": longest > facts.context,
+        f"{named}its attention heads have size {facts.head_size}; {engine} on a CPU runs {', '.join(map(str, sizes))}: "
+        f"set {able(lambda row: not row.cpu_head_sizes)} or choose another model": (
+            on_cpu and bool(sizes) and facts.head_size not in sizes
+        ),
+        f"{named}{engine} on a CPU gives {facts.kind} other log-probs than Transformers: set "
+        f"{able(lambda row: not row.cpu_differs)} or choose another model": on_cpu and facts.kind in row.cpu_differs,
+        f"{named}{engine} needs {package} to load {facts.kind}, and it is not installed here; install it or set "
+        f"{able(lambda row: not row.kinds)}": bool(package) and importlib.util.find_spec(package) is None,
+        f"rollout.engine={engine} divides no model: set rollout.tensor_parallel=1 (got {width}) or "
+        f"{able(lambda row: row.tensor_parallel)}": width > 1 and not row.tensor_parallel,
+        f"rollout.tensor_parallel={width} does not divide the model's {facts.heads} heads": facts.heads % width > 0,
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ConfigError(problem)
     return longest
 
 

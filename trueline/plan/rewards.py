@@ -132,9 +132,12 @@ def check_part(
     part, trial = config.named_parts()[name], Trial()
     asked = partial(make_trial, trial, sources) if probe and config.probe else None
     try:
-        check_name(name, config)
-        loaded = REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)
-        if loaded is None:
+        others = [other for other, one in config.parts.items() if one.function]
+        if name in config.parts and name not in others:  # a misspelt name in an override makes such a part
+            near = difflib.get_close_matches(name, others, 1)
+            guess = f", or did you mean reward.parts.{near[0]}?" if near else ""
+            raise ConfigError(f"it has no function: set reward.parts.{name}.function{guess}")
+        if (loaded := REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)) is None:
             return True
         found.functions[name], found.trials[name] = loaded, trial
         if trial.is_hopeless() and not played:
@@ -152,17 +155,6 @@ def remedy(parameters: Parameters) -> str:
     if signature is TRL:
         form += ", with messages where the prompts of the data are messages, else with texts"
     return f"{form}; fix it, and try it with `trueline reward try` (reward.probe=false starts all the same)"
-
-
-def check_name(name: str, config: RewardConfig) -> None:
-    """Refuse a part without a function: a misspelt name in an override makes one."""
-    others = [other for other, part in config.parts.items() if part.function]
-    if name in config.parts and name not in others:
-        near = difflib.get_close_matches(name, others, 1)
-        raise ConfigError(
-            f"it has no function: set reward.parts.{name}.function"
-            + (f", or did you mean reward.parts.{near[0]}?" if near else "")
-        )
 
 
 def add_remarks(
@@ -229,10 +221,15 @@ async def make_trial(trial: Trial, sources: list[list[Prompt]], reward: Function
     """Score replies to the first row and to one with another label; if all calls fail, more rows and replies."""
     first, is_built_in = sources[0][0], reward.part.function in REWARDS
     rows = [first, next((one for one in sources[0] if one.label != first.label), sources[0][-1])]
-    trial.compares = compares_labels(reward.part, parameters, rows)
+    reads_labels = not {*LABEL_NAMES, *LABEL_COLUMNS}.isdisjoint(parameters.names)
+    trial.compares = reads_labels and reward.part.function not in TESTED and all(row.label is not None for row in rows)
+    if trial.compares:
+        replies = [(row, text) for row in rows for text in (MADE_UP, str(row.label))]
+    else:
+        replies = list(zip((rows[0], rows[0], rows[1], rows[1]), REPLIES, strict=True))
     try:
         async with asyncio.timeout(TRIAL_SECONDS):
-            for row, reply in first_replies(trial, rows):
+            for row, reply in replies:
                 known = trial.compares and is_built_in and reply == MADE_UP != str(row.label)  # a call may import much
                 scored = ScoredReply(row, reply, 0.0) if known else await score(trial, reward, row, reply)
                 trial.calls += [scored] if scored else []
@@ -244,18 +241,6 @@ async def make_trial(trial: Trial, sources: list[list[Prompt]], reward: Function
                     await score(trial, reward, row, reply)
     except TimeoutError:
         trial.slow = trial.slow or TRIAL_SECONDS
-
-
-def compares_labels(part: RewardPartConfig, parameters: Parameters, rows: list[Prompt]) -> bool:
-    """Return whether a reward reads labels that could be replies."""
-    labelled = all(row.label is not None for row in rows)
-    return labelled and part.function not in TESTED and not {*LABEL_NAMES, *LABEL_COLUMNS}.isdisjoint(parameters.names)
-
-
-def first_replies(trial: Trial, rows: list[Prompt]) -> list[tuple[Prompt, str]]:
-    if trial.compares:
-        return [(row, text) for row in rows for text in (MADE_UP, str(row.label))]
-    return list(zip((rows[0], rows[0], rows[1], rows[1]), REPLIES, strict=True))
 
 
 def more_replies(trial: Trial, rows: list[Prompt], is_built_in: bool) -> list[tuple[Prompt, str]]:

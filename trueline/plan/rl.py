@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from trueline.algorithms.needs import check_needs, fresh_logprobs, needs, policy_learns, policy_waits
+from trueline.algorithms.advantages import check_needs, fresh_logprobs, needs, policy_learns, policy_waits
 from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
@@ -217,16 +217,12 @@ def check_critic(config: RLConfig) -> None:
     """Check the critic's section, which is read only where there is a critic, and that its warm-up leaves steps."""
     if "critic" in needs(config.algorithm):
         check_training(config.critic, config.critic.model_like(config.model, config.model.path), "critic")
+    steps, limit = config.algorithm.critic_warmup_steps, config.algorithm.critic_warmup_limit
+    remedy = "none to the policy: lower the former or raise the latter"
     if policy_waits(config.algorithm) >= config.steps:
-        raise ConfigError(
-            f"algorithm.critic_warmup_steps={config.algorithm.critic_warmup_steps} of steps={config.steps} leave none "
-            "to the policy: lower the former or raise the latter"
-        )
+        raise ConfigError(f"algorithm.critic_warmup_steps={steps} of steps={config.steps} leave {remedy}")
     if not policy_learns(config.algorithm, config.steps - 1, critic_ready=False):
-        raise ConfigError(
-            f"algorithm.critic_warmup_limit={config.algorithm.critic_warmup_limit} of steps={config.steps} may leave "
-            "none to the policy: lower the former or raise the latter"
-        )
+        raise ConfigError(f"algorithm.critic_warmup_limit={limit} of steps={config.steps} may leave {remedy}")
 
 
 def check_transport(config: RLConfig, layout: Layout, machine: Machine) -> None:

@@ -67,8 +67,7 @@ def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
     plan = plan_sampling(config, training_prompts(config.data), scored=config.has_reward())
     if config.pairs and config.environment.kind():
         check_pairs(plan.chat)
-    total = len(chosen_prompts(plan))
-    if not total:
+    if not (total := len(chosen_prompts(plan))):
         raise ConfigError(
             f"shard={config.shard} of shards={config.shards} has none of the {config.limit or plan.total} prompts: "
             "lower shards"

@@ -43,8 +43,7 @@ class Task:
 
 
 def encode_process(records: Records, chat: ChatFormat, config: Any, limit: int) -> Encodings:
-    separator = config.data.step_separator.replace("\\n", "\n")
-    if not separator:
+    if not (separator := config.data.step_separator.replace("\\n", "\n")):
         raise ConfigError(
             "data.step_separator is empty: name the text that ends a step, for replies are cut there",
             key="data.step_separator",

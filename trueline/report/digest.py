@@ -104,8 +104,7 @@ def facts(run: ReportedRun, rows: list[Row]) -> dict[str, str]:
 
 def health(rows: list[Row]) -> Row | None:
     """Return the last level with the rules behind it, and the count of each level; None for unchecked runs."""
-    checked = [row for row in rows if row.get(LEVEL) in range(len(HEALTH_LEVELS))]
-    if not checked:
+    if not (checked := [row for row in rows if row.get(LEVEL) in range(len(HEALTH_LEVELS))]):
         return None
     last, counts = checked[-1], Counter(int(row[LEVEL]) for row in checked)
     rules = [key.partition("/")[2] for key in last if key.startswith("health/") and key != LEVEL and number(last, key)]

@@ -67,8 +67,7 @@ def source(text: bytes) -> str:
 def write_picture(folders: dict[str, RunFolder], words: str, out: Path | None, mean: int | None) -> Path:
     """Draw the metrics that the words name, with commas between them, and return the file."""
     runs = [ReportedRun(name, folder).read() for name, folder in folders.items()]
-    metrics = [metric.strip() for metric in words.split(",") if metric.strip()]
-    if not metrics:
+    if not (metrics := [metric.strip() for metric in words.split(",") if metric.strip()]):
         raise ConfigError(f"--svg names no metric; there are {', '.join(known_metrics(runs)) or 'none yet'}")
     series = series_of(runs, metrics, usual_mean(runs) if mean is None else mean)
     title = ", ".join(run.name for run in runs) if len(metrics) > 1 else CHARTS.get(metrics[0], metrics[0])

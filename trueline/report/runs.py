@@ -53,8 +53,7 @@ def find_runs(words: list[str]) -> dict[str, RunFolder]:
 
     A folder of runs means those in it, and no word means the run that changed last.
     """
-    found = [folder for word in words for folder in runs_named(word)] or runs_inside(RUNS)[:1]
-    if not found:
+    if not (found := [folder for word in words for folder in runs_named(word)] or runs_inside(RUNS)[:1]):
         raise ConfigError(f"{RUNS.resolve()} holds no run that logs steps: name one, or a folder of runs")
     folders = list({folder.path.resolve(): folder for folder in found}.values())
     names = [folder.path.resolve().name for folder in folders]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from trueline.algorithms.needs import needs, policy_waits
+from trueline.algorithms.advantages import needs, policy_waits
 from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order

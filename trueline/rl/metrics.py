@@ -6,9 +6,9 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from trueline.algorithms.advantages import needs
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.losses import explained_variance
-from trueline.algorithms.needs import needs
 from trueline.config.rl import RLConfig
 from trueline.data.types import Outcome, Sample, Trajectory, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
@@ -16,8 +16,6 @@ from trueline.rollout.groups import Group, limit_shares
 from trueline.rollout.rollouts import Dropped, part_reward
 
 Metrics = dict[str, float]
-
-
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
 REPEATED = 8  # tokens of a run that hardly occurs twice by chance
 EXAMPLE = 512  # tokens that engines and trainer score under the same weights
@@ -36,13 +34,9 @@ def over_updates(updates: list[Metrics]) -> Metrics:
     """Reduce the metrics of a step's updates to means, but for what is a maximum or the latest state."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     found = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
-    return {name: reduce_values(name, values) for name, values in found.items()}
-
-
-def reduce_values(name: str, values: list[float]) -> float:
-    if name.removeprefix("critic/") in LATEST:
-        return values[-1]
-    return max(values) if name.endswith(("_max", "_gib")) else fmean(values)
+    latest = {name: values[-1] for name, values in found.items() if name.removeprefix("critic/") in LATEST}
+    largest = {name: max(values) for name, values in found.items() if name.endswith(("_max", "_gib"))}
+    return {name: fmean(values) for name, values in found.items()} | largest | latest
 
 
 def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:

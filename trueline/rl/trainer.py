@@ -8,10 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from trueline.algorithms.advantages import assign_advantages, episodes_of
+from trueline.algorithms.advantages import assign_advantages, episodes_of, policy_learns
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE, draw_metrics
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.algorithms.needs import policy_learns
 from trueline.algorithms.reward_shaping import adapt_coefficient, sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.pieces import Pieces

@@ -40,8 +40,7 @@ class Evaluator:
         for name, members in self.sets.items():
             found = self.describe([next(ordered) for _ in members])
             metrics |= {f"{prefix_of(name)}{metric}": value for metric, value in found.items()}
-        rewards = [metrics[key] for name in self.sets if (key := f"{prefix_of(name)}reward") in metrics]
-        if rewards:
+        if rewards := [metrics[key] for name in self.sets if (key := f"{prefix_of(name)}reward") in metrics]:
             metrics["evaluation/reward"] = fmean(rewards)
         return metrics, [trajectory for place in range(len(prompts)) for trajectory in groups[place]]
 
@@ -83,8 +82,7 @@ def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict
 
     The mean reward has half the width of its 95 % interval (normal approximation), unless it is of one prompt.
     """
-    rewards = [[reward for _, reward in prompt] for prompt in prompts if prompt]
-    if not rewards:
+    if not (rewards := [[reward for _, reward in prompt] for prompt in prompts if prompt]):
         return {}
     means = list(map(fmean, rewards))
     metrics = {"reward": fmean(means)}
@@ -94,8 +92,7 @@ def set_metrics(prompts: list[Scored], samples: int, pass_reward: float) -> dict
         return metrics
     metrics[f"mean@{samples}"] = metrics["reward"]
     for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
-        right = [(sum(reward >= pass_reward for reward in own), len(own)) for own in rewards if len(own) >= k]
-        if right:
+        if right := [(sum(reward >= pass_reward for reward in own), len(own)) for own in rewards if len(own) >= k]:
             metrics[f"pass@{k}"] = fmean(pass_at_k(count, of, k) for count, of in right)
     metrics[f"maj@{samples}"] = fmean(majority_reward(prompt) for prompt in prompts if prompt)
     return metrics

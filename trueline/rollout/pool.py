@@ -175,8 +175,7 @@ class EnginePool:
     async def abandon_update(self, seconds: float) -> bool:
         """Return whether an engine is lost. Then all must restart: the others may hold half of an update."""
         await self._ping_all(seconds)
-        missing = self.missing()
-        if missing:
+        if missing := self.missing():
             half = f"got only half of an update, because {'; '.join(missing.values())}"
             self.lost = {place: missing.get(place, f"{one.name} {half}") for place, one in enumerate(self.actors)}
             self.restarted.clear()

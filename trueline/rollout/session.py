@@ -10,7 +10,7 @@ from typing import Any
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message, Talk, Tool, content_of
 from trueline.data.types import Completion, Dialogue, Trajectory
-from trueline.environments.base import OutOfBudget, Reply, Structure, as_said
+from trueline.environments.base import OutOfBudget, Policy, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool, RolloutKey
 
@@ -75,7 +75,7 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class Session(Policy):
     """The policy in one episode. A conversation that continues a known one keeps its tokens."""
 
     pool: EnginePool
@@ -89,11 +89,6 @@ class Session:
     closing: list[Message] = field(default_factory=list)  # messages after that reply
     turns: int = 0
     engine_failures: list[BaseException] = field(default_factory=list)
-
-    async def reply(
-        self, messages: list[Message], tools: Sequence[Tool] = (), worded: Wording = as_said, stop: Sequence[str] = ()
-    ) -> Reply:
-        return (await self.replies(1, messages, tools, worded, stop))[0]
 
     async def replies(
         self,
@@ -146,9 +141,9 @@ class Session:
         if (place := stop_place(raw, params.stop)) >= 0:
             raw = raw[:place]
         message = as_said(text) if worded is as_said else worded(raw)
-        return self._record(turn, completion, text, message, raw)
+        return self._record(turn, completion, text, message)
 
-    def _record(self, turn: Turn, completion: Completion, text: str, message: Message, raw: str) -> Reply:
+    def _record(self, turn: Turn, completion: Completion, text: str, message: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
         if completion.finish_reason == "length":
             room = self._room(turn)
@@ -167,7 +162,7 @@ class Session:
         sequence.spelled += [*turn.new, spelled]
         structured = bool(message.get("tool_calls")) and sequence.chat.template.shows_calls
         sequence.rendered += [*turn.new, message if structured else spelled]
-        return Reply(text, message, completion, before, raw)
+        return Reply(text, message, completion, before)
 
     def add_reward(self, reward: float) -> None:
         assert self.last is not None, "a reward before the first reply"

@@ -22,7 +22,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
-from trueline.environments.tools.vllm_structures import BACKEND, vllm_structure
+from trueline.environments.tools.vllm_calls import BACKEND, vllm_structure
 from trueline.monitoring.heartbeat import WORK
 from trueline.rollout.engine import EngineSpec, SamplingParams, check_experts, sample_in_parts
 from trueline.rollout.engines import ADAPTER_RANKS

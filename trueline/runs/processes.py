@@ -173,9 +173,6 @@ def engine_specs(
     ]
 
 
-# Rewards
-
-
 def open_rewards(
     config: RewardConfig,
     roles: list[RoleModel],

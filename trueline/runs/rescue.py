@@ -150,8 +150,7 @@ class SaveOnFailure:
             self.progress.report(self.watch.out_of_memory(step + 1))
         if kind is None or not issubclass(kind, Exception) or kind is RolledBack or step == 0:
             return
-        whole = all(guard.whole for guard in self.guards)
-        if not whole:
+        if not (whole := all(guard.whole for guard in self.guards)):
             what = f"the run ended inside step {step + 1}, so there are no weights of a whole step to save"
             self.progress.report(Finding(WATCH, "unfinished_step", what))
         try:

@@ -65,8 +65,7 @@ State = TypeVar("State", RLState, SupervisedState)
 
 def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], object], progress: Progress) -> State:
     """Give the newest checkpoint to `load` and return its state, or a fresh one if there is none."""
-    newest = checkpoints.newest()
-    if newest is None:
+    if (newest := checkpoints.newest()) is None:
         return kind()
     saved = checkpoints.read_state(newest)
     if isinstance(saved["tracker"], str):  # the id at Weights & Biases, where no other tracker is known
@@ -81,8 +80,7 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
 
 def check_data(checkpoints: Checkpoints, now: Tree) -> None:
     """Refuse a damaged checkpoint, and changed data: a place in the order means the same rows only while both stay."""
-    newest = checkpoints.newest()
-    if newest is not None:
+    if (newest := checkpoints.newest()) is not None:
         checkpoints.check_whole(newest)
     changed = changes(checkpoints.peek(newest)[0]["data"], now) if newest is not None else []
     if changed:

@@ -53,8 +53,7 @@ class ActorHost:
 def use_interface(address: str) -> None:
     """Let gloo, NCCL and vLLM use the interface of this node's address, unless the user has chosen one."""
     named = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
-    interface = next(named, None)
-    if interface is not None:
+    if (interface := next(named, None)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         os.environ.setdefault("VLLM_HOST_IP", address)

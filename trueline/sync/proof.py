@@ -30,8 +30,7 @@ class EngineProof:
         """Refuse an engine whose weights differ from those that it loaded itself."""
         for engine, (own, now) in enumerate(zip(self.own, held, strict=True)):
             for process, (before, after) in enumerate(zip(own, now, strict=True)):
-                wrong = [name for name in before if before[name][0] != after[name][0]]
-                if wrong:
+                if wrong := [name for name in before if before[name][0] != after[name][0]]:
                     raise SyncFailure(
                         f"process {process} of engine {engine} loaded the checkpoint itself, and holds other weights "
                         f"after the trainer sent the same checkpoint: {len(wrong)} of {len(before)} differ, among them "

@@ -228,8 +228,7 @@ class WeightSync:
         )
         for engine, processes in enumerate(received):
             for process, prints in enumerate(processes):
-                wrong = [at for at, (one, other) in enumerate(zip(prints, sent[0], strict=True)) if one != other]
-                if wrong:
+                if wrong := [at for at, (one, other) in enumerate(zip(prints, sent[0], strict=True)) if one != other]:
                     names = [spec.name for spec in self.buckets[wrong[0]]]
                     raise SyncFailure(
                         f"process {process} of engine {engine} received other weights than the trainer's (among "

@@ -294,8 +294,7 @@ class Cuts:
                 self.dims |= {hf_name(f"{name}.{part}"): 0 for part, _ in layer.named_parameters()}
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        dim = self.dims.get(name)
-        if dim is None:
+        if (dim := self.dims.get(name)) is None:
             return part
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)

@@ -45,8 +45,7 @@ class TrainEngine(Protocol):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = self.step_if_finite()
-        skipped = not math.isfinite(norm)
-        if not skipped:
+        if not (skipped := not math.isfinite(norm)):
             self.steps += 1
             if self.average is not None:
                 self.average.update()

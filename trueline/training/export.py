@@ -55,16 +55,14 @@ def export(source: Path, target: Path, *, merge: bool = False, average: bool = F
 
 def find_checkpoint(source: Path) -> Path:
     """Return the checkpoint itself, or the newest one of a run, given by its folder or by its name below runs/."""
-    named = [place for place in (source, RUNS / source) if place.is_dir()]
-    if not named:
+    if not (named := [place for place in (source, RUNS / source) if place.is_dir()]):
         raise ConfigError(f"{source}: neither it nor {RUNS / source} is a folder: name a run or a checkpoint")
     inside = [one for one in (named[0], named[0].parent) if (one / MANIFEST).is_file()]
     if inside:  # a checkpoint, or the model in one
         return inside[0]
     parent = RunFolder(named[0].parent)
     run = parent.path if named[0] == parent.checkpoints else RunFolder(named[0]).training_folder()
-    newest = Checkpoints(run, CheckpointConfig()).newest()
-    if newest is None:
+    if (newest := Checkpoints(run, CheckpointConfig()).newest()) is None:
         raise ConfigError(f"{source}: neither a checkpoint nor the folder of a run with checkpoints: name one of these")
     return newest
 

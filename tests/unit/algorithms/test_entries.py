@@ -9,11 +9,10 @@ from typing import get_args
 import pytest
 import torch
 
-from trueline.algorithms.advantages import ADVANTAGES, assign_advantages
+from trueline.algorithms.advantages import ADVANTAGES, assign_advantages, needs
 from trueline.algorithms.entries import NEEDS, Entry, entry, lookup
 from trueline.algorithms.importance_sampling import IMPORTANCE_WEIGHTS
 from trueline.algorithms.loss_aggregation import AGGREGATIONS
-from trueline.algorithms.needs import needs
 from trueline.algorithms.policy_losses import KL_ESTIMATORS, POLICY_LOSSES, policy_loss
 from trueline.config.algorithm import PRESETS, AlgorithmConfig, ImportanceSamplingConfig, KLConfig
 from trueline.config.base import Config, ConfigError

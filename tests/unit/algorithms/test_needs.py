@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trueline.algorithms.needs import check_needs, needs, policy_learns, policy_waits, reads_reward
+from trueline.algorithms.advantages import check_needs, needs, policy_learns, policy_waits, reads_reward
 from trueline.config.algorithm import PRESETS, AlgorithmConfig
 from trueline.config.base import ConfigError
 

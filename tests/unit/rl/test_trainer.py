@@ -19,8 +19,8 @@ import torch
 
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
+from trueline.algorithms.advantages import fresh_logprobs
 from trueline.algorithms.losses import LOSSES, Loss, value
-from trueline.algorithms.needs import fresh_logprobs
 from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig

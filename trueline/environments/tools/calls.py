@@ -182,8 +182,7 @@ def call_of(value: Any) -> ToolCall:
 
 def read_tagged(body: str) -> list[ToolCall]:
     """Return the call with its values as texts: which of them are numbers is for the tool's schema to say."""
-    function = FUNCTION.fullmatch(body)
-    if function is None:
+    if (function := FUNCTION.fullmatch(body)) is None:
         raise ValueError(f"it is not between <function=NAME> and </function>: {quote(body)}")
     return [call_with_marks(function[1].strip(), function[2], PARAMETER)]
 
@@ -316,8 +315,7 @@ def muse(text: str) -> Parsed:
 
 
 def read_invoked(body: str) -> list[ToolCall]:
-    invoked = INVOKED.fullmatch(body)
-    if invoked is None:
+    if (invoked := INVOKED.fullmatch(body)) is None:
         raise ValueError(f"it has no name: {quote(body)}")
     return [call_with_marks(invoked[1], invoked[2], ATEM_PARAMETER)]
 

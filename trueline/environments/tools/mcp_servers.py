@@ -49,8 +49,7 @@ class Address:
 
     def _fill(self, text: str) -> str:
         def value(match: re.Match[str]) -> str:
-            found = os.environ.get(match[1], "")
-            if not found:
+            if not (found := os.environ.get(match[1], "")):
                 raise UnfitTool(f"{match[0]}: the environment has no {match[1]}: export it before the start")
             self.secrets.add(found)
             return found
@@ -215,8 +214,7 @@ class McpServer:
             await asyncio.wrap_future(self._run(self._close(episode)))
 
     async def _close(self, key: str) -> None:
-        opening = self.connections.pop(key, None)
-        if opening is not None:
+        if (opening := self.connections.pop(key, None)) is not None:
             await asyncio.wait({opening})
             if opening.exception() is None:
                 await opening.result().close()

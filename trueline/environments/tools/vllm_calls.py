@@ -1,16 +1,22 @@
-"""The tool calls of a reply, found by one of vLLM's parsers."""
+"""What vLLM knows of replies: its parsers of tool calls, and structures (a JSON schema, or one between two texts)."""
 
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, Final, cast
 
+from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Tool
+from trueline.environments.base import Structure
 from trueline.environments.tools.calls import Parsed, call_of
 
 FAULTS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, SyntaxError)  # of vLLM's code
@@ -55,3 +61,27 @@ def read_calls(functions: list[Any], content: str) -> Parsed:
         return Parsed(content, [], f"the arguments of a tool call are no JSON: {error.msg} at character {error.pos}")
     except ValueError as error:
         return Parsed(content, [], f"a tool call could not be read: {error}")
+
+
+BACKEND: Final = "xgrammar"  # an engine of vLLM keeps the first backend that a request names
+KEPT = 1000  # checked structures
+
+
+def vllm_structure(structure: Structure | None) -> StructuredOutputsParams | None:
+    if structure is None:
+        return None
+    if not structure.begin:
+        return StructuredOutputsParams(json=structure.schema)
+    content = {"type": "json_schema", "json_schema": json.loads(structure.schema)}
+    form = {"type": "tag", "begin": structure.begin, "content": content, "end": structure.end}
+    return StructuredOutputsParams(structural_tag=json.dumps({"type": "structural_tag", "format": form}))
+
+
+@lru_cache(KEPT)
+def check_structure(structure: Structure) -> str:
+    """Return why vLLM would refuse a structure; empty if it would not."""
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=vllm_structure(structure)))
+    except (VLLMValidationError, ValueError, RecursionError) as error:  # of vLLM 0.26, ValueError alone
+        return str(error)
+    return ""
