@@ -11,7 +11,7 @@ from trueline.algorithms.importance_sampling import draw_metrics
 from trueline.config.supervised import DistillConfig
 from trueline.models.head import ChunkedHead, HeadWork, chunked_divergence, slices
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.hf_engine import filter_logits
+from trueline.rollout.hf_engine import shape_logits
 
 ROWS, WIDTH, VOCABULARY = 7, 5, 11
 
@@ -130,9 +130,9 @@ def test_the_test_of_draws_tells_narrowed_sampling_from_honest(controls: dict[st
     """4,000 tokens of a vocabulary of 300, by the moments of the chunked head."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(4000, 16, generator=generator), torch.randn(300, 16, generator=generator) / 2
-    logits = hidden @ weight.T / 0.8
+    logits = hidden @ weight.T
     params: Any = SamplingParams(0.8, 1, (), **controls)  # type: ignore[arg-type]
-    shares = torch.stack([filter_logits(row, params) for row in logits]).softmax(-1)
+    shares = torch.stack([shape_logits(row, params, []) for row in logits]).softmax(-1)
     tokens = torch.multinomial(shares, 1, generator=generator)[:, 0]
     logprobs, entropy, variance = ChunkedHead.apply(hidden, weight, None, tokens, HeadWork(0.8, 128, entropy=True))
     found = draw_metrics((logprobs + entropy).sum().item(), variance.sum().item())
