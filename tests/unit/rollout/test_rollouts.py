@@ -141,9 +141,9 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
 
 
 async def end(rollouts: Rollouts) -> None:
-    for one in rollouts.running:
+    for one in rollouts.running.values():
         one.task.cancel()
-    await asyncio.gather(*(one.task for one in rollouts.running), return_exceptions=True)
+    await asyncio.gather(*(one.task for one in rollouts.running.values()), return_exceptions=True)
 
 
 def prompt_ids(groups: list[list[Any]]) -> list[int]:
@@ -250,7 +250,7 @@ def test_a_group_that_is_done_too_late_is_counted_whole(build: Any) -> None:
     rollouts.release(1)
     assert trained(rollouts, rollouts.take(2)) == [3, 4]
     engine.go_on.set()
-    rollouts.loop.run(asyncio.wait([rollouts.running[0].task]), "the late group")
+    rollouts.loop.run(asyncio.wait([next(iter(rollouts.running.values())).task]), "the late group")
     rollouts.release(2)
     assert rollouts.dropped.lengths == [7, 8, 9]
 
@@ -515,7 +515,7 @@ def test_groups_that_are_not_done_in_time_are_broken_off(build: Any, loop: Event
     rollouts, engine = build(staleness=1)
     engine.delay = lambda tokens: 3600
     rollouts.start(0)
-    groups = list(rollouts.running)
+    groups = list(rollouts.running.values())
     loop.timeout_seconds = 0.05
     with pytest.raises(RolloutFailure, match=r"sampling 3 completions of a prompt: not done within timeout_seconds=0"):
         rollouts.take(2)
