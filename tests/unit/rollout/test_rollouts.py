@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -185,6 +186,33 @@ def test_no_trained_answer_lags_more_than_the_bound_and_the_line_is_used_in_full
         rollouts.release(engine.version)
     assert max(lags) == staleness
     assert min(lags) >= 0
+
+
+def test_any_choice_of_eligible_groups_lets_none_expire_and_no_other_does(build: Any) -> None:
+    """A group may be taken now if the rest, by whichever expire first, still fit into the steps that they have left."""
+
+    def fits(left: list[int], places: int, version: int) -> bool:
+        later = sorted(left)[places:] if places else sorted(left)
+        return all(number < (last - version) * 2 for number, last in enumerate(later)) and places >= 0
+
+    rollouts, _ = build(staleness=3)
+    random, seen = Random(0), set()
+    for _ in range(300):
+        rollouts.version, wanted = 5, random.randint(1, 2)
+        lasts = [random.randint(5, 8) for _ in range(random.randint(1, 9))]
+        rollouts.expiring = Counter(lasts)
+        if not fits(lasts, wanted, 5):
+            continue  # some expire whatever is taken
+        able = [last for last in set(lasts) if fits(sorted_without(lasts, last), wanted - 1, 5)]
+        assert sorted(rollouts._eligible(wanted)) == sorted(able), (lasts, wanted)
+        seen.add(len(able) == len(set(lasts)))
+    assert seen == {True, False}
+
+
+def sorted_without(values: list[int], one: int) -> list[int]:
+    rest = sorted(values)
+    rest.remove(one)
+    return rest
 
 
 def trained(rollouts: Rollouts, groups: list[list[Any]]) -> list[int]:
