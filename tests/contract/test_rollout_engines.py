@@ -1,6 +1,6 @@
 """One suite for every rollout engine: what a sampler must do, whoever does it.
 
-Covers `trueline.environments.tools.vllm_structures`.
+Covers `trueline.environments.tools.vllm_calls`.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trueline.algorithms.needs import needs
+from trueline.algorithms.advantages import needs
 from trueline.config.base import Config, ConfigError, Tree
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, Role, RoleConfig, TrainingConfig
