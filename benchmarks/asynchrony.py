@@ -46,7 +46,10 @@ def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[s
     steps = read_steps(folder / name)
     seconds = sum(row["time/step"] for row in steps[WARM:])
     return {
+        "steps": len(steps),
+        "warm": WARM,
         "samples_per_second": 16 * len(steps[WARM:]) / seconds,
+        **{phase: fmean(row[f"time/{phase}"] for row in steps[WARM:]) for phase in ("step", "rollout", "sync")},
         "reward": fmean(row["reward/mean"] for row in steps[-LAST:]),
         "first_reward": steps[0]["reward/mean"],
         "length": fmean(row["response_length/mean"] for row in steps),

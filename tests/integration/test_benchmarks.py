@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks"
 HELP = "--help"
 DAY_AND_COMMIT = re.compile(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{7}\b")
+SMALL = "--engines 3 --episodes 400 --prompts 4 --group-size 2 --tokens 64 --mean-tokens 32"
 RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
 
 
@@ -51,6 +52,7 @@ TABLE: dict[str, list[Try]] = {
         Try("FOLDER --tiny --steps 2 --tokens 4 --completions 2x2", apart=True),
     ],
     "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --completions 1x2 --rounds 2", apart=True)],
+    "simulate.py": [Try(f"{SMALL} --on-update wait keep"), Try(f"{SMALL} --turns 3 --engine-failures 6 --staleness 1")],
     "tables.py": [Try("--check")],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
     "trl_grpo.py": [Try(HELP)],
@@ -141,3 +143,47 @@ def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) ->
     prompts = [len(row["prompt_ids"]) * (len(against_trl.COMPLETIONS[task]) - 1) for row in ids]
     assert sum(first.tokens) == sum(lengths) + sum(prompts)  # each of a pair has the prompt
     assert first.run_seconds > 0
+
+
+def measured(module: Any, folder: Path) -> Path:
+    """Write what `asynchrony.py` would, had it measured what a simulation says."""
+    load = module.Load(4, 4, module.MEASURED_TOKENS, module.heavy_tailed(20, 1.0), prompt_tokens=0)
+    speed = module.Speed(((1, 0.01),), train=0.5, sync=0.2)
+    rows: dict[str, Any] = {}
+    for mode, setting in {
+        "synchronous": module.Setting(),
+        "1 wait": module.Setting(staleness=1),
+        "3 keep": module.Setting(staleness=3, on_update="keep"),
+    }.items():
+        one = module.simulate(load, speed, setting, 14, 2)
+        phases = {"step": one["step_seconds"], "rollout": one["step_seconds"] - 0.7, "sync": 0.2}
+        rows[mode] = [{"steps": 14, "warm": 2, "samples_per_second": one["samples_per_second"], **phases}]
+    (folder / "measured.json").write_text(json.dumps({"command": [], **rows}))
+    return folder / "measured.json"
+
+
+def test_asynchronous_runs_are_predicted_from_synchronous_ones(tmp_path: Path) -> None:
+    module: Any = importlib.import_module("simulate")
+    found = module.predict(measured(module, tmp_path))
+    assert {mode: one["ratio"] for mode, one in found.items()} == pytest.approx(dict.fromkeys(found, 1.0), rel=1e-3)
+    assert found["3 keep"]["measured"] > 1.5 * found["synchronous"]["measured"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed"), [("many", "12 groups in flight"), ("old", "lag"), ("twice", "4 were trained before")]
+)
+def test_the_simulator_notices_a_scheduler_that_breaks_its_promise(fault: str, noticed: str) -> None:
+    module: Any = importlib.import_module("simulate")
+    load = module.Load(4, 2, 64, module.lognormal(32, 0.8))
+    run = module.Simulation(load, module.Speed(), module.Setting(staleness=1, on_update="keep"))
+    rollouts, take = run.rollouts, run.rollouts.take
+    if fault == "twice":
+        taken: list[Any] = []
+        rollouts.take = lambda count: taken.append(take(count)) or taken[0]
+    elif fault == "many":
+        rollouts.plan = module.RolloutPlan(4, 2)
+    else:
+        run.publish = lambda: None  # engines keep their weights
+    with pytest.raises(module.BrokenInvariant, match=noticed):
+        run.run(8)
+    run.close()

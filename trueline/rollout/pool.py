@@ -14,7 +14,7 @@ from trueline.rollout.failures import EngineCrashLoop, EngineLost
 from trueline.runtime.actors import CONCURRENT_CALLS, Actor, ActorDeath, AsyncMethod, Given, RayActor, Result
 
 SILENCE = 10  # an engine without a heartbeat for this part of timeout_seconds is restarted
-MOST_DEATHS = 3  # of one cause, within one step
+MOST_DEATHS, DEATH_SHARE = 3, 0.02  # of one cause, within one step; of many engines, so many may die by chance
 NODE_SECONDS = 2.0  # between two checks of the node of a starting engine
 EVALUATE = "evaluate"  # the purpose of requests that the controller itself waits for
 
@@ -188,7 +188,7 @@ class EnginePool:
         self.deaths.update(self.causes)
         self.causes.clear()
         ((_, times),) = self.deaths.most_common(1)
-        if times >= MOST_DEATHS:
+        if times >= max(MOST_DEATHS, DEATH_SHARE * len(self.actors)):
             last = next(iter(missing.values()))
             raise EngineCrashLoop(f"engines died {times} times in one step. The last error: {last}")
         await asyncio.gather(*(self._start(place, seconds) for place in missing))

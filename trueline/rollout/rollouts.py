@@ -3,7 +3,10 @@
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
 
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
@@ -47,7 +50,7 @@ class Dropped:
 @dataclass(slots=True, eq=False)
 class InFlightGroup:
     number: int
-    last: int  # policy version that may be trained on it: none of its tokens lags more than the bound
+    last_version: int  # of the policy that may be trained on it
     task: asyncio.Task[Group]
 
 
@@ -68,7 +71,10 @@ class Rollouts:
     ) -> None:
         self.sampler, self.prompts, self.order = sampler, prompts, order
         self.plan, self.budget, self.loop, self.ledger = plan, budget, loop, ledger
-        self.running: list[InFlightGroup] = []  # by number
+        self.running: dict[int, InFlightGroup] = {}  # by number, in the order of admission
+        self.expiring: Counter[int] = Counter()  # how many of these have each last version
+        self.finished: dict[int, list[int]] = {}  # heaps of the numbers of those that are sampled, by last version
+        self.has_finished = asyncio.Event()
         self.again = sorted(ledger.under_way)  # sampled before, without a fate
         self.version = 0
         self.ready: list[Group] = []  # for the current step
@@ -96,7 +102,7 @@ class Rollouts:
     async def _renew(self) -> None:
         """Drop groups that are too old now, and fill the queue."""
         self.sampler.episodes.pool.deaths.clear()
-        late = [one for one in self.running if one.last < self.version]
+        late = [one for one in self.running.values() if one.last_version < self.version]
         self.dropped.lengths += [length for one in late for length in self._sampled_lengths(one)]
         self._end(late)
         self.ledger.close([one.number for one in late], "too_old")
@@ -112,17 +118,31 @@ class Rollouts:
         parts = self.sampler.episodes.pool.sampled.get(one.number, Counter())
         return [tokens for key, tokens in parts.items() if key.purpose == self.sampler.purpose]
 
-    def _end(self, groups: list[InFlightGroup]) -> None:
-        self.running = [one for one in self.running if one not in groups]
+    def _end(self, groups: Collection[InFlightGroup]) -> None:
         for one in groups:
+            self._remove(one)
             one.task.cancel()
+        self.finished = {last: [one for one in some if one in self.running] for last, some in self.finished.items()}
+
+    def _remove(self, one: InFlightGroup) -> None:
+        del self.running[one.number]
+        self.expiring[one.last_version] -= 1
+        if not self.expiring[one.last_version]:
+            del self.expiring[one.last_version]
+
+    def _note_finished(self, one: InFlightGroup, task: asyncio.Task[Group]) -> None:
+        if self.running.get(one.number) is one:  # and was not ended
+            heappush(self.finished.setdefault(one.last_version, []), one.number)
+            self.has_finished.set()
 
     async def _admit(self, count: int) -> None:
         for _ in range(count):
             number = self.again.pop(0) if self.again else self.ledger.draw(next(self.order))
             prompt = self.prompts[self.ledger.under_way[number]]
             task = asyncio.create_task(self.sampler.sample((number, prompt), number))
-            self.running.append(InFlightGroup(number, self.version + self.plan.max_staleness, task))
+            one = self.running[number] = InFlightGroup(number, self.version + self.plan.max_staleness, task)
+            self.expiring[one.last_version] += 1
+            task.add_done_callback(partial(self._note_finished, one))
 
     async def _take(self, count: int) -> list[Group]:
         most, ready = count * self.plan.dynamic.max_batches, self.ready
@@ -135,8 +155,8 @@ class Rollouts:
                 await self._admit(self._replacements(count - len(ready), most - self.examined))
         self.ready, self.examined = [], 0
         if self.plan.max_staleness == 0:  # groups sampled ahead and not needed come first in the next step
-            self.again = sorted([*self.again, *(one.number for one in self.running)])
-            self._end(self.running)
+            self.again = sorted([*self.again, *self.running])
+            self._end([*self.running.values()])
         if not ready:
             raise NothingToLearn(
                 f"none of {count * self.plan.dynamic.max_batches} groups has completions with different rewards: "
@@ -158,38 +178,53 @@ class Rollouts:
 
     async def _next(self, wanted: int) -> InFlightGroup:
         """Wait for a group; the timeout applies to one group, not to a whole step."""
-        waiting, seconds = self._eligible(wanted), self.loop.timeout_seconds
-        pool = self.sampler.episodes.pool
+        pool, seconds = self.sampler.episodes.pool, self.loop.timeout_seconds
         loss = asyncio.create_task(pool.engine_lost.wait())
-        tasks = {one.task for one in waiting} | {loss}
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        loss.cancel()
-        if pool.lost:
+        try:
+            async with asyncio.timeout(seconds):
+                while not pool.lost:
+                    self.has_finished.clear()
+                    if one := self._take_finished(wanted):
+                        return one
+                    found = asyncio.create_task(self.has_finished.wait())
+                    await asyncio.wait({found, loss}, return_when=asyncio.FIRST_COMPLETED)
+                    found.cancel()
             raise EngineLost("; ".join(pool.lost.values()))
-        if not done:
-            self._end(waiting)
+        except TimeoutError:
+            self._end([*self.running.values()])
             raise RolloutFailure(
                 f"sampling {self.sampler.size} completions of a prompt: not done within timeout_seconds={seconds:.0f}"
-            )
-        one = next(one for one in waiting if one.task.done())
-        self.running.remove(one)
-        return one
+            ) from None
+        finally:
+            loss.cancel()
 
-    def _eligible(self, wanted: int) -> list[InFlightGroup]:
-        """Return groups of which any may fill one of `wanted` places without another group expiring.
+    def _take_finished(self, wanted: int) -> InFlightGroup | None:
+        """Take the first group that is sampled and may fill one of `wanted` places now.
 
         A synchronous run takes them in the order of the data, to be reproducible.
         """
         if self.plan.max_staleness == 0:
-            return self.running[:1]
-        if self.plan.drop_old:
-            return self.running
-        lasts = [one.last for one in self.running]
-        # Later steps have places for so many groups that expire at `last` or before; the others need places now.
-        later = {last: (last - self.version) * self.plan.prompts_per_step for last in lasts}
-        now = {last: sum(one <= last for one in lasts) - later[last] for last in lasts}
-        urgent = [max((now[other] for other in now if other < last), default=0) for last in lasts]
-        return [one for one, taken in zip(self.running, urgent, strict=True) if taken < wanted]
+            one = next(iter(self.running.values()), None)
+            if one is None or not one.task.done():
+                return None
+        else:
+            ready = [self.finished[last] for last in self._eligible(wanted) if self.finished.get(last)]
+            if not ready:
+                return None
+            one = self.running[heappop(min(ready))]
+        self._remove(one)
+        return one
+
+    def _eligible(self, wanted: int) -> list[int]:
+        """Return the last versions of groups that may fill one of `wanted` places without another group expiring."""
+        found, sooner, urgent = [], 0, 0
+        for last in sorted(self.expiring):
+            if urgent < wanted or self.plan.drop_old:
+                found.append(last)
+            sooner += self.expiring[last]
+            # Later steps have places for so many groups that expire at `last` or before; the others need places now.
+            urgent = max(urgent, sooner - (last - self.version) * self.plan.prompts_per_step)
+        return found
 
     def _is_trainable(self, one: InFlightGroup) -> bool:
         """Count failures, and tell whether enough rewards are left and, under dynamic sampling, different ones."""

@@ -186,6 +186,20 @@ async def test_an_engine_that_dies_in_every_start_ends_the_run() -> None:
     asked.cancel()
 
 
+@pytest.mark.parametrize(("count", "allowed"), [(1, 2), (150, 2), (200, 3)])
+def test_of_many_engines_more_may_die_in_a_step(count: int, allowed: int) -> None:
+    async def some() -> None:
+        pool, _ = engines(count)
+        for _ in range(allowed):
+            pool.mark_lost(0, ActorDeath("engine-0 died", "its process died"), pool.incarnations[0])
+            await pool.restart(60)
+        pool.mark_lost(0, ActorDeath("engine-0 died", "its process died"), pool.incarnations[0])
+        with pytest.raises(EngineCrashLoop, match=rf"died {allowed + 1} times in one step"):
+            await pool.restart(60)
+
+    asyncio.run(some())
+
+
 @in_loop
 async def test_an_engine_that_dies_once_more_before_it_is_asked_stays_lost() -> None:
     """After its weights were proven and before requests go to it: nobody takes it for a healthy one."""

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -144,9 +145,9 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
 
 
 async def end(rollouts: Rollouts) -> None:
-    for one in rollouts.running:
+    for one in rollouts.running.values():
         one.task.cancel()
-    await asyncio.gather(*(one.task for one in rollouts.running), return_exceptions=True)
+    await asyncio.gather(*(one.task for one in rollouts.running.values()), return_exceptions=True)
 
 
 def prompt_ids(groups: list[list[Any]]) -> list[int]:
@@ -186,6 +187,33 @@ def test_no_trained_answer_lags_more_than_the_bound_and_the_line_is_used_in_full
         rollouts.release(engine.version)
     assert max(lags) == staleness
     assert min(lags) >= 0
+
+
+def test_any_choice_of_eligible_groups_lets_none_expire_and_no_other_does(build: Any) -> None:
+    """A group may be taken now if the rest, by whichever expire first, still fit into the steps that they have left."""
+
+    def fits(left: list[int], places: int, version: int) -> bool:
+        later = sorted(left)[places:] if places else sorted(left)
+        return all(number < (last - version) * 2 for number, last in enumerate(later)) and places >= 0
+
+    rollouts, _ = build(staleness=3)
+    random, seen = Random(0), set()
+    for _ in range(300):
+        rollouts.version, wanted = 5, random.randint(1, 2)
+        lasts = [random.randint(5, 8) for _ in range(random.randint(1, 9))]
+        rollouts.expiring = Counter(lasts)
+        if not fits(lasts, wanted, 5):
+            continue  # some expire whatever is taken
+        able = [last for last in set(lasts) if fits(sorted_without(lasts, last), wanted - 1, 5)]
+        assert sorted(rollouts._eligible(wanted)) == sorted(able), (lasts, wanted)
+        seen.add(len(able) == len(set(lasts)))
+    assert seen == {True, False}
+
+
+def sorted_without(values: list[int], one: int) -> list[int]:
+    rest = sorted(values)
+    rest.remove(one)
+    return rest
 
 
 def trained(rollouts: Rollouts, groups: list[list[Any]]) -> list[int]:
@@ -251,7 +279,7 @@ def test_a_group_that_is_done_too_late_is_counted_whole(build: Any) -> None:
     rollouts.release(1)
     assert trained(rollouts, rollouts.take(2)) == [3, 4]
     engine.go_on.set()
-    rollouts.loop.run(asyncio.wait([rollouts.running[0].task]), "the late group")
+    rollouts.loop.run(asyncio.wait([next(iter(rollouts.running.values())).task]), "the late group")
     rollouts.release(2)
     assert rollouts.dropped.lengths == [7, 8, 9]
 
@@ -496,7 +524,7 @@ def test_groups_that_are_not_done_in_time_are_broken_off(build: Any, loop: Event
     rollouts, engine = build(staleness=1, start=False)
     engine.delay = lambda tokens: 3600
     rollouts.start(0)
-    groups = list(rollouts.running)
+    groups = list(rollouts.running.values())
     loop.timeout_seconds = 0.05
     with pytest.raises(RolloutFailure, match=r"sampling 3 completions of a prompt: not done within timeout_seconds=0"):
         rollouts.take(2)
