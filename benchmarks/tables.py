@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md from the files in benchmarks/results.
+"""Write the tables of docs/benchmarks.md and docs/cluster.md from the files in benchmarks/results.
 
     python benchmarks/tables.py [--check]
 
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = [ROOT / "docs" / name for name in ("benchmarks.md", "cluster.md")]
 MARKED = re.compile(r"<!-- (\w+) -->\n.*?<!-- / -->", re.DOTALL)
 NAMES = {"trueline": "Trueline", "trl": "TRL"}
 Found = dict[str, Any]
@@ -83,6 +83,25 @@ def routing(found: Found) -> str:
     return table(*rows)
 
 
+def simulated(found: Found) -> str:
+    rows = [("`max_staleness`, `on_update`", "completions a second", "step", "engines decode", "sequences each")]
+    for mode, one in ((mode, of) for mode, of in found.items() if mode != "command"):
+        number, _, name = mode.partition(" ")
+        speed, seconds = f"{one['samples_per_second']:.0f}", f"{one['step_seconds']:.0f} s"
+        called = f"{number}, `{name}`" if number != "0" else "0"
+        rows.append((called, speed, seconds, f"{one['decoding_share']:.0%}", f"{one['sequences']:.0f}"))
+    return table(*rows)
+
+
+def predictions(found: Found) -> str:
+    rows = [("`max_staleness`, `on_update`", "completions a second, predicted", "measured", "ratio")]
+    for mode, one in ((mode, of) for mode, of in found.items() if mode != "command"):
+        number, _, name = mode.partition(" ")
+        speeds = f"{one['predicted']:.1f}", f"{one['measured']:.1f}", f"{one['ratio']:.2f}"
+        rows.append((f"{number}, `{name}`" if name else "0 (the calibration)", *speeds))
+    return table(*rows)
+
+
 TABLES: dict[str, Callable[[Found], str]] = {
     "rl_step_cpu": steps,
     "rl_step_h200": steps,
@@ -92,6 +111,8 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "asynchrony_cpu": modes,
     "agents_cpu": episodes,
     "routing_replay_h200": routing,
+    "simulate_1000": simulated,
+    "simulate_cpu": predictions,
 }
 
 
@@ -106,10 +127,11 @@ def fill_tables(page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    page = PAGE.read_text()
+    pages = {page: page.read_text() for page in PAGES}
     if parser.parse_args().check:
-        return int(fill_tables(page) != page)
-    PAGE.write_text(fill_tables(page))
+        return int(any(fill_tables(text) != text for text in pages.values()))
+    for page, text in pages.items():
+        page.write_text(fill_tables(text))
     return 0
 
 

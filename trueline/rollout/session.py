@@ -136,14 +136,18 @@ class Session(Policy):
         sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
         sampled = asyncio.ensure_future(self.pool.generate(before, sampling, self.key, number))
         sampled.add_done_callback(note_failure)
-        completion, text = cut_at_stop(await sampled, params.stop, chat.reply_text)
-        raw = chat.raw_text(completion.tokens.tolist())
-        if (place := stop_place(raw, params.stop)) >= 0:
-            raw = raw[:place]
-        message = as_said(text) if worded is as_said else worded(raw)
-        return self._record(turn, completion, text, message)
+        whole = await sampled
+        completion, text = cut_at_stop(whole, params.stop, chat.reply_text)
+        message = spelled = as_said(text)
+        if completion is not whole:  # with the stop string, which is sampled too
+            spelled = as_said(chat.reply_text(completion.tokens.tolist()))
+        if worded is not as_said:
+            raw = chat.raw_text(completion.tokens.tolist())
+            place = stop_place(raw, params.stop)
+            message = worded(raw if place < 0 else raw[:place])
+        return self._record(turn, completion, text, message, spelled)
 
-    def _record(self, turn: Turn, completion: Completion, text: str, message: Message) -> Reply:
+    def _record(self, turn: Turn, completion: Completion, text: str, message: Message, spelled: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
         if completion.finish_reason == "length":
             room = self._room(turn)
@@ -157,7 +161,6 @@ class Session(Policy):
         sequence.record.add_observation(turn.tokens)
         sequence.record.add_action(completion)
         self.trajectory.reply, self.last, self.closing = text, sequence, []
-        spelled = as_said(sequence.chat.reply_text(completion.tokens.tolist()))
         sequence.said += [*turn.new, message]
         sequence.spelled += [*turn.new, spelled]
         structured = bool(message.get("tool_calls")) and sequence.chat.template.shows_calls

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import duration
 from trueline.training.report import Metrics
 
+HASHED_AT_ONCE = 8  # files
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
 State = dict[str, Any]
 Digests = dict[str, str]  # SHA-256 of files by name
@@ -268,7 +270,9 @@ def hashes(folder: Path, known: Digests | None = None) -> Digests:
     known = known or {}
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (MANIFEST, METRICS))
     names = {path.relative_to(folder).as_posix(): path for path in files}
-    return known | {name: digest(path) for name, path in names.items() if name not in known}
+    unread = {name: path for name, path in names.items() if name not in known}
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:  # hashing leaves the interpreter to others
+        return known | dict(zip(unread, threads.map(digest, unread.values()), strict=True))
 
 
 def digest(file: Path) -> str:

@@ -101,6 +101,24 @@ def check_recorded(table: Table, trajectory: Trajectory) -> None:
         assert [*asked, *said] in starts
 
 
+def test_a_reply_is_decoded_once_unless_it_is_cut(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long replies of many episodes are decoded in one thread."""
+    decoded: list[int] = []
+    reply_text, raw_text = ChatFormat.reply_text, ChatFormat.raw_text
+
+    def counted(self: ChatFormat, tokens: list[int]) -> str:
+        decoded.append(len(tokens))
+        return reply_text(self, tokens)
+
+    monkeypatch.setattr(ChatFormat, "reply_text", counted)
+    monkeypatch.setattr(ChatFormat, "raw_text", lambda self, tokens: decoded.append(-1) or raw_text(self, tokens))
+    table = Table(tokenizer, CHATML, "2", "größer: 4")
+    table.run(two_turns)
+    assert decoded == [len(said) for said in table.engine.said]
+
+
 def test_turns_are_appended_to_the_tokens_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "größer: 4")
     trajectory = table.run(two_turns)
