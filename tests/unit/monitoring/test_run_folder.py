@@ -128,9 +128,12 @@ from trueline.monitoring.run_folder import RunFolder
 
 with RunFolder(Path(sys.argv[1])).hold_lock():
     executed = subprocess.Popen(["sleep", "600"]).pid
+    reading, writing = os.pipe()
     forked = os.fork()
     if not forked:
+        os.write(writing, b"runs")
         time.sleep(600)
+    os.read(reading, 4)  # by then it has given up what a child gives up
     print(executed, forked, flush=True)
     time.sleep(600)
 """

@@ -119,6 +119,25 @@ def test_a_reply_is_decoded_once_unless_it_is_cut(
     assert decoded == [len(said) for said in table.engine.said]
 
 
+def test_a_stop_string_ends_what_is_said_and_stays_in_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The next prompt goes on from the tokens that were sampled, the stop string with them."""
+
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
+        first = await policy.reply(prompt.messages, stop=["END"])
+        assert first.text == first.message["content"] == "2"
+        await policy.reply([*prompt.messages, first.message, MORE])
+        return EpisodeResult(1.0)
+
+    table = Table(tokenizer, CHATML, "2END and more", "4")
+    trajectory = table.run(play)
+    assert [turn["content"] for turn in trajectory.turns if turn["role"] == "assistant"] == ["2END", "4"]
+    assert (
+        len(trajectory.sequences()) == 1
+        and "2END" in table.text(trajectory.tokens)
+        and "more" not in table.text(trajectory.tokens)
+    )
+
+
 def test_turns_are_appended_to_the_tokens_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
     table = Table(tokenizer, CHATML, "2", "größer: 4")
     trajectory = table.run(two_turns)
