@@ -32,7 +32,7 @@ WARM, LAST = 2, 10
 WORDS = 260  # of the model, one of which ends a completion
 
 
-def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[str, float]:
+def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     name = f"{mode.replace(' ', '-')}-{seed}"
     words = [*run_words(folder, given.steps, name=name), f"seed={seed}", "prompts_per_step=4"]
     words += ["algorithm.group_size=4", f"rollout.max_new_tokens={given.tokens}", "training.learning_rate=3e-3"]
@@ -49,7 +49,8 @@ def run(folder: Path, mode: str, seed: int, given: argparse.Namespace) -> dict[s
         "steps": len(steps),
         "warm": WARM,
         "samples_per_second": 16 * len(steps[WARM:]) / seconds,
-        **{phase: fmean(row[f"time/{phase}"] for row in steps[WARM:]) for phase in ("step", "rollout", "sync")},
+        **{phase: fmean(row[f"time/{phase}"] for row in steps[WARM:]) for phase in ("step", "sync")},
+        "rollouts": [row["time/rollout"] for row in steps],
         "reward": fmean(row["reward/mean"] for row in steps[-LAST:]),
         "first_reward": steps[0]["reward/mean"],
         "length": fmean(row["response_length/mean"] for row in steps),
@@ -76,7 +77,8 @@ def main() -> int:
     for seed in range(given.seeds):
         for mode in given.modes:
             found.setdefault(mode, []).append(run(folder, mode, seed, given))
-            print(mode, seed, {name: round(value, 3) for name, value in found[mode][-1].items()}, flush=True)
+            numbers = {name: value for name, value in found[mode][-1].items() if name != "rollouts"}
+            print(mode, seed, {name: round(value, 3) for name, value in numbers.items()}, flush=True)
     for mode, runs in found.items():
         rewards = [one["reward"] for one in runs]
         speed = median(one["samples_per_second"] for one in runs)

@@ -103,6 +103,7 @@ class Speed:
     train: float = 2.2  # seconds of a step's training
     sync: float = 0.41
     start: float = 60.0  # of an engine that died
+    request: float = 0.0  # of each request besides its tokens: on its way, and for its reward
 
     def step_seconds(self, sequences: int) -> float:
         sizes, seconds = zip(*self.steps, strict=True)
@@ -296,8 +297,8 @@ class Nobody(Environment):
 class SimulatedEpisodes:
     """Episodes without texts: turns of the policy, and a tool that takes its time after each but the last."""
 
-    def __init__(self, pool: EnginePool, load: Load, check: Callable[[], None]) -> None:
-        self.pool, self.load, self.check = pool, load, check
+    def __init__(self, pool: EnginePool, load: Load, request_seconds: float, check: Callable[[], None]) -> None:
+        self.pool, self.load, self.request_seconds, self.check = pool, load, request_seconds, check
         self.prompt = [0] * load.prompt_tokens
 
     async def run(
@@ -308,6 +309,7 @@ class SimulatedEpisodes:
             for turn in range(self.load.turns):
                 self.check()
                 completion = await self.pool.generate(tokens, params, key, turn)
+                await asyncio.sleep(self.request_seconds)
                 trajectory.add_action(completion)
                 tokens = tokens + completion.tokens.tolist()
                 if turn + 1 < self.load.turns:
@@ -344,7 +346,7 @@ class Simulation:
         self.trained: set[int] = set()
         self.plan = RolloutPlan(load.prompts_per_step, setting.staleness)
         params = SamplingParams(1.0, load.max_new_tokens, ())
-        episodes: Any = SimulatedEpisodes(self.pool, load, self.check)
+        episodes: Any = SimulatedEpisodes(self.pool, load, speed.request, self.check)
         clock: Any = self.clock
         self.rollouts = Rollouts(
             GroupSampler(episodes, Nobody, params, load.group_size, None, "train"),
@@ -473,27 +475,31 @@ def simulate(load: Load, speed: Speed, setting: Setting, steps: int, warm: int) 
     }
 
 
-def calibrate(runs: list[dict[str, float]]) -> tuple[Speed, Load]:
+def calibrate(runs: list[dict[str, Any]]) -> tuple[Speed, Load]:
     """Return how long synchronous runs of benchmarks/asynchrony.py take for what, and what they sample.
 
-    Their engine sleeps before each step, so a step takes about the same time whatever the number of sequences is, and
-    the longest completion makes the rollout.
+    Their engine sleeps before each step, so a step takes about the same time whatever the number of sequences is. The
+    longest completion of each step makes its rollout: a line through all of them gives a token and a request.
     """
     prompts, size = MEASURED_BATCH
     load = Load(prompts, size, MEASURED_TOKENS, heavy_tailed(SHORTEST, SHAPE), prompt_tokens=0)
     steps = range(int(runs[0]["warm"]), int(runs[0]["steps"]))
     groups = [range(step * prompts, (step + 1) * prompts) for step in steps]
     keys = [[RolloutKey(group, index) for group in some for index in range(size)] for some in groups]
-    longest = fmean(max(load.length(key.request(0), MEASURED_TOKENS) for key in some) for some in keys)
-    rollout, sync, step = (fmean(run[name] for run in runs) for name in ("rollout", "sync", "step"))
-    return Speed(((1, rollout / longest),), train=step - rollout - sync, sync=sync), load
+    longest = [max(load.length(key.request(0), MEASURED_TOKENS) for key in some) for some in keys]
+    rollouts = [run["rollouts"][step] for run in runs for step in steps]
+    token, request = map(float, np.polyfit(longest * len(runs), rollouts, 1))
+    sync, step = (fmean(run[name] for run in runs) for name in ("sync", "step"))
+    train = step - fmean(rollouts) - sync
+    return Speed(((1, token),), train=train, sync=sync, request=max(request, 0.0)), load
 
 
 def predict(file: Path) -> dict[str, Any]:
     """Predict the asynchronous runs of a file from its synchronous ones."""
     measured = {mode: runs for mode, runs in json.loads(file.read_text()).items() if mode != "command"}
     speed, load = calibrate(measured["synchronous"])
-    print(f"a token {speed.steps[0][1] * 1000:.2f} ms, training {speed.train:.2f} s, sync {speed.sync:.2f} s")
+    fixed = f"a request {speed.request:.2f} s, training {speed.train:.2f} s, sync {speed.sync:.2f} s"
+    print(f"a token {speed.steps[0][1] * 1000:.2f} ms, {fixed}")
     found = {}
     for mode, runs in measured.items():
         staleness, _, way = mode.partition(" ")

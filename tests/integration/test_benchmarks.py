@@ -148,7 +148,7 @@ def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) ->
 def measured(module: Any, folder: Path) -> Path:
     """Write what `asynchrony.py` would, had it measured what a simulation says."""
     load = module.Load(4, 4, module.MEASURED_TOKENS, module.heavy_tailed(20, 1.0), prompt_tokens=0)
-    speed = module.Speed(((1, 0.01),), train=0.5, sync=0.2)
+    speed = module.Speed(((1, 0.01),), train=0.5, sync=0.2, request=0.3)
     rows: dict[str, Any] = {}
     for mode, setting in {
         "synchronous": module.Setting(),
@@ -156,7 +156,11 @@ def measured(module: Any, folder: Path) -> Path:
         "3 keep": module.Setting(staleness=3, on_update="keep"),
     }.items():
         one = module.simulate(load, speed, setting, 14, 2)
-        phases = {"step": one["step_seconds"], "rollout": one["step_seconds"] - 0.7, "sync": 0.2}
+        longest = [
+            max(load.length(f"train-{4 * at + group}-{index}-0", 600) for group in range(4) for index in range(4))
+            for at in range(14)
+        ]
+        phases = {"step": one["step_seconds"], "sync": 0.2, "rollouts": [0.3 + 0.01 * tokens for tokens in longest]}
         rows[mode] = [{"steps": 14, "warm": 2, "samples_per_second": one["samples_per_second"], **phases}]
     (folder / "measured.json").write_text(json.dumps({"command": [], **rows}))
     return folder / "measured.json"
