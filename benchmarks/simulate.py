@@ -43,9 +43,10 @@ from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorDeath, RayActor
 
-# Seconds of a decoding step by the number of sequences, of a 1.5B shape with log-probs in vLLM 0.26 on an H200.
+# Seconds of a decoding step by the number of sequences: a 1.5B shape with log-probs, vLLM 0.26, H200. The last
+# pair is assumed, on the line of the two before.
 STEPS = ((1, 0.0024), (32, 0.0030), (128, 0.0055), (512, 0.0155))
-PREFILL = 60_000.0  # tokens of prompts in a second, there
+PREFILL = 60_000.0  # tokens of prompts in a second, assumed
 PATIENCE = 1e9  # virtual seconds without a group after which nothing will ever happen
 PROMPT = [{"role": "user", "content": "?"}]
 WAYS = ("wait", "interrupt", "keep")
