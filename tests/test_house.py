@@ -194,6 +194,16 @@ def test_folders_import_each_other_in_one_direction() -> None:
     accept(cycles)
 
 
+def test_modules_of_the_package_that_are_imported_are_there() -> None:
+    """mypy takes an import of what is not installed for a library without types."""
+    known = {"trueline", *(f"trueline.{name.removesuffix('.py').replace('/', '.')}" for name in TREES)}
+    known |= {name.removesuffix(".__init__") for name in known}
+    files = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    nodes = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    named = [(file, node.module) for file, node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    accept([f"{file}: {name}" for file, name in named if name.startswith("trueline") and name not in known])
+
+
 def test_libraries_are_touched_in_their_home_only() -> None:
     def broken(name: str, node: ast.AST) -> str | None:
         libraries = {module.split(".")[0] for module in imported_modules(node)} & set(HOMES)
