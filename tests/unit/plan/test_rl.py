@@ -1,6 +1,7 @@
 """What is decided before anything starts, for machines that this one is not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_shapes_that_cannot_work_are_refused_by_key(overrides: list[str], parts:
         )
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "lfm2"}, "vllm on a CPU gives lfm2 other log-probs"),
+        ({"head_size": 16}, "heads have size 16; vllm on a"),
+    ],
+)
+def test_what_an_engine_cannot_do_on_a_cpu_it_may_do_on_a_gpu(changes: dict[str, Any], message: str) -> None:
+    config, facts = resolved(0), replace(FACTS, **changes)
+    rollout, model = ResolvedRollout.parse(config.rollout.model_dump()), config.model
+    with pytest.raises(ConfigError, match=message):
+        check_rollout(rollout, model, facts, machine(0))
+    assert check_rollout(rollout, model, facts, machine(1)) == rollout.longest()
 
 
 def test_names_are_looked_up_before_the_start() -> None:
