@@ -37,7 +37,7 @@ from trueline.data.types import INTERRUPTED, Completion, Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.rollout.engine import RolloutEngine, SamplingParams
 from trueline.rollout.failures import EngineLost, FailureBudget
-from trueline.rollout.groups import Group, GroupSampler
+from trueline.rollout.groups import Group, GroupSampler, SamplerSpec
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
@@ -350,7 +350,7 @@ class Simulation:
         episodes: Any = SimulatedEpisodes(self.pool, load, speed.request, self.check)
         clock: Any = self.clock
         self.rollouts = Rollouts(
-            GroupSampler(episodes, Nobody, params, load.group_size, None, "train"),
+            GroupSampler(episodes, Nobody, SamplerSpec(params, load.group_size, None, "train")),
             [Prompt(0, PROMPT)],
             Order(1, seed=0, shuffle=False, position=0),
             self.plan,

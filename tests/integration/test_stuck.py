@@ -32,7 +32,7 @@ from trueline.monitoring.watch import Watch, explain
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.groups import GroupSampler
+from trueline.rollout.groups import GroupSampler, SamplerSpec
 from trueline.rollout.pool import EnginePool
 from trueline.rollout.session import EpisodeLimits
 from trueline.runs.processes import open_loop, open_rewards
@@ -131,7 +131,7 @@ class Answering:
 def test_an_environment_that_never_returns(tmp_path: Path, loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> None:
     engine: Any = Answering()
     episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))
-    sampler = GroupSampler(episodes, Deadlocked, SamplingParams(1.0, 8, (2,)), 2, 0, "train")
+    sampler = GroupSampler(episodes, Deadlocked, SamplerSpec(SamplingParams(1.0, 8, (2,)), 2, 0, "train"))
     prompt = Prompt(0, [{"role": "user", "content": "2+2="}])
     with watched(tmp_path / "logs") as first:
         asked = asyncio.run_coroutine_threadsafe(sampler.sample((0, prompt), 0), loop.loop)

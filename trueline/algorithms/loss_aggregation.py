@@ -3,8 +3,10 @@
 A worker sums `weight * mask * value`, so micro-batches, ranks and padding cannot change the result.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from trueline.algorithms.entries import Entry, entry, table_of
-from trueline.data.types import Sample
 
 Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each episode, token budget -> weights
 
@@ -36,7 +38,18 @@ def sequence_sum(counts: list[int], budget: int) -> list[float]:
 AGGREGATIONS: dict[str, Aggregation] = table_of(token_mean, sequence_mean, constant, sequence_sum)
 
 
-def set_weights(samples: list[Sample], loss_aggregation: str, budget: int) -> None:
+class Weighted(Protocol):
+    """A sample, or what the controller knows of one."""
+
+    filtered: bool
+    weight: float
+
+    def whose(self) -> int: ...
+
+    def sampled_tokens(self) -> int: ...
+
+
+def set_weights(samples: Sequence[Weighted], loss_aggregation: str, budget: int) -> None:
     """Set the weight of every sample; filtered samples have none. Sequences of one episode count as one."""
     counts: dict[int, int] = {}  # by episode
     for sample in samples:

@@ -3,12 +3,13 @@
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.types import UNKNOWN_EXPERT, Batch, PackedSamples, to_device
+from trueline.data.types import UNKNOWN_EXPERT, Batch, to_device
 
 FILLER = -1  # in a plan: a sample of weight zero, so that all ranks run the same number of passes
 FILLER_TOKENS = 2
@@ -103,31 +104,48 @@ def padded_shares(order: list[int], units: list[Unit], ranks: int, budget: Budge
     return shares
 
 
-def collate(packed: PackedSamples, micro_batch: MicroBatch, device: torch.device, *, experts: bool = True) -> Batch:
-    """Concatenate the samples of a micro-batch, with or without the engine's experts."""
-    ends = np.cumsum(packed.lengths)
-    spans = [None if at == FILLER else slice(int(ends[at] - packed.lengths[at]), int(ends[at])) for at in micro_batch]
+class SampleReader(Protocol):
+    """Samples as a rank reads them."""
 
-    def concatenate(array: np.ndarray, fill: int = 0) -> Tensor:
-        filler = np.full((FILLER_TOKENS, *array.shape[1:]), fill, dtype=array.dtype)
-        return torch.from_numpy(np.concatenate([filler if span is None else array[span] for span in spans]))
+    @property
+    def lengths(self) -> np.ndarray: ...  # [B]
+
+    @property
+    def weights(self) -> np.ndarray: ...  # [B]
+
+    @property
+    def labels(self) -> np.ndarray: ...  # [B]
+
+    def names(self) -> list[str]: ...
+
+    def part(self, name: str, at: int) -> np.ndarray:
+        """Return a field of one sample, [T, ...]."""
+
+
+def collate(samples: SampleReader, micro_batch: MicroBatch, device: torch.device, *, experts: bool = True) -> Batch:
+    """Concatenate the samples of a micro-batch, with or without the engine's experts."""
+    first = next((at for at in micro_batch if at != FILLER), 0)
+
+    def concatenate(name: str) -> Tensor:
+        like, fill = samples.part(name, first), UNKNOWN_EXPERT if name == "experts" else 0
+        filler = np.full((FILLER_TOKENS, *like.shape[1:]), fill, dtype=like.dtype)
+        return torch.from_numpy(
+            np.concatenate([filler if at == FILLER else samples.part(name, at) for at in micro_batch])
+        )
 
     def per_sequence(array: np.ndarray) -> Tensor:
         values = [0.0 if at == FILLER else float(array[at]) for at in micro_batch]
         return to_device(torch.tensor(values, dtype=torch.float32), device)
 
-    mask = concatenate(packed.arrays["mask"])
-    fields = {
-        name: to_device(concatenate(array, UNKNOWN_EXPERT if name == "experts" else 0), device)
-        for name, array in packed.arrays.items()
-        if name != "mask" and (experts or name != "experts")
-    }
+    mask = concatenate("mask")
+    names = [name for name in samples.names() if name != "mask" and (experts or name != "experts")]
+    fields = {name: to_device(concatenate(name), device) for name in names}
     batch = Batch(
-        tokens=fields.pop("tokens"),
+        tokens=fields.pop("tokens").long(),
         mask=to_device(mask, device),
-        lengths=[FILLER_TOKENS if at == FILLER else int(packed.lengths[at]) for at in micro_batch],
-        shares=per_sequence(packed.weights),
-        labels=per_sequence(packed.labels),
+        lengths=[FILLER_TOKENS if at == FILLER else int(samples.lengths[at]) for at in micro_batch],
+        shares=per_sequence(samples.weights),
+        labels=per_sequence(samples.labels),
         host_mask=mask,
     )
     for name, tensor in fields.items():

@@ -307,6 +307,14 @@ class PackedSamples:
     labels: np.ndarray  # [B]
     arrays: dict[str, np.ndarray]  # [sum of lengths, ...] each
 
+    def names(self) -> list[str]:
+        return [*self.arrays]
+
+    def part(self, name: str, at: int) -> np.ndarray:
+        """Return a field of one sample."""
+        begin = int(self.lengths[:at].sum())
+        return self.arrays[name][begin : begin + int(self.lengths[at])]
+
 
 def pack_samples(samples: list[Sample], *, experts: bool = True) -> PackedSamples:
     """Pack all filled fields; experts only if the reader needs them, as they are by far the largest."""

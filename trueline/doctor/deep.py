@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.config.base import Tree
 from trueline.config.rl import RLConfig
-from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.doctor.training import existing
 from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
 from trueline.monitoring.health import TRUNCATED, UNIFORM, gap_level, limits_in, truncation_findings
@@ -27,9 +26,12 @@ from trueline.plan.rl import RLPlan
 from trueline.plan.tasks import Material
 from trueline.rl.build import rl_trainer
 from trueline.rl.metrics import Metrics, describe_step
+from trueline.rl.step import mismatch, stored_samples
 from trueline.rl.trainer import RLTrainer
-from trueline.rollout.groups import Group
+from trueline.rollout.groups import sample_each
+from trueline.rollout.summary import EpisodeSummary, SampledGroup
 from trueline.runs.launch import FAILURES
+from trueline.training.samples import StoredSamples
 
 PROMPTS, COMPLETIONS = 16, 256  # that are sampled at most
 KEEP_NOTHING: Tree = {
@@ -73,9 +75,8 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
         yield from failures(failed, prompts, asked)
         if not groups:
             return
-        completions = [one for group in groups for one in group]
-        samples = [one for number, made in enumerate(completions) for one in to_samples(made, number)]
-        metrics = describe_step(groups, samples, trainer.rollouts.dropped, trainer.state.version)
+        samples = stored_samples(groups)
+        metrics = describe_step(groups, samples.rows, trainer.rollouts.dropped, trainer.state.version)
         share = metrics[TRUNCATED]
         level = BAD if share > ALWAYS_TRUNCATED else WATCH if share > CUT_OFF else FINE
         cut = truncation_findings(level, share, limits_in(metrics, "response_length/"), asked)
@@ -88,19 +89,19 @@ def try_rl(plan: RLPlan, verb: str) -> Iterator[Finding]:
         yield step_time(trainer, asked, prompts)
 
 
-def sample(trainer: RLTrainer, size: int) -> tuple[list[Group], list[Trajectory], int]:
+def sample(trainer: RLTrainer, size: int) -> tuple[list[SampledGroup], list[EpisodeSummary], int]:
     """Sample the run's first prompts with its seeds; return groups to train on, failures, count of prompts."""
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
     with trainer.timer.phase("rollout"):
-        made = dict(rollouts.sampler.each(prompts, rollouts.loop, in_flight=COMPLETIONS))
-    groups = [[one for one in made[place] if one.outcome.is_scored] for place in sorted(made)]
+        made: dict[int, Any] = dict(sample_each(rollouts.sampler, prompts, rollouts.loop, in_flight=COMPLETIONS))
+    groups = [made[place].scored() for place in sorted(made)]
     failed = [one for group in made.values() for one in group if one.outcome.is_failure]
     return [group for group in groups if len(group) >= min(2, size)], failed, count
 
 
-def failures(failed: list[Trajectory], prompts: int, config: RLConfig) -> Iterator[Finding]:
+def failures(failed: list[EpisodeSummary], prompts: int, config: RLConfig) -> Iterator[Finding]:
     if failed:
         asked, cause = prompts * config.algorithm.group_size, failed[0].error.strip().rpartition("\n")[2]
         what = f"{len(failed)} of {asked} completions have no reward: {failed[0].outcome}: {cause}"
@@ -109,7 +110,7 @@ def failures(failed: list[Trajectory], prompts: int, config: RLConfig) -> Iterat
         yield Finding(BAD if stops else WATCH, "failed_rewards", what, why, "reward.function")
 
 
-def rewards(groups: list[Group], metrics: Metrics) -> Iterator[Finding]:
+def rewards(groups: list[SampledGroup], metrics: Metrics) -> Iterator[Finding]:
     found = [one.reward for group in groups for one in group if one.reward is not None]
     mean, spread = metrics["reward/mean"], metrics["reward/std"]
     what = f"{len(found)} rewards from {min(found):.3g} to {max(found):.3g}, mean {mean:.3g}, deviation {spread:.2g}"
@@ -122,12 +123,11 @@ def rewards(groups: list[Group], metrics: Metrics) -> Iterator[Finding]:
         yield Finding(level, "uniform_groups", what, why, "algorithm.group_size")
 
 
-def gap(trainer: RLTrainer, samples: list[Sample]) -> Finding:
+def gap(trainer: RLTrainer, samples: StoredSamples) -> Finding:
     """Compare the log-probs of engines and trainer on sampled tokens, by their gap under equal weights."""
-    scored = trainer.models.policy.score(samples, trainer.models.temperature)
-    for one, logprobs in zip(samples, scored, strict=True):
-        one.old_logprobs = logprobs
-    found = mismatch_metrics(samples)
+    for block in trainer.models.policy.score_stored(samples, "old_logprobs", trainer.models.temperature):
+        samples.add(block)
+    found = trainer.rollouts.loop.run(trainer.workers.run(mismatch, samples), "comparing log-probs")
     mean, largest = found["mismatch/logprob_gap_mean"], found["mismatch/logprob_gap_max"]
     level = gap_level(mean, trainer.sync.floor)
     what = f"log-probs of engines and trainer differ by {mean:.2g} nats per token on average, {largest:.2g} at most"
@@ -135,7 +135,7 @@ def gap(trainer: RLTrainer, samples: list[Sample]) -> Finding:
     return Finding(level, "gap", what, why, "rollout.dtype")
 
 
-def training_step(trainer: RLTrainer, samples: list[Sample]) -> Iterator[Finding]:
+def training_step(trainer: RLTrainer, samples: StoredSamples) -> Iterator[Finding]:
     with trainer.timer.phase("score"):
         trainer.models.score(samples, logprobs_from_update=trainer.logprobs_from_update())
     trainer.assign_advantages(samples)

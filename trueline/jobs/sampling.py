@@ -28,7 +28,7 @@ from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.evaluation import Evaluator, environment_names, prefix_of
 from trueline.rollout.failures import FailureBudget
-from trueline.rollout.groups import Group, Numbered
+from trueline.rollout.groups import Group, Numbered, sample_each
 from trueline.rollout.pool import EnginePool
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import Job, Start, movable
@@ -38,7 +38,6 @@ from trueline.runs.processes import (
     failure_files,
     open_loop,
     open_processes,
-    open_rewards,
     open_sampling,
     role_group,
 )
@@ -71,8 +70,7 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
             start_groups(list(judges.values()))
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
         # Without any reward the sum is 0, which is not written down.
-        rewards = open_rewards(config.reward, roles, judges, folder.logs, plan.rewards)
-        yield stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
+        yield stack.enter_context(open_sampling(plan, pool, processes, judges, loop, progress.note))
 
 
 def job_of(plan: SamplingPlan[Kind], run: Callable[[SamplingPlan[Kind], RunFolder, Progress], int]) -> Job:
@@ -190,7 +188,7 @@ def sample(
         seed, played = config.seed if rollout.seeded else None, bool(config.environment.kind())
         sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
-        for place, group in sampler.each(left, sampling.loop, in_flight=in_flight):
+        for place, group in sample_each(sampler, left, sampling.loop, in_flight=in_flight):
             file.add(row_of(left[place][0], group, scored=config.has_reward(), played=played))
             pace.add(group)
             if interrupts.requested:

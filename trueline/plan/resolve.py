@@ -16,6 +16,7 @@ from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, Role, 
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.run import EnginesConfig
+from trueline.config.sampling import SamplingConfig
 from trueline.models.loading import PAPER, ModelFacts, check_model, load_tokenizer
 from trueline.monitoring.findings import Finding
 from trueline.plan.memory import longest_cached
@@ -155,6 +156,7 @@ def resolve_rollout(
         "dtype": dtype if rollout.dtype == "auto" else rollout.dtype,
         "max_new_tokens": tokens,
         "max_prompt_tokens": rollout.max_prompt_tokens or min(needed, room),
+        "workers": rollout.workers or 0,
     }
     return ResolvedRollout.parse(rollout.model_dump() | values)
 
@@ -333,6 +335,21 @@ class RoleModel:
         if self.ranks.ranks is not None or self.ranks.placement == "separate":
             return self
         return replace(self, world=max(policy_ranks // self.world, 1) * self.world)
+
+
+def worker_count(config: RLConfig | SamplingConfig, judges: list[RoleModel], machine: Machine) -> int:
+    """Return the number of rollout workers; the ranks of a reward model must get their calls in one order."""
+    asked, wide = config.rollout.workers, [role for role in judges if role.world > 1]
+    if config.runtime == "local":
+        if asked:
+            raise ConfigError(f"rollout.workers={asked}: runtime=local keeps all in one process; remove one of them")
+        return 0
+    if wide and (asked or 0) > 1:
+        raise ConfigError(
+            f"rollout.workers={asked}: {wide[0].section}.ranks={wide[0].world} take the calls of one process: set "
+            f"rollout.workers=1 or {wide[0].section}.ranks=1"
+        )
+    return asked if asked is not None else min(len(machine.nodes), 1) if wide else len(machine.nodes)
 
 
 def own_gpus(roles: list[RoleModel]) -> int:

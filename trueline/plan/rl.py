@@ -47,6 +47,7 @@ from trueline.plan.resolve import (
     resolve_path,
     resolve_rollout,
     roles_of,
+    worker_count,
 )
 from trueline.plan.rewards import RewardCheck
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -74,6 +75,11 @@ class RLDraft:
     @property
     def prompts(self) -> list[Prompt]:
         return [prompt for source in self.sources for prompt in source.prompts]
+
+    @property
+    def reward_roles(self) -> list[RoleModel]:
+        """Return the rewards that are models on this machine."""
+        return [role for role in self.roles if role.section == "reward_model"]
 
     @property
     def longest_prompt(self) -> int:
@@ -266,6 +272,8 @@ def resolve(
         if isinstance(role.ranks, TrainingConfig)
     ]
     rollout = resolve_rollout(config.rollout, facts, lengths, engines, dtype, machine.gpus, context)
+    judges = [role for role in roles if role.section == "reward_model"]
+    rollout = rollout.with_keys({"workers": worker_count(config, judges, machine)})
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
         "training": {"ranks": ranks} | rate_keys(facts.parameters, "policy", config.model, config.training),

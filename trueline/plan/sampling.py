@@ -31,6 +31,7 @@ from trueline.plan.resolve import (
     resolve_path,
     resolve_rollout,
     reward_models,
+    worker_count,
 )
 from trueline.plan.rewards import RewardCheck
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -113,6 +114,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
     lengths = [length for one in sources.values() for length in one.lengths]
     rollout = resolve_rollout(config.rollout, facts, lengths, engines, dtype, machine.gpus, context)
+    rollout = rollout.with_keys({"workers": worker_count(config, reward_roles, machine)})
     config = config.with_keys({"rollout": rollout.model_dump()})
     layout = Layout(0, engines, rollout.tensor_parallel, roles=tuple(role.layout() for role in reward_roles))
     check_place(config, layout, reward_roles, machine)

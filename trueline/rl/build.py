@@ -11,7 +11,6 @@ from trueline.algorithms.advantages import needs, policy_waits
 from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
-from trueline.data.pieces import Pieces
 from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
@@ -37,7 +36,6 @@ from trueline.runs.processes import (
     model_group,
     open_loop,
     open_processes,
-    open_rewards,
     open_sampling,
     role_group,
 )
@@ -72,9 +70,8 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         groups, pool = start_models(plan, processes, loop, progress)
         others = [groups.get(name) for name in ("reference", "teacher", "critic")]
         models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *others)
-        rewards = open_rewards(config.reward, plan.roles, groups, folder.logs, plan.rewards)
-        sampling = stack.enter_context(open_sampling(plan, pool, rewards, loop, folder.logs, progress.note))
-        sync = make_sync(plan, models.policy, pool, sampling)
+        sampling = stack.enter_context(open_sampling(plan, pool, processes, groups, loop, progress.note))
+        sync = make_sync(plan, models.policy, pool, loop)
         # Before a checkpoint is restored: engines have loaded the initial model.
         progress.note(f"Weight sync {sync.verify_initial_sync()}")
         state = restore(RLState, checkpoints, models.load, progress)
@@ -108,7 +105,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             critic_guard=critic_guard,
             watch=MemoryWatch(plan.forecast, timer),
             care=care_of(config, folder, checkpoints, progress),
-            pieces=Pieces(plan.chat.tokenizer) if config.monitoring.tokens else None,
+            workers=sampling.workers,
         )
 
 
@@ -161,14 +158,14 @@ def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunF
     )
 
 
-def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, sampling: Sampling) -> WeightSync:
+def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
     length = min(CANARY_TOKENS, plan.rollout.max_prompt_tokens)
-    prompt = sampling.episodes.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
+    prompt = plan.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
     tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
     canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance, STRANGE if exact else math.inf)
-    return WeightSync(policy, pool, sampling.loop, config.sync, canary, sync_plan(plan))
+    return WeightSync(policy, pool, loop, config.sync, canary, sync_plan(plan))
 
 
 def sync_plan(plan: RLPlan) -> SyncPlan:

@@ -1,23 +1,23 @@
 """Metrics of a step of reinforcement learning."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-
-import numpy as np
 
 from trueline.algorithms.advantages import needs
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.losses import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.types import Outcome, Sample, Trajectory, episode_metric
+from trueline.data.types import Outcome, Sample, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
-from trueline.rollout.groups import Group, limit_shares
+from trueline.rollout.groups import limit_shares
 from trueline.rollout.rollouts import Dropped, part_reward
+from trueline.rollout.summary import EpisodeSummary
+from trueline.training.samples import SampleNumbers
 
 Metrics = dict[str, float]
 AIMS = ("reward/mean", "distill/kl_per_token")  # the first that a run reports is what training should move
-REPEATED = 8  # tokens of a run that hardly occurs twice by chance
 EXAMPLE = 512  # tokens that engines and trainer score under the same weights
 LATEST = ("learning_rate", "skipped_steps")  # the state after the last update, in place of a mean
 
@@ -39,12 +39,14 @@ def over_updates(updates: list[Metrics]) -> Metrics:
     return {name: fmean(values) for name, values in found.items()} | largest | latest
 
 
-def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, version: int) -> Metrics:
+def describe_step(
+    groups: Sequence[Sequence[EpisodeSummary]], samples: Sequence[SampleNumbers], dropped: Dropped, version: int
+) -> Metrics:
     """Return the metrics of rewards, response lengths, outcomes and what was left out."""
-    trajectories = [trajectory for group in groups for trajectory in group]
-    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    scored = [part_reward(trajectory, dropped.part) for trajectory in trajectories]
-    lengths = [trajectory.sampled_tokens() for trajectory in trajectories]
+    episodes = [episode for group in groups for episode in group]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    scored = [part_reward(episode, dropped.part) for episode in episodes]
+    lengths = [episode.sampled for episode in episodes]
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
@@ -52,45 +54,30 @@ def describe_step(groups: list[Group], samples: list[Sample], dropped: Dropped, 
         **describe_spread(groups),
         "reward/failed": dropped.completions,
         "reward/left_out": dropped.left_out,
-        "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in trajectories),
+        "reward/policy_errors": sum(one.outcome is Outcome.POLICY_ERROR for one in episodes),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        **{f"response_length/{name}": share for name, share in limit_shares(trajectories).items()},
-        "response_length/repeated_share": fmean(map(repeated_share, trajectories)),
+        **{f"response_length/{name}": share for name, share in limit_shares(episodes).items()},
+        "response_length/repeated_share": fmean(one.repeated_share for one in episodes),
         "rollout/staleness_max": max(version - sample.version for sample in samples),
         "rollout/staleness_mean": version
-        - float(np.concatenate([one.sampled_versions() for one in trajectories]).mean()),
-        "rollout/several_versions_share": fmean(
-            one.oldest_version() < one.sampled_versions().max() for one in trajectories
-        ),
+        - sum(one.version_sum for one in episodes) / sum(one.sampled for one in samples),
+        "rollout/several_versions_share": fmean(one.oldest_version() < one.newest for one in episodes),
         "rollout/drawn_length_mean": fmean(dropped.lengths or lengths),
         "rollout/too_old": dropped.too_old,
         "rollout/groups": len(groups),
         "rollout/dropped_groups": dropped.group_count(),
-        "speed/tokens": sum(sample.length() for sample in samples),
+        "speed/tokens": sum(sample.length for sample in samples),
         **describe_uniform(dropped, scored, len(groups)),
-        **describe_parts([*(one.metrics for one in trajectories), *dropped.metrics]),
-        **describe_sources(trajectories),
+        **describe_parts([*(one.metrics for one in episodes), *dropped.metrics]),
+        **describe_sources(episodes),
     }
 
 
-def describe_spread(groups: list[Group]) -> Metrics:
+def describe_spread(groups: Sequence[Sequence[EpisodeSummary]]) -> Metrics:
     """Return the share of groups in which all rewards are equal; a group of one has no spread that it could lack."""
     uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups if len(group) > 1]
     return {"reward/uniform_groups_share": fmean(uniform)} if uniform else {}
-
-
-def repeated_share(trajectory: Trajectory) -> float:
-    """Return the share of an episode's runs of sampled tokens that stood in it before."""
-    sampled = np.concatenate([one.tokens[one.mask] for one in trajectory.sequences()]).astype(np.uint64)
-    count = len(sampled) - REPEATED + 1
-    if count < 2:
-        return 0.0
-    runs = np.zeros(count, np.uint64)  # a hash of each, which may wrap around
-    for place in range(REPEATED):
-        runs = runs * np.uint64(1_000_003) + sampled[place : place + count]
-    runs.sort()  # `np.unique` takes several times as long
-    return float((runs[1:] == runs[:-1]).sum() / count)
 
 
 def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Metrics:
@@ -122,12 +109,12 @@ def describe_parts(episodes: list[Metrics]) -> Metrics:
     return means | {name: share for name, share in shares.items() if share < 1}
 
 
-def describe_sources(trajectories: list[Trajectory]) -> Metrics:
+def describe_sources(episodes: Sequence[EpisodeSummary]) -> Metrics:
     """Return the mean reward of each dataset, where there are several."""
     by_source: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        assert trajectory.reward is not None
-        by_source.setdefault(trajectory.prompt.source, []).append(trajectory.reward)
+    for one in episodes:
+        assert one.reward is not None
+        by_source.setdefault(one.source, []).append(one.reward)
     if len(by_source) == 1:
         return {}
     named = source_names(list(by_source))

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate
 
-from torch import Tensor
-
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Sample
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Given
 from trueline.runtime.event_loop import EventLoop
 from trueline.training.checkpoints import PollSave
 from trueline.training.group import ModelGroup, write_models
+from trueline.training.samples import Block, StoredSamples
 from trueline.training.worker import Worker
 
 CRITIC = "critic"  # folder inside a checkpoint
@@ -31,34 +29,28 @@ class Models:
     teacher: ModelGroup | None
     critic: ModelGroup | None
 
-    def score(self, samples: list[Sample], *, logprobs_from_update: bool = False) -> None:
+    def score(self, samples: StoredSamples, *, logprobs_from_update: bool = False) -> None:
         """Set the log-probs and values of samples before the update; models in processes of their own work at once.
 
         With `logprobs_from_update`, the update itself gives the old log-probs.
         """
-        wanted: dict[str, Callable[[], list[Tensor]]] = {}
+        wanted: list[Callable[[], list[Block]]] = []
         if self.algorithm.old_logprobs == "recompute" and not logprobs_from_update:
-            wanted["old_logprobs"] = lambda: self.policy.score(samples, self.temperature)
+            wanted.append(lambda: self.policy.score_stored(samples, "old_logprobs", self.temperature))
         if self.algorithm.needs_reference():
-            wanted["ref_logprobs"] = lambda: self._reference(samples)
+            model, reference = self.reference or self.policy, self.reference is None
+            wanted.append(lambda: model.score_stored(samples, "ref_logprobs", self.temperature, reference=reference))
         if self.teacher is not None:
             teacher = self.teacher
-            wanted["teacher_logprobs"] = lambda: teacher.score(samples, self.temperature)
+            wanted.append(lambda: teacher.score_stored(samples, "teacher_logprobs", self.temperature))
         if self.critic is not None:
             critic = self.critic
-            wanted["values"] = lambda: critic.score(samples)
-        for sample in samples:
-            sample.old_logprobs = sample.rollout_logprobs
+            wanted.append(lambda: critic.score_stored(samples, "values"))
+        samples.same["old_logprobs"] = "rollout_logprobs"
         with ThreadPoolExecutor(max_workers=4) as threads:
-            running = {name: threads.submit(call) for name, call in wanted.items()}
-        for name, scored in running.items():
-            for sample, values in zip(samples, scored.result(), strict=True):
-                setattr(sample, name, values)
-
-    def _reference(self, samples: list[Sample]) -> list[Tensor]:
-        if self.reference is not None:
-            return self.reference.score(samples, self.temperature)
-        return self.policy.score(samples, self.temperature, reference=True)
+            running = [threads.submit(call) for call in wanted]
+        for block in (block for scored in running for block in scored.result()):
+            samples.add(block)
 
     def trained_models(self) -> dict[str, ModelGroup]:
         """Return the models that a checkpoint holds, by their folders inside it."""

@@ -8,33 +8,34 @@ from functools import partial
 
 import numpy as np
 
-from trueline.algorithms.advantages import assign_advantages, episodes_of, policy_learns
+from trueline.algorithms.advantages import needs, policy_learns
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE, draw_metrics
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.algorithms.reward_shaping import adapt_coefficient, sequence_kl, shape_rewards
+from trueline.algorithms.reward_shaping import adapt_coefficient
 from trueline.config.rl import ResolvedRollout, RLConfig
-from trueline.data.pieces import Pieces
-from trueline.data.types import Sample, Trajectory, to_samples
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.rl import fresh_old_logprobs, untested_draws
-from trueline.rl.metrics import AIMS, describe_models, describe_step, excerpt, over_updates
+from trueline.rl.metrics import AIMS, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
-from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, token_rows, transcript
+from trueline.rl.step import add_assessment, assess, describe_tokens, stored_samples, write_transcripts
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn
-from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
+from trueline.rollout.summary import EpisodeSummary, SampledGroup, transcript
 from trueline.runs.guard import UpdateMonitor
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import HealthAction, MemoryWatch, SaveOnFailure
+from trueline.runs.rollout_workers import RolloutWorkers
 from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import Interrupted
 from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.report import LossSettings
+from trueline.training.samples import StoredSamples
 
 
 @dataclass(slots=True)
@@ -55,8 +56,8 @@ class RLTrainer:
     critic_guard: UpdateMonitor | None
     watch: MemoryWatch
     care: HealthAction
-    example: Sample | None = None  # of a completion, in runs whose completions may be stale
-    pieces: Pieces | None = None  # texts of tokens, where transcripts hold them
+    workers: RolloutWorkers
+    example: tuple[list[int], list[bool]] | None = None  # of a completion, in runs whose completions may be stale
 
     def fit(self) -> RLState:
         state, config = self.state, self.config
@@ -82,13 +83,12 @@ class RLTrainer:
     def step(self, interrupts: Interrupts) -> None:
         """Sample, score, assign advantages, update and sync; count, save, evaluate and report in between."""
         groups = self.sample()
-        trajectories = [trajectory for group in groups for trajectory in group]
-        samples = [one for number, episode in enumerate(trajectories) for one in to_samples(episode, number)]
-        learns = self.policy_learns()
+        samples, learns = stored_samples(groups), self.policy_learns()
         with self.sharing.training():
             self.score(samples)
             self.assign_advantages(samples)
-            metrics = self.update_models(samples, freely_drawn=not any(map(has_format, trajectories)))
+            formatted = any(has_format(one) for group in groups for one in group)
+            metrics = self.update_models(samples, freely_drawn=not formatted)
             metrics |= self.count_step(groups, samples, learns)
             self.save_if_due(metrics, at_once=interrupts.requested)
         if learns or self.sharing.shared:  # engines that sleep forget their weights
@@ -98,12 +98,12 @@ class RLTrainer:
             self.checkpoints.add_metrics(self.state.step, metrics)
         if self.state.step < self.config.steps:
             self.rollouts.release(self.state.version)
-        self.report(metrics, trajectories, samples)
+        self.report(metrics, groups, samples)
         self.care.act(self.state, lambda: self.save({}), interrupts)
 
     # The algorithm
 
-    def sample(self) -> list[Group]:
+    def sample(self) -> list[SampledGroup]:
         """Sample the groups of a step; meanwhile, the last checkpoint may have been written."""
         try:
             while True:
@@ -123,33 +123,34 @@ class RLTrainer:
                 self.checkpoints.settle()
         return groups
 
-    def score(self, samples: list[Sample]) -> None:
+    def score(self, samples: StoredSamples) -> None:
         with self.timer.phase("score"):
             self.models.score(samples, logprobs_from_update=self.logprobs_from_update())
 
-    def assign_advantages(self, samples: list[Sample]) -> None:
-        """Shape the rewards and assign the advantages that the losses read."""
-        algorithm = self.config.algorithm
-        shape_rewards(samples, algorithm, self.rollout.max_new_tokens, self.kl_coefficient())
-        assign_advantages(samples, algorithm)
+    def assign_advantages(self, samples: StoredSamples) -> None:
+        """Let a rollout worker shape the rewards and assign the advantages that the losses read."""
+        given = (samples, self.config, self.rollout.max_new_tokens, self.kl_coefficient())
+        found, arrays = self.rollouts.loop.run(self.workers.run_kept(assess, *given), "assigning advantages")
+        add_assessment(samples, found, arrays, critic="critic" in needs(self.config.algorithm))
 
-    def update_models(self, samples: list[Sample], *, freely_drawn: bool = True) -> dict[str, float]:
+    def update_models(self, samples: StoredSamples, *, freely_drawn: bool = True) -> dict[str, float]:
         """Make one optimizer step of each trained model per minibatch; return the metrics of all of them together."""
-        config, episodes = self.config, episodes_of(samples)
+        config, episodes = self.config, list(places_by_episode(samples).values())
         updates: list[dict[str, float]] = []
         with self.timer.phase("train"):
             for epoch in range(config.epochs):
                 order = np.random.default_rng([config.seed, self.state.step, epoch]).permutation(len(episodes))
                 for part in np.array_split(order, config.minibatches):
                     first = freely_drawn and not any(updates)
-                    updates.append(self.update([sample for at in part for sample in episodes[at]], first=first))
+                    places = [place for at in part for place in episodes[at]]
+                    updates.append(self.update(samples.subset(places), first=first))
         return self.test_draws(over_updates(updates))
 
-    def update(self, minibatch: list[Sample], *, first: bool = True) -> dict[str, float]:
+    def update(self, minibatch: StoredSamples, *, first: bool = True) -> dict[str, float]:
         """Make an optimizer step of each model; draws are tested in the `first`, which has the weights that sampled."""
         config = self.config
-        set_weights(minibatch, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
-        if not any(sample.weight for sample in minibatch):
+        set_weights(minibatch.rows, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
+        if not any(row.weight for row in minibatch.rows):
             return {}  # too few groups were left to fill this minibatch, or all its completions are filtered
         learners = {"value": self.critic_guard} if self.critic_guard is not None else {}
         if self.policy_learns():
@@ -163,10 +164,10 @@ class RLTrainer:
         found = made["value"].result() if "value" in made else {}
         return metrics | {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
 
-    def make_step(self, guard: UpdateMonitor, minibatch: list[Sample], loss: str, first: bool) -> dict[str, float]:
+    def make_step(self, guard: UpdateMonitor, minibatch: StoredSamples, loss: str, first: bool) -> dict[str, float]:
         statistics = {"kl_coefficient": self.kl_coefficient()}
         logprobs_from_update = loss == "policy" and self.logprobs_from_update()
-        entropies = loss == "policy" and self.pieces is not None
+        entropies = loss == "policy" and self.config.monitoring.tokens
         draws = loss == "policy" and first and not untested_draws(self.config)
         settings = LossSettings(
             self.rollout.temperature, self.config.algorithm, statistics, logprobs_from_update, entropies, draws
@@ -199,12 +200,16 @@ class RLTrainer:
 
     # What surrounds it
 
-    def count_step(self, groups: list[Group], samples: list[Sample], learns: bool) -> dict[str, float]:
+    def count_step(self, groups: list[SampledGroup], samples: StoredSamples, learns: bool) -> dict[str, float]:
         """Describe a step that is trained, and count it: what the checkpoint after it holds."""
         state, config = self.state, self.config
-        metrics = describe_step(groups, samples, self.rollouts.dropped, state.version)
-        metrics |= describe_models(samples, config) | self.adapt_kl(samples) | self.sharing.pool.metrics()
-        self.example = excerpt(samples[0], self.rollout.longest()) if self.rollout.max_staleness else None
+        metrics = describe_step(groups, samples.rows, self.rollouts.dropped, state.version)
+        loop, workers = self.rollouts.loop, self.workers
+        given = (samples, config, self.rollout.longest())
+        about = loop.run(workers.run(describe_tokens, *given), "computing metrics")
+        metrics |= about.metrics | self.adapt_kl(about.sequence_kl, len(samples))
+        metrics |= loop.run(workers.load_metrics(), "counting requests")
+        self.example = about.example if self.rollout.max_staleness else None
         state.advance([group[0].group for group in groups], learns)
         self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it
         wanted, found = config.algorithm.critic_warmup_variance, metrics.get("critic/explained_variance", 0.0)
@@ -233,7 +238,7 @@ class RLTrainer:
         """Score a completion of the last step by engines and trainer under the same weights, where it may be stale."""
         if self.example is None or not self.sync.check:
             return {}
-        return {"mismatch/numerics": self.sync.gap(self.example.tokens.tolist(), self.example.mask.tolist())}
+        return {"mismatch/numerics": self.sync.gap(*self.example)}
 
     def kl_coefficient(self) -> float:
         """Return the KL coefficient, fixed or as it has adapted so far."""
@@ -256,14 +261,13 @@ class RLTrainer:
     def policy_learns(self) -> bool:
         return policy_learns(self.config.algorithm, self.state.step, self.state.critic_ready)
 
-    def adapt_kl(self, samples: list[Sample]) -> dict[str, float]:
+    def adapt_kl(self, found: float | None, samples: int) -> dict[str, float]:
         """Let an adaptive KL coefficient follow its target after a step; return it with the mean KL of a sequence."""
         kl = self.config.algorithm.kl
-        if kl.coefficient == 0:
+        if found is None:
             return {}
-        found = sequence_kl(samples)
         if kl.target is not None and self.policy_learns():
-            self.state.kl_coefficient = adapt_coefficient(self.kl_coefficient(), found, len(samples), kl)
+            self.state.kl_coefficient = adapt_coefficient(self.kl_coefficient(), found, samples, kl)
         return {"policy/sequence_kl": found, "policy/kl_coefficient": self.kl_coefficient()}
 
     def evaluate(self) -> dict[str, float]:
@@ -281,7 +285,7 @@ class RLTrainer:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
 
-    def report(self, metrics: dict[str, float], trajectories: list[Trajectory], samples: list[Sample]) -> None:
+    def report(self, metrics: dict[str, float], groups: list[SampledGroup], samples: StoredSamples) -> None:
         times = self.timer.flush()
         metrics |= times | {"speed/tokens_per_second": metrics["speed/tokens"] / times["time/step"]}
         if "mismatch/numerics" in metrics:
@@ -292,7 +296,7 @@ class RLTrainer:
         metrics |= self.care.monitor.check(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        self.show_groups(trajectories, samples)
+        self.show_groups(groups, samples)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -304,16 +308,17 @@ class RLTrainer:
         for line in self.rollouts.budget.news():
             self.progress.note(line)
 
-    def show_groups(self, trajectories: list[Trajectory], samples: list[Sample]) -> None:
+    def show_groups(self, groups: list[SampledGroup], samples: StoredSamples) -> None:
         """Write some groups of a step to transcripts.jsonl, each with all its completions."""
         config, step = self.config, self.state.step
         wanted, size = config.monitoring.transcripts_per_step, config.algorithm.group_size
         count = group_count(wanted, size, step, config.steps)
-        shown = chosen_episodes(trajectories, count, [config.seed, step]) if count else []
-        rows = [transcript(trajectories[at], "train") for at in shown]
-        for row, at in zip(rows, shown, strict=True):
-            if self.pieces is not None:
-                row["tokens"] = token_rows([one for one in samples if one.episode == at], self.pieces)
+        if not count:
+            return
+        places = [(group.parcels.transcripts, at) for group in groups for at in range(len(group))]
+        shown = chosen_episodes([one for group in groups for one in group], count, [config.seed, step])
+        given = (samples, [(number, *places[number]) for number in shown], config.monitoring.tokens)
+        rows = self.rollouts.loop.run(self.workers.run(write_transcripts, *given), "writing transcripts")
         self.tracker.show(step, rows)
 
     def evaluation_due(self) -> bool:
@@ -337,6 +342,14 @@ class RLTrainer:
         self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
 
 
-def has_format(trajectory: Trajectory) -> bool:
+def has_format(episode: EpisodeSummary) -> bool:
     """Tell whether replies were held to a format while they were sampled, which changes the odds of tokens."""
-    return "agent/structured" in trajectory.metrics
+    return "agent/structured" in episode.metrics
+
+
+def places_by_episode(samples: StoredSamples) -> dict[int, list[int]]:
+    """Return the places of each episode's samples."""
+    places: dict[int, list[int]] = {}
+    for at, row in enumerate(samples.rows):
+        places.setdefault(row.episode, []).append(at)
+    return places

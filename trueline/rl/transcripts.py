@@ -1,6 +1,7 @@
 """Which episodes of a step are written to transcripts.jsonl, and the texts and numbers of their tokens."""
 
 import math
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -8,34 +9,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trueline.data.messages import content_of
 from trueline.data.pieces import LONGEST, Pieces
 from trueline.data.transcripts import pack_numbers
-from trueline.data.types import Sample, Trajectory, is_filled
+from trueline.data.types import Sample, is_filled
+from trueline.rollout.summary import Episode
 
 PAIR = 2  # groups of a step: one whose rewards differ most, one by chance
 HELD_OUT = 3  # completions of an evaluation
-
-
-def transcript(trajectory: Trajectory, purpose: str) -> dict[str, object]:
-    several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
-    conversations = [
-        {"number": number, "prompt": one.prompt, "turns": one.completion} for number, one in enumerate(several, start=1)
-    ]
-    return {
-        "purpose": purpose,
-        "group": trajectory.group,
-        "prompt": content_of(trajectory.prompt.messages[-1]),
-        "reply": trajectory.reply,
-        "label": trajectory.prompt.label,
-        "source": trajectory.prompt.source,
-        "reward": trajectory.reward,
-        "outcome": str(trajectory.outcome),
-        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
-        **({"turns": trajectory.turns} if trajectory.turns else {}),
-        **({"conversations": conversations} if conversations else {}),
-        **trajectory.metrics,
-    }
 
 
 def group_count(wanted: int, group_size: int, step: int, last_step: int) -> int:
@@ -50,7 +30,7 @@ def group_count(wanted: int, group_size: int, step: int, last_step: int) -> int:
     return PAIR if due or step == last_step else 0
 
 
-def chosen_episodes(trajectories: list[Trajectory], count: int, seed: list[int]) -> list[int]:
+def chosen_episodes(trajectories: Sequence[Episode], count: int, seed: list[int]) -> list[int]:
     """Choose so many groups of a step, and return the places of their episodes.
 
     The first group is the one whose rewards differ most; the others are drawn, by a seed that makes it repeatable.
@@ -64,7 +44,7 @@ def chosen_episodes(trajectories: list[Trajectory], count: int, seed: list[int])
     return [place for places in [widest, *(others[at] for at in drawn)][:count] for place in places]
 
 
-def spread(group: list[Trajectory]) -> float:
+def spread(group: Sequence[Episode]) -> float:
     """Return the variance of a group's rewards."""
     rewards = [one.reward for one in group if one.reward is not None]
     mean = fmean(rewards or [0.0])

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from trueline.config.rl import EvaluationConfig
 from trueline.data.types import Prompt, Trajectory, episode_metric
 from trueline.rewards.functions import final_answer
-from trueline.rollout.groups import Group, GroupSampler, limit_shares
+from trueline.rollout.groups import Group, Sampler, limit_shares, sample_each
 from trueline.runtime.event_loop import EventLoop
 
 IN_FLIGHT = 4096  # completions per engine, which queues the rest
@@ -23,16 +23,16 @@ class Evaluator:
     """Sample a group for every held-out prompt. Failed rewards are counted, never taken as zeros."""
 
     def __init__(
-        self, sampler: GroupSampler, sets: dict[str, list[Prompt]], config: EvaluationConfig, loop: EventLoop
+        self, sampler: Sampler, sets: dict[str, list[Prompt]], config: EvaluationConfig, loop: EventLoop
     ) -> None:
         self.sampler, self.sets, self.config, self.loop = sampler, sets, config, loop
-        self.in_flight = IN_FLIGHT * len(sampler.episodes.pool.actors)
+        self.in_flight = IN_FLIGHT * len(sampler.pool.actors)
 
     def run(self, on_group: Callable[[Group], object] = lambda _: None) -> tuple[dict[str, float], list[Trajectory]]:
         """Return metrics, and completions in the order of sets, prompts and seeds; `on_group` gets each group."""
         prompts = [numbered for prompts in self.sets.values() for numbered in enumerate(prompts)]
         groups: dict[int, Group] = {}
-        for place, group in self.sampler.each(prompts, self.loop, in_flight=self.in_flight):
+        for place, group in sample_each(self.sampler, prompts, self.loop, in_flight=self.in_flight):
             groups[place] = group
             on_group(group)
         ordered = iter(groups[place] for place in range(len(prompts)))

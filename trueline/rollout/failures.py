@@ -2,17 +2,18 @@
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trueline.data.types import Trajectory
 from trueline.rewards.base import short_cause
+from trueline.rollout.summary import Episode
 from trueline.runtime.actors import ActorFailure
 
 SMALLEST_WINDOW = 100  # completions; a share of fewer would let a single failure stop a small run
 SHOWN, MOST_FILES = 3, 20  # causes that are shown, and that get a file
 
-Report = Callable[[int, Trajectory], str]  # writes a numbered file about a failure, and returns how to reproduce it
+Report = Callable[[int, Any], str]  # writes a numbered file about a failure, and returns how to reproduce it
 
 
 class RolloutFailure(RuntimeError):
@@ -33,7 +34,7 @@ class EngineLost(ActorFailure):
 
 @dataclass(slots=True)
 class Cause:
-    first: Trajectory
+    first: Episode
     reproduce: str
     count: int = 0
 
@@ -50,7 +51,7 @@ class FailureBudget:
         self.reported_seen = self.reported_failed = 0  # of them, by the last report
         self.unreported: list[Cause] = []
 
-    def add(self, group: list[Trajectory]) -> int:
+    def add(self, group: Sequence[Episode]) -> int:
         """Return how many of these completions failed; raise RolloutFailure when the budget is exceeded."""
         failed = self.count(group)
         self.recent.extend(trajectory.outcome.is_failure for trajectory in group)
@@ -60,7 +61,7 @@ class FailureBudget:
             raise RolloutFailure(f"{counts}, {limit}. {self.explain()}")
         return failed
 
-    def count(self, group: list[Trajectory]) -> int:
+    def count(self, group: Sequence[Episode]) -> int:
         """Count failures by cause, without charging the budget."""
         failed = [trajectory for trajectory in group if trajectory.outcome.is_failure]
         self.seen, self.failed = self.seen + len(group), self.failed + len(failed)
@@ -98,7 +99,7 @@ class FailureBudget:
         return "Most frequent:\n" + "\n".join(shown) + (f"\nReproduce them:{again}" if again else "")
 
 
-def cause_of(trajectory: Trajectory) -> str:
+def cause_of(trajectory: Episode) -> str:
     """Return the same text for failures of one cause: exception type and place, or the error without its numbers."""
     error = trajectory.error
     if places := re.findall(r'File ".+", line \d+', error):

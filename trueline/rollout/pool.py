@@ -3,9 +3,9 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from trueline.data.types import Completion
@@ -33,6 +33,16 @@ class RolloutKey:
 
     def turn_seed(self, turn: int) -> int | None:
         return derive_seed(self.seed, turn, 0) if turn else self.seed
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of an engine, as another process has noticed it."""
+
+    place: int
+    incarnation: int
+    message: str
+    cause: str
 
 
 @dataclass(slots=True)
@@ -73,6 +83,8 @@ class EnginePool:
         self.causes: set[str] = set()  # of losses since the last restart
         self.deaths = Counter[str]()  # by cause, since the last step
         self.is_supervised = False  # lost engines are restarted
+        self.news: asyncio.Queue[Loss] = asyncio.Queue()  # of losses, for the process that restarts engines
+        self.on_readmit: list[Callable[[], Awaitable[object]]] = []  # tell other processes of restarted engines
 
     async def generate(self, tokens: list[int], params: SamplingParams, key: RolloutKey, turn: int = 0) -> Completion:
         with self.keep_group(key.group):
@@ -138,6 +150,7 @@ class EnginePool:
         if incarnation != self.incarnations[place] or place in self.missing():
             return
         self._record_loss(place, death)
+        self.news.put_nowait(Loss(place, incarnation, str(death), death.cause))
         self.engine_lost.set()
         if len(self.lost) == len(self.actors):
             self.available.clear()
@@ -229,18 +242,25 @@ class EnginePool:
             self.engine_lost.clear()
         if len(self.lost) < len(self.actors):
             self.available.set()
+        await asyncio.gather(*(tell() for tell in self.on_readmit))
+
+    def use(self, engines: Sequence[Actor[RolloutEngine]], incarnations: Sequence[int], lost: dict[int, str]) -> None:
+        """Send requests to these engines from now on; another process restarts them."""
+        self.actors, self.incarnations, self.lost = list(engines), list(incarnations), dict(lost)
+        self.is_supervised = True
+        self.engine_lost.clear()
+        if len(self.lost) < len(self.actors):
+            self.available.set()
 
     async def sleep(self) -> None:
         """Let engines release their memory; a lost engine is restarted before the next update."""
         calls = [(place, self.actors[place].call(RolloutEngine.sleep)) for place in self._present()]
         await asyncio.gather(*(self._unless_lost(place, call) for place, call in calls))
 
-    def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for place, load in enumerate(self.loads):
-            cached = load.cached / max(load.prompts, 1)
-            values = {"requests": load.served, "tokens_under_way_max": load.peak, "cached_share": cached}
-            found |= {f"engine/{place}/{name}": value for name, value in values.items()}
+    def flush_loads(self) -> list[Load]:
+        """Return what each engine has served since the last time."""
+        found = [replace(load) for load in self.loads]
+        for load in self.loads:
             load.served = load.prompts = load.cached = 0
             load.peak = load.tokens
         return found
@@ -253,3 +273,16 @@ class EnginePool:
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
+
+
+def load_metrics(processes: Sequence[Sequence[Load]]) -> dict[str, float]:
+    """Return metrics of each engine's load, which each process that sends requests knows a part of."""
+    found: dict[str, float] = {}
+    for place, loads in enumerate(zip(*processes, strict=True)):
+        values = {
+            "requests": sum(load.served for load in loads),
+            "tokens_under_way_max": sum(load.peak for load in loads),
+            "cached_share": sum(load.cached for load in loads) / max(sum(load.prompts for load in loads), 1),
+        }
+        found |= {f"engine/{place}/{name}": value for name, value in values.items()}
+    return found

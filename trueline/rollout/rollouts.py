@@ -3,17 +3,19 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from typing import Any
 
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.data.loader import Mixture, Order
-from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.data.types import Outcome, Prompt
 from trueline.rollout.failures import SMALLEST_WINDOW, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
-from trueline.rollout.groups import Group, GroupSampler
+from trueline.rollout.groups import Sampler
 from trueline.rollout.ledger import Ledger
+from trueline.rollout.summary import Episode, SampledGroup
 from trueline.runtime.event_loop import EventLoop
 
 SAME_REWARD = 1e-6
@@ -51,7 +53,7 @@ class Dropped:
 class InFlightGroup:
     number: int
     last_version: int  # of the policy that may be trained on it
-    task: asyncio.Task[Group]
+    task: asyncio.Task[list[Any]]
 
 
 class Rollouts:
@@ -61,7 +63,7 @@ class Rollouts:
 
     def __init__(
         self,
-        sampler: GroupSampler,
+        sampler: Sampler,
         prompts: list[Prompt],
         order: Order | Mixture,
         plan: RolloutPlan,
@@ -77,7 +79,7 @@ class Rollouts:
         self.has_finished = asyncio.Event()
         self.again = sorted(ledger.under_way)  # sampled before, without a fate
         self.version = 0
-        self.ready: list[Group] = []  # for the current step
+        self.ready: list[list[Any]] = []  # for the current step
         self.examined = 0  # groups for the current step
         self.total = self.useful = 0  # groups, to estimate how many dynamic sampling needs
         self.left_out = self.failed = 0  # groups in a row
@@ -92,7 +94,7 @@ class Rollouts:
         self.version, self.dropped = version, Dropped(self.plan.dynamic.reward)
         self.loop.run(self._renew(), "admitting prompts")
 
-    def take(self, count: int) -> list[Group]:
+    def take(self, count: int) -> list[Any]:
         """Wait for `count` trainable groups; return fewer if dynamic sampling finds no more.
 
         An interrupt cancels it. Groups that were not trained stay in flight in the ledger.
@@ -101,22 +103,16 @@ class Rollouts:
 
     async def _renew(self) -> None:
         """Drop groups that are too old now, and fill the queue."""
-        self.sampler.episodes.pool.deaths.clear()
+        self.sampler.begin_step()
         late = [one for one in self.running.values() if one.last_version < self.version]
-        self.dropped.lengths += [length for one in late for length in self._sampled_lengths(one)]
+        ended = [one for one in late if one.task.done() and one.task.exception() is None]
+        self.dropped.lengths += [length for one in ended for length in sampled_lengths(one.task.result())]
+        rest = [one.number for one in late if one not in ended]
+        self.dropped.lengths += await self.sampler.partial_lengths(rest) if rest else []
         self._end(late)
         self.ledger.close([one.number for one in late], "too_old")
         self.dropped.too_old = len(late)
         await self._admit(self.plan.capacity() - len(self.running))
-
-    def _sampled_lengths(self, one: InFlightGroup) -> list[int]:
-        """Return the lengths of a group's completions; of an unfinished group, those of its interrupted parts."""
-        if one.task.done() and one.task.exception() is None:
-            return [
-                trajectory.sampled_tokens() for trajectory in one.task.result() if not trajectory.outcome.is_failure
-            ]
-        parts = self.sampler.episodes.pool.sampled.get(one.number, Counter())
-        return [tokens for key, tokens in parts.items() if key.purpose == self.sampler.purpose]
 
     def _end(self, groups: Collection[InFlightGroup]) -> None:
         for one in groups:
@@ -130,7 +126,7 @@ class Rollouts:
         if not self.expiring[one.last_version]:
             del self.expiring[one.last_version]
 
-    def _note_finished(self, one: InFlightGroup, task: asyncio.Task[Group]) -> None:
+    def _note_finished(self, one: InFlightGroup, task: asyncio.Task[list[Any]]) -> None:
         if self.running.get(one.number) is one:  # and was not ended
             heappush(self.finished.setdefault(one.last_version, []), one.number)
             self.has_finished.set()
@@ -144,13 +140,13 @@ class Rollouts:
             self.expiring[one.last_version] += 1
             task.add_done_callback(partial(self._note_finished, one))
 
-    async def _take(self, count: int) -> list[Group]:
+    async def _take(self, count: int) -> list[Any]:
         most, ready = count * self.plan.dynamic.max_batches, self.ready
         while len(ready) < count and (self.examined < most or not self.plan.dynamic.enabled):
             one = await self._next(count - len(ready))
             self.examined += 1
             if self._is_trainable(one):
-                ready.append([trajectory for trajectory in one.task.result() if trajectory.outcome.is_scored])
+                ready.append(scored_part(one.task.result()))
             else:
                 await self._admit(self._replacements(count - len(ready), most - self.examined))
         self.ready, self.examined = [], 0
@@ -178,7 +174,7 @@ class Rollouts:
 
     async def _next(self, wanted: int) -> InFlightGroup:
         """Wait for a group; the timeout applies to one group, not to a whole step."""
-        pool, seconds = self.sampler.episodes.pool, self.loop.timeout_seconds
+        pool, seconds = self.sampler.pool, self.loop.timeout_seconds
         loss = asyncio.create_task(pool.engine_lost.wait())
         try:
             async with asyncio.timeout(seconds):
@@ -235,7 +231,7 @@ class Rollouts:
         left_out = [trajectory for trajectory in group if trajectory.outcome is Outcome.LEFT_OUT]
         self.dropped.left_out += len(left_out)
         self.dropped.metrics += [trajectory.metrics for trajectory in left_out]
-        self.dropped.lengths += self._sampled_lengths(one)
+        self.dropped.lengths += sampled_lengths(group)
         fate = self._fate(group, failed)
         self.left_out = self.left_out + 1 if fate == "left_out" else 0
         if self.left_out > self.plan.prompts_per_step * self.plan.dynamic.max_batches:
@@ -252,7 +248,7 @@ class Rollouts:
         self.useful += not fate
         return not fate
 
-    def _fate(self, group: Group, failed: int) -> str:
+    def _fate(self, group: Sequence[Episode], failed: int) -> str:
         """Return why a group is not trained, or nothing."""
         if sum(one.outcome.is_scored for one in group) < min(2, self.sampler.size):
             self.dropped.groups += 1
@@ -266,7 +262,17 @@ class Rollouts:
         return "uniform"
 
 
-def part_reward(trajectory: Trajectory, part: str | None) -> float:
+def sampled_lengths(group: Sequence[Episode]) -> list[int]:
+    """Return the lengths of a group's completions, trained or not."""
+    return [one.sampled_tokens() for one in group if not one.outcome.is_failure]
+
+
+def scored_part(group: list[Any]) -> list[Any]:
+    """Return the episodes with a reward."""
+    return group.scored() if isinstance(group, SampledGroup) else [one for one in group if one.outcome.is_scored]
+
+
+def part_reward(episode: Episode, part: str | None) -> float:
     """Return the reward of one part, or the whole reward if a policy error left that part without one."""
-    assert trajectory.reward is not None
-    return trajectory.metrics.get(f"reward/{part}", trajectory.reward)
+    assert episode.reward is not None
+    return episode.metrics.get(f"reward/{part}", episode.reward)

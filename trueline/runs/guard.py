@@ -9,11 +9,11 @@ import numpy as np
 from trueline.algorithms.entries import is_own
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import TrainingConfig
-from trueline.data.types import Sample
 from trueline.monitoring.findings import FINE, WATCH, Finding
 from trueline.monitoring.limits import FIRST_STEPS, STALLED_CHANGE, STALLED_STEPS
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings, Metrics
+from trueline.training.samples import Samples
 from trueline.training.worker import Worker
 
 SAMPLED = 256  # weights of each tensor
@@ -46,7 +46,7 @@ class UpdateMonitor:
         self.sampled = np.zeros(0)
         self.history: list[float] = []
 
-    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
+    def update(self, samples: Samples, loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
         """Make one optimizer step and return its metrics."""
         section = settings.section
         is_users = isinstance(section, AlgorithmConfig) and is_own(section.loss)

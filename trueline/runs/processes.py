@@ -1,21 +1,25 @@
 """Open the processes of a run: Ray, ranks, engines, rewards, and what turns prompts into scored completions."""
 
+import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.config.rl import ResolvedRollout, SamplingControls
+from trueline.config.rl import ResolvedRollout, RLConfig, SamplingControls
+from trueline.config.sampling import SamplingConfig
+from trueline.data.chat import ChatFormat
 from trueline.data.types import Outcome, Trajectory
-from trueline.environments.base import Environment
 from trueline.environments.opening import OpenEnvironment
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
+from trueline.models.ring_attention import Mesh
 from trueline.plan.resolve import RoleModel, reward_model_name
 from trueline.plan.rewards import RewardCheck
 from trueline.plan.rl import RLPlan
@@ -27,11 +31,13 @@ from trueline.rewards.replay import write_failure
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.episode import Episodes
-from trueline.rollout.failures import Report
-from trueline.rollout.groups import GroupSampler
-from trueline.rollout.pool import EnginePool
+from trueline.rollout.failures import EngineLost, Report
+from trueline.rollout.groups import Numbered, SamplerSpec
+from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.session import EpisodeLimits
-from trueline.runtime.actors import Actor
+from trueline.rollout.summary import EpisodeSummary
+from trueline.runs.rollout_workers import TRAIN, EngineView, GroupWorker, RolloutWorkers, WorkerSampler
+from trueline.runtime.actors import Actor, LocalActor, RayActor, RayHandle, Target
 from trueline.runtime.cluster import Machine, check_folders, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
@@ -71,8 +77,7 @@ def open_loop(timeout_seconds: float) -> Iterator[EventLoop]:
 class Sampling:
     """Everything that turns prompts into scored completions."""
 
-    episodes: Episodes
-    environment: Callable[[], Environment]
+    workers: RolloutWorkers
     stops: tuple[int, ...]
     loop: EventLoop
 
@@ -84,7 +89,7 @@ class Sampling:
         seed: int | None,
         purpose: str,
         greedy: bool = False,
-    ) -> GroupSampler:
+    ) -> WorkerSampler:
         params = SamplingParams(
             controls.temperature,
             max_new_tokens,
@@ -94,32 +99,125 @@ class Sampling:
             top_k=controls.top_k,
             min_p=controls.min_p,
             repetition_penalty=controls.repetition_penalty,
-            experts=purpose == "train",
+            experts=purpose == TRAIN,
         )
-        return GroupSampler(self.episodes, self.environment, params, size, seed, purpose, greedy)
+        return WorkerSampler(self.workers, SamplerSpec(params, size, seed, purpose, greedy))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWorkerSpec:
+    """What a rollout worker in a process of its own is made from."""
+
+    config: RLConfig | SamplingConfig
+    rollout: ResolvedRollout
+    engines: EngineView
+    judges: list[tuple[RoleModel, list[RayHandle[Worker]]]]  # reward models and their ranks
+    logs: Path
+    number: int
+
+
+class RolloutWorker(GroupWorker):
+    """A rollout worker in a process of its own: with its own rewards, environment and view of the engines."""
+
+    def __init__(self, spec: RolloutWorkerSpec) -> None:
+        config, rollout, logs = spec.config, spec.rollout, spec.logs / f"worker-{spec.number}"
+        chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
+        pool = EnginePool(spec.engines.engines, rollout.max_sequences)
+        pool.use(spec.engines.engines, spec.engines.incarnations, spec.engines.lost)
+        groups = {role.name: judge_group(role, ranks, config.timeout_seconds) for role, ranks in spec.judges}
+        reward, played = share_of(config.reward, rollout.workers), share_of(config.environment, rollout.workers)
+        rewards = open_rewards(reward, [role for role, _ in spec.judges], groups, logs)
+        environment = environment_of(played, rewards, chat, logs, rollout.engine)
+        super().__init__(Episodes(pool, chat, episode_budget(config.environment, rollout)), environment)
+
+    async def sample(self, spec: SamplerSpec, numbered: Numbered, place: int, engine: int | None) -> tuple[Any, ...]:
+        try:
+            return await super().sample(spec, numbered, place, engine)
+        except EngineLost as lost:  # which the controller has to act on
+            return str(lost), {}, {}, {}, []
+
+
+Section = TypeVar("Section", RewardConfig, EnvironmentConfig)
+
+
+def share_of(section: Section, workers: int) -> Section:
+    """Return the section of one worker: all of them together have the configured processes of user code."""
+    return section.with_keys({"processes": math.ceil(section.processes / workers)})
+
+
+def judge_group(role: RoleModel, ranks: Sequence[Actor[Worker]], seconds: float) -> ModelGroup:
+    mesh = Mesh(role.world, role.model.context_parallel, role.model.tensor_parallel)
+    return ModelGroup(role.name, ranks, role.ranks, seconds, mesh)
+
+
+def environment_of(
+    config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path, engine: str
+) -> OpenEnvironment:
+    return OpenEnvironment(config, rewards, chat, logs, engine=engine, structures=ROLLOUT_ENGINES[engine].structures)
 
 
 @contextmanager
 def open_sampling(
     plan: RLPlan | SamplingPlan[Any],
     pool: EnginePool,
-    rewards: CombinedReward,
+    processes: Processes,
+    judges: dict[str, ModelGroup],
     loop: EventLoop,
-    logs: Path,
     note: Callable[[str], None],
 ) -> Iterator[Sampling]:
-    """Start the processes of an environment, yield what samples with it, and end them and the rewards."""
-    config, rollout, chat = plan.config.environment, plan.rollout, plan.chat
-    structures = ROLLOUT_ENGINES[rollout.engine].structures
+    """Start rollout workers, or what they hold in this process; yield what samples with it, and end it.
+
+    `judges` are the models of the run by the names of their roles, reward models among them.
+    """
     with ExitStack() as stack:
+        if plan.rollout.workers:
+            workers = start_workers(plan, pool, processes, judges, note)
+        else:
+            workers = stack.enter_context(open_worker_here(plan, pool, judges, loop, processes.logs))
+        stack.callback(lambda: loop.run(workers.stop(), "stopping rollout workers"))
+        for remark in loop.run(workers.start(), "starting rollout workers"):
+            note(remark)
+        asyncio.run_coroutine_threadsafe(workers.watch(plan.config.timeout_seconds / SILENCE), loop.loop)
+        yield Sampling(workers, tuple(sorted(plan.chat.stop_ids)), loop)
+
+
+def start_workers(
+    plan: RLPlan | SamplingPlan[Any],
+    pool: EnginePool,
+    processes: Processes,
+    judges: dict[str, ModelGroup],
+    note: Callable[[str], None],
+) -> RolloutWorkers:
+    plan.rewards.close()  # each worker starts its own
+    roles = [(role, judges[role.name]) for role in plan.reward_roles]
+
+    def spec(number: int) -> RolloutWorkerSpec:
+        ranks = [(role, handles(group.actors)) for role, group in roles]
+        return RolloutWorkerSpec(plan.config, plan.rollout, EngineView.of(pool), ranks, processes.logs, number)
+
+    target: Target[GroupWorker] = Target(
+        f"{RolloutWorker.__module__}:{RolloutWorker.__name__}", True, RolloutWorker.sample.__name__
+    )
+    actors = processes.rollout_workers(target, [spec(number) for number in range(plan.rollout.workers)])
+    return RolloutWorkers(actors, pool, spec, note)
+
+
+def handles(actors: Sequence[Actor[Worker]]) -> list[RayHandle[Worker]]:
+    return [one.for_others() for one in actors if isinstance(one, RayActor)]
+
+
+@contextmanager
+def open_worker_here(
+    plan: RLPlan | SamplingPlan[Any], pool: EnginePool, judges: dict[str, ModelGroup], loop: EventLoop, logs: Path
+) -> Iterator[RolloutWorkers]:
+    """Hold rewards and environment in this process."""
+    with ExitStack() as stack:
+        rewards = open_rewards(plan.config.reward, plan.reward_roles, judges, logs, plan.rewards)
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
-        environment = OpenEnvironment(config, rewards, chat, logs, engine=rollout.engine, structures=structures)
+        environment = environment_of(plan.config.environment, rewards, plan.chat, logs, plan.rollout.engine)
         stack.callback(lambda: loop.run(environment.stop(), "stopping the environment"))
-        loop.run(environment.start(), "starting the environment")
-        if environment.remark:
-            note(environment.remark)
-        episodes = Episodes(pool, chat, episode_budget(config, rollout))
-        yield Sampling(episodes, environment, tuple(sorted(chat.stop_ids)), loop)
+        episodes = Episodes(pool, plan.chat, episode_budget(plan.config.environment, plan.rollout))
+        yield RolloutWorkers([LocalActor("rollouts", GroupWorker(episodes, environment))], pool)
 
 
 def episode_budget(environment: EnvironmentConfig, rollout: ResolvedRollout) -> EpisodeLimits:
@@ -205,7 +303,7 @@ def model_reward(part: RewardPartConfig, config: RewardConfig, role: RoleModel, 
 def failure_files(config: RewardConfig, folder: Path) -> Report:
     """Return a function that writes the call of a failed completion into a run folder, and returns how to see it."""
 
-    def write(number: int, trajectory: Trajectory) -> str:
+    def write(number: int, trajectory: Trajectory | EpisodeSummary) -> str:
         part: RewardPartConfig | None = None
         if trajectory.outcome is not Outcome.ENVIRONMENT_ERROR:
             part = config.named_parts().get(trajectory.failed_reward, config)
@@ -220,5 +318,7 @@ def failure_files(config: RewardConfig, folder: Path) -> Report:
     return write
 
 
-def failed_call(trajectory: Trajectory) -> Call:
+def failed_call(trajectory: Trajectory | EpisodeSummary) -> Call:
+    if isinstance(trajectory, EpisodeSummary):
+        return trajectory.call
     return reward_call(trajectory.prompt, trajectory.reply, trajectory.talk)

@@ -30,6 +30,7 @@ LOCATION_SECONDS = 10  # that a process has to report its location before it is 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
+Body = TypeVar("Body")
 Object = TypeVar("Object")
 Object_co = TypeVar("Object_co", covariant=True)
 Method = Callable[Concatenate[Object, Given], Result]
@@ -68,11 +69,36 @@ class Actor(Protocol[Object_co]):
         self, method: Method[Object_co, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]: ...
 
+    def submit_kept(
+        self, method: Method[Object_co, Given, tuple[Result, Body]], *args: Given.args, **named: Given.kwargs
+    ) -> "Pending[tuple[Result, Stored[Body]]]":
+        """Make a call whose second result stays in the object store."""
+
     async def call(
         self, method: AsyncMethod[Object_co, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Result: ...
 
+    async def call_kept(
+        self, bodies: int, method: AsyncMethod[Object_co, Given, Any], *args: Given.args, **named: Given.kwargs
+    ) -> "tuple[Any, tuple[Stored[Any], ...]]":
+        """Make a call whose results behind the first stay in the object store; the caller owns them."""
+
     def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored(Generic[Result_co]):
+    """A value that lies in the object store, or in this process; who needs it fetches it."""
+
+    place: Any  # Ray's reference, or the value itself
+
+    def fetch(self) -> Result_co:
+        """Return the value without a copy, if it lies on this node; its arrays cannot be written."""
+        try:
+            value: Result_co = ray.get(self.place) if isinstance(self.place, ray.ObjectRef) else self.place
+        except RayError as error:
+            raise ActorFailure(f"samples of this step are lost with the node that held them: {error}") from error
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +110,11 @@ class Done(Generic[Result]):
 
     async def async_result(self) -> Result:
         return self.value
+
+
+def shown_name(method: str) -> str:
+    """Return the name of a call for people, to whom it does not matter where its result stays."""
+    return method.removesuffix("_kept")
 
 
 LOCAL_CALLS = threading.RLock()  # models of one process share the state of a forward pass
@@ -98,7 +129,7 @@ class LocalActor(Actor[Object]):
     def submit(
         self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
     ) -> Pending[Result]:
-        with WORK.doing("call", self.name, method.__name__), LOCAL_CALLS:
+        with WORK.doing("call", self.name, shown_name(method.__name__)), LOCAL_CALLS:
             return Done(methodcaller(method.__name__, *args, **named)(self.target))
 
     async def call(
@@ -107,6 +138,18 @@ class LocalActor(Actor[Object]):
         with WORK.doing("call", self.name, method.__name__):
             result: Result = await methodcaller(method.__name__, *args, **named)(self.target)
         return result
+
+    def submit_kept(
+        self, method: Method[Object, Given, tuple[Result, Body]], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[tuple[Result, Stored[Body]]]:
+        head, body = self.submit(method, *args, **named).result(0)
+        return Done((head, store(body)))
+
+    async def call_kept(
+        self, bodies: int, method: AsyncMethod[Object, Given, Any], *args: Given.args, **named: Given.kwargs
+    ) -> tuple[Any, tuple[Stored[Any], ...]]:
+        head, *rest = await self.call(method, *args, **named)
+        return head, tuple(map(store, rest))
 
     def stop(self) -> None:
         pass
@@ -119,32 +162,34 @@ class RayPending(Generic[Result]):
     log: Path
     activity: Activity | None = None
     address: str = ""  # of its node, in a cluster
+    kept: tuple[Any, ...] | None = None  # further references, whose values stay where they are
 
     def result(self, timeout_seconds: float) -> Result:
         try:
-            value: Result = ray.get(self.reference, timeout=timeout_seconds)
+            value = ray.get(self.reference, timeout=timeout_seconds)
         except GetTimeoutError:
             message = f"{self.who}: no answer within {timeout_seconds:.0f} s; see {self.log}"
             raise ActorFailure(message) from None
         except (*DEATHS, RayTaskError) as error:
             raise self._failure(error) from error
-        self._end_activity()
-        return value
+        return self._end(value)
 
     async def async_result(self) -> Result:
         try:
-            value: Result = await self.reference
+            value = await self.reference
         except (*DEATHS, RayTaskError) as error:
             raise self._failure(error) from error
         except asyncio.CancelledError:
             ray.cancel(self.reference)
             raise
-        self._end_activity()
-        return value
+        return self._end(value)
 
-    def _end_activity(self) -> None:
+    def _end(self, value: Any) -> Result:
         if self.activity is not None:
             WORK.end(self.activity)
+        found: Any = value if self.kept is None else (value, *map(Stored, self.kept))
+        result: Result = found
+        return result
 
     def _failure(self, error: Exception) -> ActorFailure:
         """Keep the cause alone: Ray's own message is pages long."""
@@ -185,11 +230,62 @@ class Placement:
         }
 
 
-class RayActor(Actor[Object]):
+class RayHandle(Actor[Object]):
+    """An object in a Ray process, which another process has started."""
+
+    def __init__(self, name: str, target: "Target[Object]", handle: Any, log: Path, address: str) -> None:
+        self.name, self.target, self.handle, self.log, self.address = name, target, handle, log, address
+
+    def submit(
+        self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[Result]:
+        return self._call(method.__name__, {}, *args, **named)
+
+    def submit_kept(
+        self, method: Method[Object, Given, tuple[Result, Body]], *args: Given.args, **named: Given.kwargs
+    ) -> Pending[tuple[Result, Stored[Body]]]:
+        return self._call(method.__name__, {"num_returns": 2}, *args, **named)
+
+    async def call(
+        self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
+    ) -> Result:
+        pending: RayPending[Result] = self._call(method.__name__, {}, *args, **named)
+        return await pending.async_result()
+
+    async def call_kept(
+        self, bodies: int, method: AsyncMethod[Object, Given, Any], *args: Given.args, **named: Given.kwargs
+    ) -> tuple[Any, tuple[Stored[Any], ...]]:
+        pending = self._call(method.__name__, {"num_returns": 1 + bodies}, *args, **named)
+        head, *rest = await pending.async_result()
+        return head, tuple(rest)
+
+    def _call(self, method: str, options: dict[str, Any], *args: Any, **named: Any) -> RayPending[Any]:
+        activity, remote = WORK.begin("call", self.name, shown_name(method)), self.handle.call
+        if self.target.asynchronous and method != self.target.bulk_method:
+            options = options | {"concurrency_group": CONTROL}
+        references = (remote.options(**options) if options else remote).remote(method, *args, **named)
+        one, *rest = references if "num_returns" in options else (references,)
+        return self._pending(method, one, activity, tuple(rest) or None)
+
+    def _control(self, method: Any) -> Any:
+        """Return the host's method in the concurrency group of all calls but those of the bulk method."""
+        return method.options(concurrency_group=CONTROL) if self.target.asynchronous else method
+
+    def _pending(
+        self, method: str, reference: Any, activity: Activity | None = None, kept: tuple[Any, ...] | None = None
+    ) -> RayPending[Any]:
+        return RayPending(f"{self.name}.{method}", reference, self.log, activity, self.address, kept)
+
+    def stop(self) -> None:
+        """Leave it to the process that has started it."""
+
+
+class RayActor(RayHandle[Object]):
     """An object in a Ray process; what it prints goes to `log`."""
 
     def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Placement, log: Path) -> None:
-        self.name, self.log, self.target, self.args, self.placement = name, log, target, args, spot
+        super().__init__(name, target, None, log, spot.address)
+        self.args, self.placement = args, spot
         self.begin()
 
     def begin(self) -> None:
@@ -206,6 +302,11 @@ class RayActor(Actor[Object]):
         self.location_ref = self._control(self.handle.location).remote()
         self._control(self.handle.make).remote(self.target.path, self.args)
 
+    def for_others(self) -> RayHandle[Object]:
+        """Return a handle of the present process, for other processes of the run."""
+        target: Target[Object] = Target(self.target.path, self.target.asynchronous, self.target.bulk_method)
+        return RayHandle(self.name, target, self.handle, self.log, self.address)
+
     def kill(self) -> None:
         """Kill the process and its children with SIGKILL, which ends stopped ones as well."""
         handle, location_ref = self.handle, self.location_ref  # `begin` may replace them meanwhile
@@ -218,35 +319,12 @@ class RayActor(Actor[Object]):
                 ray.get(ray.remote(kill_family).options(scheduling_strategy=there, num_cpus=0).remote(location.pid))
         ray.kill(handle)
 
-    def submit(
-        self, method: Method[Object, Given, Result], *args: Given.args, **named: Given.kwargs
-    ) -> Pending[Result]:
-        return self._call(method.__name__, *args, **named)
-
-    async def call(
-        self, method: AsyncMethod[Object, Given, Result], *args: Given.args, **named: Given.kwargs
-    ) -> Result:
-        pending: RayPending[Result] = self._call(method.__name__, *args, **named)
-        return await pending.async_result()
-
-    def _call(self, method: str, *args: Any, **named: Any) -> RayPending[Any]:
-        activity, remote = WORK.begin("call", self.name, method), self.handle.call
-        remote = remote if method == self.target.bulk_method else self._control(remote)
-        return self._pending(method, remote.remote(method, *args, **named), activity)
-
-    def _control(self, method: Any) -> Any:
-        """Return the host's method in the concurrency group of all calls but those of the bulk method."""
-        return method.options(concurrency_group=CONTROL) if self.target.asynchronous else method
-
-    def _pending(self, method: str, reference: Any, activity: Activity | None = None) -> RayPending[Any]:
-        return RayPending(f"{self.name}.{method}", reference, self.log, activity, self.placement.address)
-
     def ping(self) -> Pending[None]:
         """Check that a process with coroutines responds."""
         return self._pending("ping", self._control(self.handle.ping).remote())
 
     def has_lost_node(self) -> bool:
-        return is_node_lost(self.placement.address)
+        return is_node_lost(self.address)
 
     def location(self) -> Pending[Location]:
         return self._pending("location", self.location_ref)
@@ -256,12 +334,16 @@ class RayActor(Actor[Object]):
         self.log.with_suffix(BEAT).unlink(missing_ok=True)
 
 
+def no_environment(gpus: int) -> dict[str, str]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Target(Generic[Object]):
     path: str
     asynchronous: bool = False  # its methods are coroutines
     bulk_method: str = ""  # has thousands of calls in progress; other methods do not queue behind it
-    environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # by the number of GPUs
+    environment: Callable[[int], dict[str, str]] = no_environment  # by the number of GPUs
 
 
 def is_node_lost(address: str) -> bool:
@@ -295,3 +377,8 @@ def share(value: Result) -> Result:
     """Put a value into the object store once for several actors; Ray passes them the value itself."""
     shared: Any = ray.put(value) if ray.is_initialized() else value
     return shared
+
+
+def store(value: Result) -> Stored[Result]:
+    """Put a value of this process into the object store, where there is one."""
+    return Stored(ray.put(value) if ray.is_initialized() else value)

@@ -201,6 +201,18 @@ class Processes:
         layout = self.layout
         return self._start("engine", target, specs, self.places.engines, layout.colocated, layout.tensor_parallel)
 
+    def rollout_workers(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
+        """Start rollout workers, which claim no devices, on all nodes of the run in turn; the first beside rank 0."""
+        nodes, first = self.places.nodes(), self.places.policy[:1]
+        nodes = [*first, *(at for at in nodes if at not in first)]
+        hidden = process_environment(target, self.machine, self.machine.cpus) | {"CUDA_VISIBLE_DEVICES": ""}
+        actors: list[Actor[Object]] = []
+        for number, spec in enumerate(specs):
+            there = self.machine.split()[nodes[number % len(nodes)]]
+            spot = Placement(node=there.id or None, environment=hidden, address=there.address)
+            actors.append(RayActor(f"rollouts-{number}", target, [spec], spot, self.logs / f"rollouts-{number}.log"))
+        return actors
+
     def _start(
         self, kind: str, target: Target[Object], specs: list[Any], nodes: list[int], shared: bool, width: int = 1
     ) -> list[Actor[Object]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Concatenate
+from typing import Any, Concatenate
 
 import numpy as np
 import torch
@@ -14,13 +14,14 @@ from torch import Tensor
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
 from trueline.config.model import RanksConfig, TrainingConfig, reads_experts
-from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, plan_micro_batches
-from trueline.data.types import PackedSamples, Sample, pack_samples
+from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReader, plan_micro_batches
+from trueline.data.types import Sample, pack_samples
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.heartbeat import WORK
-from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Result, share, wait_all
+from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Pending, Result, Stored, share, wait_all
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
+from trueline.training.samples import Arrays, Block, Samples, StoredSamples, lengths_of
 from trueline.training.worker import Worker
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
@@ -55,15 +56,33 @@ class ModelGroup:
         plan = self.plan(samples)
         return split_by_sample(samples, plan, self._submit(Worker.score, samples, plan, temperature, reference))
 
-    def prepare_settings(self, samples: list[Sample], loss: str, settings: LossSettings) -> LossSettings:
+    def score_stored(
+        self, samples: StoredSamples, field: str, temperature: float = 1.0, *, reference: bool = False
+    ) -> list[Block]:
+        """Score samples by reference, and return blocks of the results, which stay with the ranks' nodes."""
+        plan = self.plan(samples)
+        found = self._keep(Worker.score_kept, samples, plan, field, temperature, reference)
+        return self._blocks(samples, plan, (field,), [arrays for _, arrays in found])
+
+    def prepare_settings(self, samples: Samples, loss: str, settings: LossSettings) -> LossSettings:
         """Return the settings with the loss's own statistics of the whole minibatch."""
-        found = LOSSES[loss].prepare(samples, settings.section, partial(self.score, temperature=settings.temperature))
+        rows: Any = samples.rows if isinstance(samples, StoredSamples) else samples
+        found = LOSSES[loss].prepare(rows, settings.section, partial(self.score, temperature=settings.temperature))
         return replace(settings, statistics=settings.statistics | found)
 
-    def update(self, samples: list[Sample], loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
-        """Make one optimizer step on the whole minibatch; once in a run, halve the passes if memory runs out."""
+    def update(self, samples: Samples, loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
+        """Make one optimizer step on the whole minibatch; once in a run, halve the passes if memory runs out.
+
+        The log-probs and entropies that it computes of samples by reference become fields of theirs.
+        """
         plan = self.plan(samples, samples_per_row)
-        reports = self._submit(Worker.update, samples, plan, loss, self._with_expert_counts(samples, plan, settings))
+        counted = self._with_expert_counts(samples, plan, settings)
+        kept: list[Stored[Arrays]] = []
+        if isinstance(samples, StoredSamples):
+            found = self._keep(Worker.update_kept, samples, plan, loss, counted)
+            reports, kept = [report for report, _ in found], [arrays for _, arrays in found]
+        else:
+            reports = self._submit(Worker.update, samples, plan, loss, counted)
         if error := reports[0].out_of_memory:
             whole, self.budget = self.budget, replace(self.budget, tokens=self.budget.tokens // 2)
             try:
@@ -74,23 +93,18 @@ class ModelGroup:
                 raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
             self.halved += 1
             return self.update(samples, loss, settings, samples_per_row=samples_per_row)
-        if settings.logprobs_from_update:
-            logprobs = split_by_sample(samples, plan, [one.logprobs for one in reports])
-            for sample, mine in zip(samples, logprobs, strict=True):
-                sample.old_logprobs = mine
-        if settings.entropies:
-            entropies = split_by_sample(samples, plan, [one.entropies for one in reports])
-            for sample, mine in zip(samples, entropies, strict=True):
-                sample.entropy = mine
+        if isinstance(samples, StoredSamples) and (names := settings.kept_fields()):
+            for block in self._blocks(samples, plan, names, kept):
+                samples.add(block)
         return reduce_reports(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
 
-    def accumulate(self, samples: list[Sample], loss: str, settings: LossSettings) -> Metrics:
+    def accumulate(self, samples: Samples, loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
         plan = self.plan(samples)
         counted = self._with_expert_counts(samples, plan, settings)
         return reduce_reports(self._submit(Worker.accumulate, samples, plan, loss, counted))
 
-    def _with_expert_counts(self, samples: list[Sample], plan: Plan, settings: LossSettings) -> LossSettings:
+    def _with_expert_counts(self, samples: Samples, plan: Plan, settings: LossSettings) -> LossSettings:
         """Return the settings with the expert counts of the minibatch (one more pass), if experts are balanced."""
         if not self.balanced:
             return settings
@@ -111,29 +125,59 @@ class ModelGroup:
 
     def _submit(
         self,
-        method: Callable[Concatenate[Worker, PackedSamples, list[MicroBatch], Given], Result],
-        samples: list[Sample],
+        method: Callable[Concatenate[Worker, SampleReader, list[MicroBatch], Given], Result],
+        samples: Samples,
         plan: Plan,
         *args: Given.args,
         **named: Given.kwargs,
     ) -> list[Result]:
         """Make a call on every rank, and return one result per data place: its ranks all return the same."""
-        packed = share(pack_samples(samples, experts=self.reads_experts))
+        given = self._given(samples)
+        return self._on_ranks(plan, lambda actor, mine: actor.submit(method, given, mine, *args, **named))
+
+    def _keep(
+        self,
+        method: Callable[Concatenate[Worker, SampleReader, list[MicroBatch], Given], tuple[Result, Arrays]],
+        samples: StoredSamples,
+        plan: Plan,
+        *args: Given.args,
+        **named: Given.kwargs,
+    ) -> list[tuple[Result, Stored[Arrays]]]:
+        """Do the same, and leave the arrays in the object store."""
+        given = self._given(samples)
+        return self._on_ranks(plan, lambda actor, mine: actor.submit_kept(method, given, mine, *args, **named))
+
+    def _given(self, samples: Samples) -> SampleReader:
+        """Return what ranks are sent: references, or all samples packed."""
+        if isinstance(samples, StoredSamples):
+            return samples if self.reads_experts else samples.without_experts()
+        return share(pack_samples(list(samples), experts=self.reads_experts))
+
+    def _on_ranks(
+        self, plan: Plan, submit: Callable[[Actor[Worker], list[MicroBatch]], Pending[Result]]
+    ) -> list[Result]:
         passes = [plan[self.mesh.data_place(rank)] for rank in range(len(self.actors))]
         with self.submitting:  # every rank must get the calls of several threads in the same order
-            pairs = zip(self.actors, passes, strict=True)
-            calls = [actor.submit(method, packed, mine, *args, **named) for actor, mine in pairs]
+            calls = [submit(actor, mine) for actor, mine in zip(self.actors, passes, strict=True)]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
-    def plan(self, samples: list[Sample], samples_per_row: int = 1) -> Plan:
-        return plan_micro_batches([sample.length() for sample in samples], self.mesh.data, self.budget, samples_per_row)
+    def _blocks(
+        self, samples: StoredSamples, plan: Plan, names: tuple[str, ...], found: list[Stored[Arrays]]
+    ) -> list[Block]:
+        """Return what the ranks have computed of their samples, in the order of their passes."""
+        order = [[at for micro_batch in passes for at in micro_batch if at != FILLER] for passes in plan]
+        pairs = zip(order, found, strict=True)
+        return [Block(names, tuple(samples.numbers[at] for at in places), arrays) for places, arrays in pairs]
+
+    def plan(self, samples: Samples, samples_per_row: int = 1) -> Plan:
+        return plan_micro_batches(lengths_of(samples), self.mesh.data, self.budget, samples_per_row)
 
     def stop(self) -> None:
         for actor in self.actors:
             actor.stop()
 
 
-def split_by_sample(samples: list[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
+def split_by_sample(samples: Sequence[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
     """Split the ranks' values of tokens into samples, in the order of the samples."""
     found: dict[int, Tensor] = {}
     for passes, flat in zip(plan, flats, strict=True):

@@ -24,6 +24,10 @@ class LossSettings:
     draws: bool = False  # test whether the samples come from these weights
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, to balance routers
 
+    def kept_fields(self) -> tuple[str, ...]:
+        """Return the fields of samples that an update computes."""
+        return ("old_logprobs",) * self.logprobs_from_update + ("entropy",) * self.entropies
+
 
 class LossAccumulator:
     """Weighted sums and maxima over the passes of an update; they stay on the device until the last pass."""

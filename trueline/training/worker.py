@@ -20,8 +20,8 @@ from trueline.algorithms.importance_sampling import draw_sums
 from trueline.algorithms.losses import LOSSES, over_learnt, router_loss
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
-from trueline.data.batching import FILLER, MicroBatch, collate
-from trueline.data.types import Batch, LossOutput, ModelOutput, PackedSamples, is_filled
+from trueline.data.batching import FILLER, MicroBatch, SampleReader, collate
+from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora, base_weights, dequantize, merge_adapters, scale_adapters
@@ -41,6 +41,7 @@ from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
 from trueline.training.report import LossSettings, Report
+from trueline.training.samples import Arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class Worker:
         return only_output(self.engine.forward(batch, 1.0, entropy=False))
 
     def score(
-        self, packed: PackedSamples, passes: list[MicroBatch], temperature: float, reference: bool = False
+        self, packed: SampleReader, passes: list[MicroBatch], temperature: float, reference: bool = False
     ) -> np.ndarray:
         """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters."""
         rows: list[Tensor] = []
@@ -156,6 +157,12 @@ class Worker:
                 WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
+    def score_kept(
+        self, packed: SampleReader, passes: list[MicroBatch], field: str, temperature: float, reference: bool = False
+    ) -> tuple[None, Arrays]:
+        """Score, and return the result as a field of the samples."""
+        return None, {field: self.score(packed, passes, temperature, reference)}
+
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Turn off gradients, and the dropout of adapters."""
@@ -166,7 +173,7 @@ class Worker:
         finally:
             self.scorer.train()
 
-    def update(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
+    def update(self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         """Make one optimizer step on this rank's share of a minibatch, or none if memory runs out."""
         problem = None
         try:
@@ -184,11 +191,20 @@ class Worker:
             report.step = self.engine.step() | reports.memory_metrics(self.device)
         return report
 
+    def update_kept(
+        self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings
+    ) -> tuple[Report, Arrays]:
+        """Update, and return what it computes of each token apart from the report."""
+        report = self.update(packed, passes, loss, settings)
+        found = {"old_logprobs": report.logprobs, "entropy": report.entropies}
+        report.logprobs = report.entropies = np.zeros(0, np.float32)
+        return report, {name: found[name] for name in settings.kept_fields()}
+
     def release(self) -> tuple[float, float]:
         """Release cached memory; return the device's GiB in use before, and the GiB released."""
         return reports.release_cache() if self.device.type == "cuda" else (0.0, 0.0)
 
-    def accumulate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
+    def accumulate(self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         sums = reports.LossAccumulator()
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
@@ -213,7 +229,7 @@ class Worker:
         report.entropies = torch.cat(entropies).float().cpu().numpy() if entropies else report.entropies
         return report
 
-    def evaluate(self, packed: PackedSamples, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
+    def evaluate(self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         sums = reports.LossAccumulator()
         with self.eval_mode():
             for micro_batch in passes:
@@ -222,7 +238,7 @@ class Worker:
                 WORK.move()
         return sums.report()
 
-    def count_experts(self, packed: PackedSamples, passes: list[MicroBatch]) -> list[float]:
+    def count_experts(self, packed: SampleReader, passes: list[MicroBatch]) -> list[float]:
         """Count how many tokens of this rank's samples go to each expert, over all layers, [E]."""
         found: list[Tensor] = []
         with self.eval_mode():
@@ -233,7 +249,7 @@ class Worker:
         return torch.stack(found).sum(0).tolist()
 
     def _loss(
-        self, packed: PackedSamples, micro_batch: MicroBatch, loss: str, settings: Any
+        self, packed: SampleReader, micro_batch: MicroBatch, loss: str, settings: Any
     ) -> tuple[Batch, ModelOutput, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics

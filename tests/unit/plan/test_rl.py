@@ -26,7 +26,7 @@ from trueline.plan.resolve import check_rollout, resolve_dtype, resolve_rollout
 from trueline.plan.rl import RLPlan, check_algorithm, check_lengths, memory_bytes, plan_rl, share_devices
 from trueline.plan.time import forward_flops, phase_seconds
 from trueline.rl.build import sync_plan
-from trueline.rl.transcripts import transcript
+from trueline.rollout.summary import transcript
 from trueline.runs.processes import engine_specs, episode_budget
 from trueline.runtime.cluster import Machine
 from trueline.sync.weights import SyncPlan

@@ -11,11 +11,10 @@ from trueline.config.rl import RLConfig
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.build import make_evaluator, make_rollouts, start_models, sync_plan
-from trueline.rollout.episode import Episodes
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
-from trueline.rollout.session import EpisodeLimits
 from trueline.runs.processes import Sampling
+from trueline.runs.rollout_workers import RolloutWorkers, WorkerSampler
 from trueline.runs.state import RLState
 from trueline.runtime.actors import LocalActor
 from trueline.runtime.event_loop import EventLoop
@@ -41,16 +40,18 @@ def planned(model_folder: Path, tmp_path: Path) -> Any:
 def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, greedy: bool, seeded: bool) -> None:
     ends = ["rollout.stop=[a]", "evaluation.stop=[b]", "evaluation.top_p=0.75"]
     plan = planned(f"algorithm.preset={preset}", "algorithm.group_size=4", f"rollout.seeded={seeded}", *ends)
-    talk = Sampling(Episodes(EnginePool([]), plan.chat, EpisodeLimits(512)), NOTHING, (2,), NOTHING)
+    talk = Sampling(RolloutWorkers([], EnginePool([])), (2,), NOTHING)
     rollouts = make_rollouts(plan, talk, RLState(ledger=Ledger(drawn=6)), RunFolder(tmp_path))
-    sampler = rollouts.sampler
+    assert isinstance(rollouts.sampler, WorkerSampler)
+    sampler = rollouts.sampler.spec
     assert (sampler.size, sampler.seed, sampler.greedy) == (4, 5 if seeded else None, greedy)
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.5, 7, "train")
     assert (sampler.params.stop, sampler.params.top_p) == (("a",), 1.0)
     assert (rollouts.plan.capacity(), rollouts.order.position) == (2, 6)
     held_out = make_evaluator(plan, talk)
     assert held_out is not None
-    sampler = held_out.sampler
+    assert isinstance(held_out.sampler, WorkerSampler)
+    sampler = held_out.sampler.spec
     assert (sampler.size, sampler.seed, sampler.greedy) == (3, 5, False)  # an evaluation can always be repeated
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.25, 7, "evaluate")
     assert (sampler.params.stop, sampler.params.top_p) == (("b",), 0.75)
@@ -98,6 +99,6 @@ def test_an_engine_that_shares_the_models_gpu_is_told_its_cache(planned: Any, co
 def test_what_becomes_of_old_groups_and_running_answers_is_passed_on(planned: Any, tmp_path: Path) -> None:
     for words, drops, mode in (((), False, "wait"), (("rollout.too_old=drop", "rollout.on_update=keep"), True, "keep")):
         plan = planned(*words)
-        talk = Sampling(Episodes(EnginePool([]), plan.chat, EpisodeLimits(512)), NOTHING, (2,), NOTHING)
+        talk = Sampling(RolloutWorkers([], EnginePool([])), (2,), NOTHING)
         assert make_rollouts(plan, talk, RLState(), RunFolder(tmp_path)).plan.drop_old is drops
         assert sync_plan(plan).on_update == mode

@@ -1,9 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 
-from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory, to_samples
-from trueline.rl.metrics import REPEATED, describe_step, excerpt, over_updates, repeated_share, source_names
+from trueline.data.types import Completion, Outcome, Prompt, Sample, Trajectory
+from trueline.rl.metrics import describe_step, excerpt, over_updates, source_names
+from trueline.rl.step import stored_samples
 from trueline.rollout.rollouts import Dropped
+from trueline.rollout.summary import REPEATED, Parcels, SampledGroup, repeated_share, summarise
 
 
 def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, cut: bool = False) -> Trajectory:
@@ -17,10 +21,12 @@ def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, 
 
 
 def described(groups: list[list[Trajectory]], dropped: Dropped | None = None, version: int = 7) -> dict[str, float]:
-    samples: list[Sample] = [sample for group in groups for one in group for sample in to_samples(one)]
-    for sample in samples:
-        sample.reward -= 0.5  # as shaping may do
-    return describe_step(groups, samples, dropped or Dropped(), version)
+    known = [[summarise(one) for one in group] for group in groups]
+    nowhere: Any = None
+    rows = stored_samples([SampledGroup(group, Parcels(*[nowhere] * 4)) for group in known]).rows
+    for row in rows:
+        row.reward = row.task_reward - 0.5  # as shaping may do
+    return describe_step(known, rows, dropped or Dropped(), version)
 
 
 def test_staleness_is_the_largest_and_a_sample_is_as_old_as_its_oldest_token() -> None:
@@ -96,7 +102,7 @@ def test_runs_of_tokens_that_stood_before_are_counted(length: int, words: int) -
     made.add_observation([1] * 2 * REPEATED)
     made.add_action(Completion.of(tokens, [-1.0] * length, 0, "stop"))
     runs = [tuple(tokens[start : start + REPEATED]) for start in range(length - REPEATED + 1)]
-    assert repeated_share(made) == pytest.approx(1 - len(set(runs)) / len(runs) if runs else 0.0)
+    assert repeated_share([made]) == pytest.approx(1 - len(set(runs)) / len(runs) if runs else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Covers `trueline.rl.models`.
 """
 
+import asyncio
 import hashlib
 import json
 import math
@@ -19,6 +20,7 @@ import torch
 
 from tests.support import losses
 from tests.support.letters import rows_of, run_letters
+from tests.support.stored import store_samples
 from trueline.algorithms.advantages import fresh_logprobs
 from trueline.algorithms.losses import LOSSES, Loss, value
 from trueline.cli import main
@@ -29,15 +31,17 @@ from trueline.data.types import LossOutput, Sample
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.timing import Timer
 from trueline.rl.models import DeviceSharing
+from trueline.rl.step import open_samples
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.hf_engine import Request
 from trueline.rollout.pool import EnginePool
 from trueline.runs.guard import UpdateMonitor
 from trueline.runs.state import RLState
-from trueline.runtime.actors import ActorDeath
+from trueline.runtime.actors import ActorDeath, Stored
 from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
+from trueline.training.samples import Block, StoredSamples
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 
@@ -64,13 +68,13 @@ def test_at_another_temperature_a_teacher_that_is_the_policy_has_nothing_to_say(
 def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy does not score before it, and every number is that of a run in which it does."""
     asked: list[str] = []
-    scored = ModelGroup.score
+    scored = ModelGroup.score_stored
 
-    def spy(self: ModelGroup, samples: list[Sample], *args: Any, **named: Any) -> list[torch.Tensor]:
-        asked.extend([self.name] * (len(samples) > 1))  # one alone is the canary
-        return scored(self, samples, *args, **named)
+    def spy(self: ModelGroup, *args: Any, **named: Any) -> list[Block]:
+        asked.append(self.name)
+        return scored(self, *args, **named)
 
-    monkeypatch.setattr(ModelGroup, "score", spy)
+    monkeypatch.setattr(ModelGroup, "score_stored", spy)
     found = []
     for logprobs_from_update in (True, False):
         folder = tmp_path / str(logprobs_from_update)
@@ -232,8 +236,8 @@ def test_minibatches_are_parts_of_the_whole(
     tested: list[bool] = []
     whole = UpdateMonitor.update
 
-    def spy(self: UpdateMonitor, samples: list[Sample], *args: Any, **named: Any) -> dict[str, float]:
-        seen.append([id(sample) for sample in samples])
+    def spy(self: UpdateMonitor, samples: StoredSamples, *args: Any, **named: Any) -> dict[str, float]:
+        seen.append(samples.numbers)
         tested.append(args[1].draws)
         found.append(whole(self, samples, *args, **named))
         return found[-1]
@@ -414,14 +418,28 @@ def test_a_run_resumes_with_its_critics_count_of_skipped_steps(tmp_path: Path, m
         assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 0]
 
 
+class Here:
+    """A rollout worker that is called at once."""
+
+    async def run_kept(self, task: Any, *args: Any) -> Any:
+        head, arrays = task(None, *args)
+        return head, Stored(arrays)
+
+    def run(self, work: Any, what: str) -> Any:
+        return asyncio.run(work)
+
+    loop = property(lambda self: self)
+
+
 def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:
     """One that has a configuration and counters, and no models."""
     nothing: Any = None
-    parts = (nothing,) * 8
+    here: Any = Here()
+    parts = (nothing, here, *(nothing,) * 6)
     rollout = ResolvedRollout.parse(
         config.rollout.model_dump(exclude_none=True) | {"engines": 1, "max_prompt_tokens": 8}
     )
-    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None, nothing, nothing)
+    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None, nothing, nothing, here)
 
 
 def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = False) -> Sample:
@@ -438,8 +456,9 @@ def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = Fals
 def test_assess_shapes_then_compares() -> None:
     algorithm = {"preset": "dr_grpo", "shaping": {"overlong_factor": 0.5, "overlong_share": 0.5}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
-    samples = [answer(4, 1.0), answer(8, 1.0), answer(4, -1.0), answer(4, 0.0)]
-    bare_trainer(config).assign_advantages(samples)
+    stored = store_samples([answer(4, 1.0), answer(8, 1.0), answer(4, -1.0), answer(4, 0.0)])
+    bare_trainer(config).assign_advantages(stored)
+    samples = open_samples(stored)
     assert [sample.reward for sample in samples] == [1.0, 0.5, -1.0, 0.0]  # 8 of 8 tokens: the whole punishment
     assert [sample.task_reward for sample in samples] == [1.0, 1.0, -1.0, 0.0]
     mean = (1.0 + 0.5 - 1.0) / 4
@@ -452,8 +471,9 @@ def test_assess_takes_the_coefficient_that_has_adapted() -> None:
     algorithm = {"preset": "reinforce++", "whiten": False, "kl": {"coefficient": 0.1, "target": 1.0}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
     for adapted, coefficient in ((None, 0.1), (0.25, 0.25)):
-        samples = [answer(4, 1.0)]
-        bare_trainer(config, kl_coefficient=adapted).assign_advantages(samples)
+        stored = store_samples([answer(4, 1.0)])
+        bare_trainer(config, kl_coefficient=adapted).assign_advantages(stored)
+        samples = open_samples(stored)
         assert samples[0].reward == pytest.approx(1.0 - 4 * coefficient)
         assert samples[0].task_reward == 1.0
 
@@ -472,7 +492,7 @@ def test_losses_get_the_temperature_the_adapted_coefficient_and_the_good_tokens(
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8, "temperature": 0.7}})
     trainer = bare_trainer(config, kl_coefficient=0.25)
     trainer.guard = Listening()  # type: ignore[assignment]
-    samples = [answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)]
+    samples = store_samples([answer(4, 1.0), answer(3, 1.0), answer(8, 0.0)])
     trainer.assign_advantages(samples)
     trainer.update(samples)
     ((loss, settings),) = told
@@ -484,7 +504,7 @@ def test_a_minibatch_without_weight_is_not_stepped_on() -> None:
     """All of its answers are filtered: an optimizer step would only decay weights and moments."""
     algorithm = {"preset": "dapo", "shaping": {"overlong_filter": True, "overlong_factor": 0.0}}
     config = RLConfig.parse({"algorithm": algorithm, "rollout": {"max_new_tokens": 8}})
-    samples = [answer(8, 1.0, truncated=True), answer(8, 0.0, truncated=True)]
+    samples = store_samples([answer(8, 1.0, truncated=True), answer(8, 0.0, truncated=True)])
     trainer = bare_trainer(config)
     trainer.assign_advantages(samples)
     assert trainer.update(samples) == {}

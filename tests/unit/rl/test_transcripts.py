@@ -3,7 +3,8 @@
 import pytest
 
 from trueline.data.types import Dialogue, Prompt, Trajectory
-from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, transcript
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
+from trueline.rollout.summary import transcript
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}])
 

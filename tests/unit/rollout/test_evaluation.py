@@ -14,7 +14,7 @@ from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import derive_seed
 from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator, environment_names
-from trueline.rollout.groups import GroupSampler
+from trueline.rollout.groups import GroupSampler, SamplerSpec
 from trueline.runtime.event_loop import EventLoop
 
 Table = dict[str, list[float | None]]
@@ -30,7 +30,7 @@ def evaluated(
     }
     config = EvaluationConfig(samples=samples, temperature=1.0)
     reward = CombinedReward(parts, 0.0)
-    sampler = GroupSampler(episodes, lambda: SingleTurn(reward), PARAMS, samples, 5, "evaluate")
+    sampler = GroupSampler(episodes, lambda: SingleTurn(reward), SamplerSpec(PARAMS, samples, 5, "evaluate"))
     return Evaluator(sampler, sets, config, loop).run()
 
 
@@ -73,7 +73,7 @@ def test_replies_and_rewards_stay_together_where_some_failed(episodes: Episodes,
     (prompt,) = prompts("a")
     found = [("lost", FAILS), ("1", 0.1), ("lost too", FAILS), ("2", 0.2), ("2", 0.3)]
     group = [Trajectory(prompt, 0, reward=reward, reply=reply) for reply, reward in found]
-    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 5, 5, "evaluate")
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), SamplerSpec(PARAMS, 5, 5, "evaluate"))
     assert Evaluator(sampler, {}, EvaluationConfig(samples=5, temperature=1.0), loop).describe([group])["maj@5"] == 0.2
 
 
@@ -90,7 +90,7 @@ def test_the_length_of_an_episode_is_that_of_all_its_sequences(episodes: Episode
         one.add_observation([7, 8])
         one.add_action(Completion.of([5] * tokens, [-1.0] * tokens, 0, "stop"))
     first.branches = [second]
-    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 1, 5, "evaluate")
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), SamplerSpec(PARAMS, 1, 5, "evaluate"))
     found = Evaluator(sampler, {}, EvaluationConfig(), loop).describe([[first]])
     assert found["response_length"] == sum(sampled)
 
@@ -141,7 +141,7 @@ def test_what_environments_report_is_a_mean_over_prompts(episodes: Episodes, loo
         [episode(first, game_won=1.0, failed=9.0), episode(first)],
         [episode(second, game_won=0.0, reward_x=1.0), episode(second, game_won=0.0)],
     ]
-    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), PARAMS, 2, 5, "evaluate")
+    sampler = GroupSampler(episodes, lambda: SingleTurn(CombinedReward({}, 0.0)), SamplerSpec(PARAMS, 2, 5, "evaluate"))
     found = Evaluator(sampler, {}, EvaluationConfig(samples=2, temperature=1.0), loop).describe(groups)
     assert (found["game/won"], found["failed"], found["failed_share"]) == (0.5, 9.0, 0.0)
     assert found["response_length"] == 3.0  # of all sequences of an episode

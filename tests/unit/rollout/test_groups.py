@@ -13,7 +13,7 @@ from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
-from trueline.rollout.groups import GroupSampler
+from trueline.rollout.groups import GroupSampler, SamplerSpec, sample_each
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
@@ -23,7 +23,7 @@ from trueline.runtime.event_loop import EventLoop
 def sampler(episodes: Episodes, seed: int | None = 0, greedy: bool = False) -> GroupSampler:
     """Of two completions each."""
     reward = CombinedReward({"reward": (TableReward(dict.fromkeys("abcdefgh", [0.0] * 9)), RewardPartConfig())}, 0.0)
-    return GroupSampler(episodes, lambda: SingleTurn(reward), PARAMS, 2, seed, "test", greedy)
+    return GroupSampler(episodes, lambda: SingleTurn(reward), SamplerSpec(PARAMS, 2, seed, "test", greedy))
 
 
 @pytest.mark.parametrize(("under_way", "most"), [(1, 2), (5, 4), (100, 16)])
@@ -32,7 +32,7 @@ def test_no_more_answers_are_under_way_than_allowed(
 ) -> None:
     """Whole prompts of two answers, but at least one."""
     engine.delay = lambda prompt: 0.01
-    groups = sampler(episodes).each(enumerate(prompts(*"abcdefgh")), loop, in_flight=under_way)
+    groups = sample_each(sampler(episodes), enumerate(prompts(*"abcdefgh")), loop, in_flight=under_way)
     places = [place for place, _ in groups]
     assert sorted(places) == list(range(8))
     assert engine.most_running == most
@@ -40,7 +40,7 @@ def test_no_more_answers_are_under_way_than_allowed(
 
 def test_answers_come_as_they_are_done(episodes: Episodes, engine: IndexEngine, loop: EventLoop) -> None:
     engine.delay = lambda prompt: {"a": 0.2, "b": 0.1, "c": 0.0}[prompt]
-    found = list(sampler(episodes, seed=None).each(enumerate(prompts("a", "b", "c")), loop, in_flight=100))
+    found = list(sample_each(sampler(episodes, seed=None), enumerate(prompts("a", "b", "c")), loop, in_flight=100))
     assert [place for place, _ in found] == [2, 1, 0]
     assert [group[0].prompt.label for _, group in found] == ["c", "b", "a"]
     assert {seed for _, seed in engine.requests.values()} == {None}
@@ -49,11 +49,11 @@ def test_answers_come_as_they_are_done(episodes: Episodes, engine: IndexEngine, 
 def test_the_wait_for_one_prompt_is_bounded_not_that_for_all(episodes: Episodes, engine: IndexEngine) -> None:
     engine.delay = lambda prompt: 0.1
     loop = EventLoop(timeout_seconds=0.5)
-    assert len(list(sampler(episodes).each(enumerate(prompts(*"abcdef")), loop, in_flight=1))) == 6
+    assert len(list(sample_each(sampler(episodes), enumerate(prompts(*"abcdef")), loop, in_flight=1))) == 6
     engine.delay = lambda prompt: 5.0
     engine.requests.clear()
     with pytest.raises(ActorFailure, match=r"sampling 2 completions .*timeout_seconds"):
-        list(sampler(episodes).each(enumerate(prompts("a")), loop, in_flight=1))
+        list(sample_each(sampler(episodes), enumerate(prompts("a")), loop, in_flight=1))
     loop.stop()
 
 
@@ -63,7 +63,7 @@ def test_an_engine_that_fails_is_heard(episodes: Episodes, engine: IndexEngine, 
 
     engine.delay = broken
     with pytest.raises(ConnectionError, match="engine lost"):
-        list(sampler(episodes).each(enumerate(prompts("a")), loop, in_flight=1))
+        list(sample_each(sampler(episodes), enumerate(prompts("a")), loop, in_flight=1))
 
 
 def test_rl_evaluation_and_jobs_seed_alike(episodes: Episodes, engine: IndexEngine, loop: EventLoop) -> None:
@@ -74,7 +74,7 @@ def test_rl_evaluation_and_jobs_seed_alike(episodes: Episodes, engine: IndexEngi
         for index in range(2)
     }
     questions, groups = prompts("a", "b"), sampler(episodes, seed=7)
-    list(groups.each(enumerate(questions), loop, in_flight=100))
+    list(sample_each(groups, enumerate(questions), loop, in_flight=100))
     assert set(engine.requests.values()) == expected
     engine.requests.clear()
     Evaluator(groups, {"": questions}, EvaluationConfig(samples=2, temperature=1.0), loop).run()
@@ -90,10 +90,10 @@ def test_rl_evaluation_and_jobs_seed_alike(episodes: Episodes, engine: IndexEngi
 def test_a_number_seeds_and_a_place_names(episodes: Episodes, engine: IndexEngine, loop: EventLoop) -> None:
     """Prompt 5 comes first where the others are answered already; requests have their places' names."""
     (question,) = prompts("a")
-    ((place, group),) = sampler(episodes).each([(5, question)], loop, in_flight=2)
+    ((place, group),) = sample_each(sampler(episodes), [(5, question)], loop, in_flight=2)
     assert (place, {one.group for one in group}) == (0, {0})
     assert set(engine.requests) == {"test-0-0-0", "test-0-1-0"}
     seeds = {seed for _, seed in engine.requests.values()}
     engine.requests.clear()
-    list(sampler(episodes).each([(0, question)], loop, in_flight=2))
+    list(sample_each(sampler(episodes), [(0, question)], loop, in_flight=2))
     assert seeds.isdisjoint(seed for _, seed in engine.requests.values())

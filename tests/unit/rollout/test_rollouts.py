@@ -25,9 +25,9 @@ from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams, derive_seed, sample_in_parts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
-from trueline.rollout.groups import GroupSampler
+from trueline.rollout.groups import GroupSampler, SamplerSpec
 from trueline.rollout.ledger import Ledger, LedgerFailure
-from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.pool import EnginePool, RolloutKey, load_metrics
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.actors import ActorDeath, ActorFailure
@@ -126,7 +126,7 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         episodes = Episodes(EnginePool([engine]), ChatFormat(tokenizer, use_template=False), EpisodeLimits(512))
         params, seed = SamplingParams(1.0, 8, (STOP,)), 0 if seeded else None
         rollouts = Rollouts(
-            GroupSampler(episodes, lambda: SingleTurn(rewards), params, size, seed, "train", greedy),
+            GroupSampler(episodes, lambda: SingleTurn(rewards), SamplerSpec(params, size, seed, "train", greedy)),
             PROMPTS,
             Order(len(PROMPTS), seed=0, shuffle=False, position=position),
             RolloutPlan(groups, staleness, dynamic, drop_old),
@@ -618,10 +618,10 @@ def test_answers_to_one_prompt_go_to_one_engine() -> None:
         asked = [{name.split("-")[1] for name, _ in engine.requests} for engine in engines]
         assert asked == expected
         assert not pool.group_engines and not pool.groups
-        found = pool.metrics()
+        found = load_metrics([pool.flush_loads()])
         assert [found[f"engine/{place}/requests"] for place in (0, 1)] == [len(engine.requests) for engine in engines]
         assert found["engine/0/tokens_under_way_max"] >= 4 * 31 and found["engine/1/cached_share"] == 0.5
-        assert not any(pool.metrics().values())
+        assert not any(load_metrics([pool.flush_loads()]).values())
 
 
 def test_an_episode_shows_the_prompts_tools(tokenizer: PreTrainedTokenizerFast) -> None:

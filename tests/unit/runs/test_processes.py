@@ -6,8 +6,9 @@ from trueline.config.model import CriticConfig, ModelConfig
 from trueline.config.rl import SamplingControls
 from trueline.plan.resolve import RoleModel
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.groups import GroupSampler
+from trueline.rollout.groups import SamplerSpec
 from trueline.runs.processes import Sampling, role_group
+from trueline.runs.rollout_workers import WorkerSampler
 from trueline.runtime.placement import RoleRanks
 
 NOTHING: Any = None
@@ -38,10 +39,10 @@ def test_every_rank_of_a_role_knows_what_it_is() -> None:
 
 
 def test_a_sampler_has_the_controls_the_length_and_the_ends_of_its_answers() -> None:
-    talk = Sampling(NOTHING, NOTHING, (2, 7), NOTHING)
+    talk = Sampling(NOTHING, (2, 7), NOTHING)
     controls = SamplingControls(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, stop=["a", "b"])
     sampler = talk.sampler(controls, 9, 3, 11, "train", greedy=True)
     params = SamplingParams(0.5, 9, (2, 7), None, 0.9, 4, 0.1, 1.2, ("a", "b"))
-    assert sampler == GroupSampler(NOTHING, NOTHING, params, 3, 11, "train", True)
-    plain = talk.sampler(SamplingControls(), 9, 3, 11, "train").params
+    assert sampler == WorkerSampler(NOTHING, SamplerSpec(params, 3, 11, "train", True))
+    plain = talk.sampler(SamplingControls(), 9, 3, 11, "train").spec.params
     assert plain == SamplingParams(1.0, 9, (2, 7))  # what an engine does unasked is what the keys do unset

@@ -22,6 +22,7 @@ from transformers import (
     BloomForCausalLM,
 )
 
+from tests.support.stored import store_samples
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
@@ -30,6 +31,7 @@ from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, Training
 from trueline.config.supervised import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Sample, is_filled
 from trueline.models.head import load_teacher
+from trueline.rl.step import open_samples
 from trueline.runtime.actors import ActorFailure, LocalActor
 from trueline.runtime.fingerprints import bit_sum, wrap_int64
 from trueline.training.checkpoints import digest
@@ -513,14 +515,16 @@ def test_an_update_tells_the_entropy_of_each_token(model_folder: Path) -> None:
     samples = make_samples(7, seed=31)
     group = make_group(make_worker(model_folder), rows=2)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    group.update(samples, "policy", replace(SETTINGS, entropies=True))
-    for sample in samples:
+    stored = store_samples(samples)
+    group.update(stored, "policy", replace(SETTINGS, entropies=True))
+    for sample in open_samples(stored):
+        sample.tokens = sample.tokens.long()
         logits = model(input_ids=sample.tokens[None]).logits[0, :-1].detach() / SETTINGS.temperature
         expected = torch.distributions.Categorical(logits=logits).entropy()
         torch.testing.assert_close(sample.entropy[1:][sample.mask[1:]], expected[sample.mask[1:]], rtol=1e-4, atol=1e-5)
-    others = make_samples(7, seed=31)
+    others = store_samples(make_samples(7, seed=31))
     group.update(others, "policy", SETTINGS)
-    assert not any(is_filled(sample, "entropy") for sample in others)
+    assert not any(is_filled(sample, "entropy") for sample in open_samples(others))
 
 
 def test_preferences_are_learnt(model_folder: Path) -> None:

@@ -1,0 +1,136 @@
+"""The arithmetic over the tokens of a step: rollout workers do it, on samples that they fetch from the object store.
+
+Every function takes the chat format of its process first.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.entries import is_own
+from trueline.algorithms.importance_sampling import mismatch_metrics
+from trueline.algorithms.reward_shaping import sequence_kl, shape_rewards
+from trueline.config.rl import RLConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.pieces import Pieces
+from trueline.data.types import Sample, is_filled
+from trueline.rl.metrics import Metrics, describe_models, excerpt
+from trueline.rl.transcripts import token_rows
+from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
+from trueline.runtime.actors import Stored
+from trueline.training.samples import Arrays, Block, SampleNumbers, StoredSamples
+
+ALL_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "token_rewards")
+FILLED = ("advantages", "returns")  # by estimators
+
+# Arrays of the object store cannot be written, and nothing here writes them.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
+    """Return the samples of a step, one for each sequence of its episodes; their arrays stay where they are."""
+    rows: list[SampleNumbers] = []
+    blocks: list[Block] = []
+    episode = 0
+    for group in groups:
+        first = len(rows)
+        for one in group:
+            assert one.reward is not None, f"an episode with outcome {one.outcome} has no reward"
+            known = (one.reward, one.baseline or 0.0, one.truncated)
+            rows += [
+                SampleNumbers(part.length, part.sampled, one.group, episode, part.version, *known)
+                for part in one.sequences
+            ]
+            episode += 1
+        numbers, parcels = tuple(range(first, len(rows))), group.parcels
+        blocks += [Block(RANKS, numbers, parcels.ranks), Block(STEP, numbers, parcels.step)]
+        if group[0].has_experts:
+            blocks.append(Block(("experts",), numbers, parcels.experts))
+    return StoredSamples(list(range(len(rows))), rows, [row.length for row in rows], blocks)
+
+
+def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, copy: bool = False) -> list[Sample]:
+    """Return samples with every known field, all or those at some places; user functions may change copies."""
+    known = {*stored.same, *(name for block in stored.blocks for name in block.names)}
+    names = [name for name in (*ALL_FIELDS, *FILLED, "entropy") if name in known]
+    found = []
+    for at in range(len(stored)) if places is None else places:
+        row = stored.rows[at]
+
+        def field(name: str, at: int = at) -> torch.Tensor:
+            tensor = torch.from_numpy(stored.part(name, at))
+            return tensor.clone() if copy else tensor
+
+        sample = Sample(field("tokens"), field("mask"), row.group, row.episode, row.version, row.task_reward)
+        sample.reward, sample.baseline, sample.truncated = row.reward, row.baseline, row.truncated
+        sample.filtered = row.filtered
+        for name in names:
+            setattr(sample, name, field(name))
+        if stored.same.get("old_logprobs"):
+            sample.old_logprobs = sample.rollout_logprobs
+        found.append(sample)
+    return found
+
+
+def assess(
+    chat: ChatFormat, stored: StoredSamples, config: RLConfig, max_new_tokens: int, kl_coefficient: float
+) -> tuple[list[tuple[float, bool]], Arrays]:
+    """Shape rewards and assign advantages; return shaped reward and filter of each sample, and the arrays."""
+    algorithm = config.algorithm
+    samples = open_samples(stored, copy=is_own(algorithm.advantage))
+    shape_rewards(samples, algorithm, max_new_tokens, kl_coefficient)
+    assign_advantages(samples, algorithm)
+    names = [name for name in FILLED if is_filled(samples[0], name)]
+    arrays = {name: torch.cat([getattr(one, name) for one in samples]).float().numpy() for name in names}
+    return [(one.reward, one.filtered) for one in samples], arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a step's tokens say of its models."""
+
+    metrics: Metrics
+    sequence_kl: float | None  # to the reference, where there is one
+    example: tuple[list[int], list[bool]]  # tokens and mask of an excerpt that engines can score
+
+
+def mismatch(chat: ChatFormat, stored: StoredSamples) -> Metrics:
+    return mismatch_metrics(open_samples(stored))
+
+
+def describe_tokens(chat: ChatFormat, stored: StoredSamples, config: RLConfig, context: int) -> Description:
+    samples = open_samples(stored)
+    kl = sequence_kl(samples) if config.algorithm.kl.coefficient else None
+    example = excerpt(samples[0], context)
+    return Description(describe_models(samples, config), kl, (example.tokens.tolist(), example.mask.tolist()))
+
+
+def write_transcripts(
+    chat: ChatFormat,
+    stored: StoredSamples,
+    episodes: Sequence[tuple[int, Stored[list[Transcript]], int]],
+    with_tokens: bool,
+) -> list[dict[str, Any]]:
+    """Return the transcripts of episodes: each by its number, where its group's texts lie, and its place there."""
+    pieces, rows = Pieces(chat.tokenizer) if with_tokens else None, []
+    for number, texts, at in episodes:
+        row: dict[str, Any] = dict(texts.fetch()[at])
+        if pieces is not None:
+            own = [place for place, one in enumerate(stored.rows) if one.episode == number]
+            row["tokens"] = token_rows(open_samples(stored, own), pieces)
+        rows.append(row)
+    return rows
+
+
+def add_assessment(
+    stored: StoredSamples, found: Sequence[tuple[float, bool]], arrays: Stored[Arrays], *, critic: bool
+) -> None:
+    """Record what `assess` has found."""
+    for row, (reward, filtered) in zip(stored.rows, found, strict=True):
+        row.reward, row.filtered = reward, filtered
+    names = FILLED if critic else FILLED[:1]
+    stored.add(Block(names, tuple(stored.numbers), arrays))

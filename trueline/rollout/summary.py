@@ -1,0 +1,169 @@
+"""What leaves a rollout worker: numbers of each episode for the controller, arrays for ranks, texts for transcripts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trueline.data.messages import content_of
+from trueline.data.types import Outcome, Sample, Trajectory, is_filled, to_samples
+from trueline.environments.single_turn import reward_call
+from trueline.runtime.actors import Stored
+
+Arrays = dict[str, np.ndarray]
+Transcript = dict[str, object]
+REPEATED = 8  # tokens of a run that hardly occurs twice by chance
+RANKS, STEP = ("tokens", "mask", "rollout_logprobs"), ("token_rewards",)  # fields for ranks, and for the step's worker
+
+
+class Episode(Protocol):
+    """What the controller reads of an episode."""
+
+    group: int
+    reward: float | None
+    outcome: Outcome
+    truncated: bool
+    cut_off: str
+    limit: str
+    error: str
+    failed_reward: str
+    metrics: dict[str, float]
+
+    def sampled_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSummary:
+    """One sampled sequence of an episode."""
+
+    length: int
+    sampled: int  # tokens
+    version: int  # of the oldest sampled token
+
+
+@dataclass(slots=True)
+class EpisodeSummary:
+    """An episode without its tokens and texts."""
+
+    group: int
+    source: str
+    reward: float | None
+    baseline: float | None
+    outcome: Outcome
+    truncated: bool
+    cut_off: str
+    limit: str
+    error: str
+    failed_reward: str
+    metrics: dict[str, float]
+    sampled: int  # tokens
+    sequences: list[SequenceSummary]  # that can be trained on
+    newest: int = 0  # version of a sampled token
+    version_sum: int = 0  # over sampled tokens
+    repeated_share: float = 0.0
+    has_experts: bool = False  # engines have reported them
+    call: dict[str, Any] = field(default_factory=dict)  # of the reward, where the episode failed
+
+    def sampled_tokens(self) -> int:
+        return self.sampled
+
+    def oldest_version(self) -> int:
+        return min(one.version for one in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Parcels:
+    """Where the rest of a group lies: arrays of its trainable sequences, and texts of the episodes with a reward."""
+
+    ranks: Stored[Arrays]
+    step: Stored[Arrays]
+    experts: Stored[Arrays]  # empty where engines report none
+    transcripts: Stored[list[Transcript]]
+
+
+class SampledGroup(list[EpisodeSummary]):
+    """The episodes of a group; a rollout worker has kept the rest."""
+
+    def __init__(self, episodes: Iterable[EpisodeSummary], parcels: Parcels) -> None:
+        super().__init__(episodes)
+        self.parcels = parcels
+
+    def scored(self) -> "SampledGroup":
+        return SampledGroup((one for one in self if one.outcome.is_scored), self.parcels)
+
+
+def summarise(trajectory: Trajectory) -> EpisodeSummary:
+    scored = trajectory.outcome.is_scored
+    sequences = trajectory.sequences() if scored else []
+    versions = np.concatenate([one.versions[one.mask] for one in sequences]) if sequences else np.zeros(0, np.int32)
+    return EpisodeSummary(
+        trajectory.group,
+        trajectory.prompt.source,
+        trajectory.reward,
+        trajectory.baseline,
+        trajectory.outcome,
+        trajectory.truncated,
+        trajectory.cut_off,
+        trajectory.limit,
+        trajectory.error,
+        trajectory.failed_reward,
+        trajectory.metrics,
+        trajectory.sampled_tokens(),
+        [SequenceSummary(len(one.tokens), int(one.mask.sum()), one.oldest_version()) for one in sequences],
+        int(versions.max(initial=0)),
+        int(versions.sum(dtype=np.int64)),
+        repeated_share(sequences) if sequences else 0.0,
+        bool(sequences) and len(sequences[0].experts) > 0,
+        reward_call(trajectory.prompt, trajectory.reply, trajectory.talk) if trajectory.outcome.is_failure else {},
+    )
+
+
+def repeated_share(sequences: Sequence[Trajectory]) -> float:
+    """Return the share of an episode's runs of sampled tokens that stood in it before."""
+    sampled = np.concatenate([one.tokens[one.mask] for one in sequences]).astype(np.uint64)
+    count = len(sampled) - REPEATED + 1
+    if count < 2:
+        return 0.0
+    runs = np.zeros(count, np.uint64)  # a hash of each, which may wrap around
+    for place in range(REPEATED):
+        runs = runs * np.uint64(1_000_003) + sampled[place : place + count]
+    runs.sort()  # `np.unique` takes several times as long
+    return float((runs[1:] == runs[:-1]).sum() / count)
+
+
+def pack_group(group: Sequence[Trajectory]) -> tuple[Arrays, Arrays, Arrays]:
+    """Return the arrays of a group's trainable sequences: for ranks, for the step's worker, and experts, if any."""
+    samples = [sample for one in group if one.outcome.is_scored for sample in to_samples(one)]
+    if not samples:
+        return {}, {}, {}
+    ranks = join_fields(samples, RANKS)
+    ranks["tokens"] = ranks["tokens"].astype(np.int32)
+    experts = join_fields(samples, ("experts",)) if is_filled(samples[0], "experts") else {}
+    return ranks, join_fields(samples, STEP), experts
+
+
+def join_fields(samples: Sequence[Sample], names: Sequence[str]) -> Arrays:
+    return {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
+
+
+def transcript(trajectory: Trajectory, purpose: str) -> Transcript:
+    several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
+    conversations = [
+        {"number": number, "prompt": one.prompt, "turns": one.completion} for number, one in enumerate(several, start=1)
+    ]
+    return {
+        "purpose": purpose,
+        "group": trajectory.group,
+        "prompt": content_of(trajectory.prompt.messages[-1]),
+        "reply": trajectory.reply,
+        "label": trajectory.prompt.label,
+        "source": trajectory.prompt.source,
+        "reward": trajectory.reward,
+        "outcome": str(trajectory.outcome),
+        **({"cut_off": trajectory.cut_off} if trajectory.cut_off else {}),
+        **({"turns": trajectory.turns} if trajectory.turns else {}),
+        **({"conversations": conversations} if conversations else {}),
+        **trajectory.metrics,
+    }
