@@ -120,7 +120,8 @@ class RolloutWorker(GroupWorker):
     """A rollout worker in a process of its own: with its own rewards, environment and view of the engines."""
 
     def __init__(self, spec: RolloutWorkerSpec) -> None:
-        config, rollout, logs = spec.config, spec.rollout, spec.logs / f"worker-{spec.number}"
+        config, rollout, logs = spec.config, spec.rollout, spec.logs / f"rollouts-{spec.number}"
+        logs.mkdir(parents=True, exist_ok=True)
         chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
         pool = EnginePool(spec.engines.engines, rollout.max_sequences)
         pool.use(spec.engines.engines, spec.engines.incarnations, spec.engines.lost)
