@@ -23,7 +23,7 @@ from trueline.data.types import INTERRUPTED, Completion
 from trueline.environments.base import Structure
 from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
-from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.pool import EnginePool, RolloutKey, SequencePlace
 from trueline.runtime.actors import Actor, ActorFailure, Placement, RayActor, Target
 from trueline.runtime.cluster import machine_at_hand, ray_cluster
 from trueline.runtime.event_loop import EventLoop
@@ -467,3 +467,26 @@ def test_head_sizes_are_those_of_vllm() -> None:
         "assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == sizes\n"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_group_and_turns_are_the_same_as_single_requests(engine: Actor[RolloutEngine], run: Run) -> None:
+    """One call for several completions of a prompt, and later turns by their new tokens alone."""
+    seeds = [3, 4, 5, 6]
+
+    async def sample(pool: EnginePool, start: int) -> list[list[int]]:
+        with pool.keep_group(start):
+            keys = [RolloutKey(start, index) for index in range(4)]
+            pairs = zip(seeds, keys, strict=True)
+            group = await asyncio.gather(
+                *(pool.generate(PROMPT, params(1.0, 3 * seed, seed=seed), key) for seed, key in pairs)
+            )
+            tokens, found = list(PROMPT), [one.tokens.tolist() for one in group]
+            for turn in range(1, 4):
+                place = SequencePlace(0, 0 if turn == 1 else len(tokens) - 1)
+                completion = await pool.generate(list(tokens), params(1.0, 5, seed=turn), keys[0], turn, place)
+                found.append(completion.tokens.tolist())
+                tokens += [*found[-1], 60 + turn]
+        return found
+
+    single, grouped = run(sample(EnginePool([engine]), 1)), run(sample(EnginePool([engine], takes_groups=True), 2))
+    assert single == grouped and [len(one) for one in grouped[:4]] == [9, 12, 15, 18]

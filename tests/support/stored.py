@@ -5,7 +5,7 @@ import torch
 from trueline.data.types import Sample, is_filled
 from trueline.rl.step import ALL_FIELDS
 from trueline.runtime.actors import Stored
-from trueline.training.samples import Block, SampleNumbers, StoredSamples
+from trueline.training.samples import SampleBlock, SampleNumbers, StoredSamples
 
 
 def store_samples(samples: list[Sample]) -> StoredSamples:
@@ -32,5 +32,5 @@ def store_samples(samples: list[Sample]) -> StoredSamples:
     arrays = {name: torch.cat([getattr(one, name) for one in samples]).numpy() for name in names}
     numbers = list(range(len(rows)))
     return StoredSamples(
-        numbers, rows, [row.length for row in rows], [Block(tuple(names), tuple(numbers), Stored(arrays))]
+        numbers, rows, [row.length for row in rows], [SampleBlock(tuple(names), tuple(numbers), Stored(arrays))]
     )

@@ -64,4 +64,4 @@ class Engine:
 
 
 RANK: Target[Rank] = Target("tests.support.stuck:Rank")
-ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True, bulk_method="wait")
+ENGINE: Target[Engine] = Target("tests.support.stuck:Engine", asynchronous=True, bulk_methods=("wait",))

@@ -96,7 +96,7 @@ def sample(trainer: RLTrainer, size: int) -> tuple[list[SampledGroup], list[Epis
     prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
     with trainer.timer.phase("rollout"):
         made: dict[int, Any] = dict(sample_each(rollouts.sampler, prompts, rollouts.loop, in_flight=COMPLETIONS))
-    groups = [made[place].scored() for place in sorted(made)]
+    groups = [made[place].with_rewards() for place in sorted(made)]
     failed = [one for group in made.values() for one in group if one.outcome.is_failure]
     return [group for group in groups if len(group) >= min(2, size)], failed, count
 

@@ -65,7 +65,7 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         progress.note("starting   engines and rewards; each process imports its libraries first")
         specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
-        pool, roles = EnginePool(engines, rollout.max_sequences), plan.reward_roles
+        pool, roles = EnginePool(engines, rollout.max_sequences, takes_groups=True), plan.reward_roles
         if judges := {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}:
             start_groups(list(judges.values()))
         loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed

@@ -128,7 +128,7 @@ def start_models(
     experts, sizes = reads_experts(config.training), (config.seed, plan.cache_bytes())
     engine = engine_specs(config.model, plan.rollout, plan.layout, *sizes, structured=played, experts=experts)
     engines = processes.engines(ROLLOUT_ENGINES[plan.rollout.engine].target(plan.rollout), engine)
-    pool = EnginePool(engines, plan.rollout.max_sequences)
+    pool = EnginePool(engines, plan.rollout.max_sequences, takes_groups=True)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
     begun = time.monotonic()
     start_groups(list(groups.values()))

@@ -14,7 +14,7 @@ from trueline.runtime.actors import Given
 from trueline.runtime.event_loop import EventLoop
 from trueline.training.checkpoints import PollSave
 from trueline.training.group import ModelGroup, write_models
-from trueline.training.samples import Block, StoredSamples
+from trueline.training.samples import SampleBlock, StoredSamples
 from trueline.training.worker import Worker
 
 CRITIC = "critic"  # folder inside a checkpoint
@@ -34,7 +34,7 @@ class Models:
 
         With `logprobs_from_update`, the update itself gives the old log-probs.
         """
-        wanted: list[Callable[[], list[Block]]] = []
+        wanted: list[Callable[[], list[SampleBlock]]] = []
         if self.algorithm.old_logprobs == "recompute" and not logprobs_from_update:
             wanted.append(lambda: self.policy.score_stored(samples, "old_logprobs", self.temperature))
         if self.algorithm.needs_reference():

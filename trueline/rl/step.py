@@ -22,7 +22,7 @@ from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import token_rows
 from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
 from trueline.runtime.actors import Stored
-from trueline.training.samples import Arrays, Block, SampleNumbers, StoredSamples
+from trueline.training.samples import Arrays, SampleBlock, SampleNumbers, StoredSamples
 
 ALL_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "token_rewards")
 FILLED = ("advantages", "returns")  # by estimators
@@ -34,7 +34,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
     """Return the samples of a step, one for each sequence of its episodes; their arrays stay where they are."""
     rows: list[SampleNumbers] = []
-    blocks: list[Block] = []
+    blocks: list[SampleBlock] = []
     episode = 0
     for group in groups:
         first = len(rows)
@@ -47,9 +47,9 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
             ]
             episode += 1
         numbers, parcels = tuple(range(first, len(rows))), group.parcels
-        blocks += [Block(RANKS, numbers, parcels.ranks), Block(STEP, numbers, parcels.step)]
+        blocks += [SampleBlock(RANKS, numbers, parcels.ranks), SampleBlock(STEP, numbers, parcels.step)]
         if group[0].has_experts:
-            blocks.append(Block(("experts",), numbers, parcels.experts))
+            blocks.append(SampleBlock(("experts",), numbers, parcels.experts))
     return StoredSamples(list(range(len(rows))), rows, [row.length for row in rows], blocks)
 
 
@@ -133,4 +133,4 @@ def add_assessment(
     for row, (reward, filtered) in zip(stored.rows, found, strict=True):
         row.reward, row.filtered = reward, filtered
     names = FILLED if critic else FILLED[:1]
-    stored.add(Block(names, tuple(stored.numbers), arrays))
+    stored.add(SampleBlock(names, tuple(stored.numbers), arrays))

@@ -1,8 +1,10 @@
 """The protocol of rollout engines."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +13,8 @@ from trueline.data.types import INTERRUPTED, Completion, experts_of
 from trueline.environments.base import Structure
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
+
+MOST_REMEMBERED = 64 * 2**20  # tokens of sequences that an engine keeps for later turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +55,92 @@ class EngineSpec:
     structured: bool = False  # requests may have a structure, for which it loads the tokenizer
 
 
-class RolloutEngine(Protocol):
+Request = tuple[str, SamplingParams]  # its name, and how it is sampled
+Found = dict[int, Completion]  # by the place of its request in the group
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A prompt that continues a sequence: only what the engine does not know of it is sent."""
+
+    sequence: str
+    known: int  # tokens of it that still hold
+    new: list[int]
+
+
+class RequestBook:
+    """What the process of an engine keeps: groups whose completions are not all collected, and tokens of sequences."""
+
+    def __init__(self, generate: Callable[[list[int], SamplingParams, str], Coroutine[Any, Any, Completion]]) -> None:
+        self.generate = generate
+        self.groups: dict[str, dict[int, asyncio.Task[Completion]]] = {}
+        self.sequences: OrderedDict[str, np.ndarray] = OrderedDict()  # the one used last is the last
+        self.tokens = 0  # of all sequences
+
+    async def group(self, name: str, tokens: list[int], requests: list[Request]) -> Found:
+        """Begin the completions of one prompt; return those that are finished once that is half of them."""
+        calls = (self.generate(tokens, params, request) for request, params in requests)
+        self.groups[name] = {at: asyncio.create_task(call) for at, call in enumerate(calls)}
+        return await self.collect(name)
+
+    async def collect(self, name: str) -> Found:
+        """Return what is finished of the rest, once that is half of it; a caller that gives up ends all of it."""
+        running, found = self.groups[name], Found()
+        try:
+            waiting = set(running.values())
+            while sum(task.done() for task in running.values()) * 2 < len(running):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            found = {at: task.result() for at, task in running.items() if task.done()}
+        finally:
+            left = {at: task for at, task in running.items() if at not in found}
+            self.groups[name] = left
+            if not found or not left:
+                self.drop(name)
+        return found
+
+    def drop(self, name: str) -> None:
+        for task in self.groups.pop(name, {}).values():
+            task.cancel()
+
+    async def turn(self, prompt: NextTurn, params: SamplingParams, request: str) -> Completion | None:
+        """Continue a sequence, or return None if this process does not know it, or no more of it."""
+        known = self.sequences.get(prompt.sequence, np.zeros(0, np.int32))
+        if len(known) < prompt.known:
+            return None
+        tokens = np.concatenate([known[: prompt.known], np.array(prompt.new, np.int32)])
+        completion = await self.generate(tokens.tolist(), params, request)
+        self._remember(prompt.sequence, np.concatenate([tokens, completion.tokens.astype(np.int32)]))
+        return completion
+
+    def _remember(self, sequence: str, tokens: np.ndarray) -> None:
+        before = self.sequences.pop(sequence, np.zeros(0, np.int32))
+        self.sequences[sequence] = tokens
+        self.tokens += len(tokens) - len(before)
+        while self.tokens > MOST_REMEMBERED and len(self.sequences) > 1:
+            self.tokens -= len(self.sequences.popitem(last=False)[1])
+
+
+class SamplingEngine(Protocol):
+    """An engine that samples. `book` serves its groups and turns by single requests."""
+
+    book: RequestBook
+
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion: ...
+
+    async def generate_group(self, name: str, tokens: list[int], requests: list[Request]) -> Found:
+        """Sample several completions of a prompt: return those that finish first, `collect_group` returns the rest."""
+        return await self.book.group(name, tokens, requests)
+
+    async def collect_group(self, name: str) -> Found:
+        return await self.book.collect(name)
+
+    async def drop_group(self, name: str) -> None:
+        """End what is left of a group that nobody waits for."""
+        self.book.drop(name)
+
+    async def generate_turn(self, prompt: NextTurn, params: SamplingParams, request: str) -> Completion | None:
+        """Continue a sequence that this engine has sampled, or return None if it has forgotten it."""
+        return await self.book.turn(prompt, params, request)
 
     async def score(self, tokens: list[int]) -> list[float]:
         """Return log-probs of tokens[1:] at temperature 1, under the current weights."""
@@ -71,8 +159,12 @@ class RolloutEngine(Protocol):
         """Allocate the memory of `weights` or `kv_cache` again."""
 
     async def processes(self) -> int:
-        """Return how many processes receive weights."""
+        """Return how many processes the engine has, once they are ready."""
         return 1
+
+
+class WeightSink(Protocol):
+    """An engine that takes new weights while it runs."""
 
     async def connect(self, link: Link, first_rank: int) -> str:
         """Join the trainer's group with consecutive ranks; return why NCCL cannot form it, or nothing."""
@@ -102,6 +194,10 @@ class RolloutEngine(Protocol):
         The prompt begins with `tokens` and fills one cache block, which this caches. It works while paused.
         """
         return 0
+
+
+class RolloutEngine(SamplingEngine, WeightSink, Protocol):
+    """An engine of a training run."""
 
 
 async def sample_in_parts(

@@ -19,6 +19,17 @@ def cached_bytes(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) ->
     return PROCESS_BYTES + rollout.tensor_parallel * (PROCESS_BYTES + weights + rollout.cpu_cache_gib * 2**30)
 
 
+BULK = tuple(
+    method.__name__
+    for method in (
+        RolloutEngine.generate,
+        RolloutEngine.generate_group,
+        RolloutEngine.collect_group,
+        RolloutEngine.generate_turn,
+    )
+)  # that wait for completions
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
     path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
@@ -41,8 +52,8 @@ class RolloutRow:
     environment: Callable[[RolloutConfig, int], dict[str, str]] = lambda rollout, gpus: {}  # of its processes
 
     def target(self, rollout: RolloutConfig) -> Target[RolloutEngine]:
-        bulk, environment = RolloutEngine.generate.__name__, partial(self.environment, rollout)
-        return Target(self.path, asynchronous=True, bulk_method=bulk, environment=environment)
+        environment = partial(self.environment, rollout)
+        return Target(self.path, asynchronous=True, bulk_methods=BULK, environment=environment)
 
 
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's

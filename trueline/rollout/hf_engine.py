@@ -13,7 +13,7 @@ from trueline.models.loading import DTYPES, load_model
 from trueline.models.routing import Recorder
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
-from trueline.rollout.engine import EngineSpec, RolloutEngine, SamplingParams, sample_in_parts
+from trueline.rollout.engine import EngineSpec, RequestBook, RolloutEngine, SamplingParams, sample_in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
 from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views, try_join
 
@@ -29,7 +29,7 @@ class HFEngine(RolloutEngine):
     """Requests that arrive together with prompts of equal length are sampled as one batch."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
+        self.spec, self.book = spec, RequestBook(self.generate)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = ModelConfig(path=spec.model, trust_remote_code=spec.trust_remote_code)
         self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()

@@ -4,18 +4,36 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from trueline.data.types import Completion
-from trueline.rollout.engine import RolloutEngine, SamplingParams, derive_seed, sample_in_parts
+from trueline.rollout.engine import (
+    Found,
+    NextTurn,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    derive_seed,
+    sample_in_parts,
+)
 from trueline.rollout.failures import EngineCrashLoop, EngineLost
-from trueline.runtime.actors import CONCURRENT_CALLS, Actor, ActorDeath, AsyncMethod, Given, RayActor, Result
+from trueline.runtime.actors import (
+    CONCURRENT_CALLS,
+    Actor,
+    ActorDeath,
+    ActorFailure,
+    AsyncMethod,
+    Given,
+    RayActor,
+    Result,
+)
 
 SILENCE = 10  # an engine without a heartbeat for this part of timeout_seconds is restarted
 MOST_DEATHS, DEATH_SHARE = 3, 0.02  # of one cause, within one step; of many engines, so many may die by chance
 NODE_SECONDS = 2.0  # between two checks of the node of a starting engine
+JOINING = 3  # turns of the event loop in which completions of a group join one call
 EVALUATE = "evaluate"  # the purpose of requests that the controller itself waits for
 
 
@@ -36,7 +54,51 @@ class RolloutKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class SequencePlace:
+    """Where a turn continues: the number of its sequence in the episode, and how many tokens that has so far."""
+
+    number: int
+    known: int
+
+
+@dataclass(slots=True, eq=False)
+class GroupCall:
+    """One call for several completions of a prompt."""
+
+    tokens: list[int]
+    requests: list[Request] = field(default_factory=list)
+    waiting: list[asyncio.Future[Completion]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None
+
+    async def join(self, request: Request) -> Completion:
+        """Wait for a completion; the last one that gives up ends the call."""
+        mine: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.requests.append(request)
+        self.waiting.append(mine)
+        try:
+            return await mine
+        finally:
+            if self.task is not None and not self.is_waiting():
+                self.task.cancel()
+
+    def is_waiting(self) -> bool:
+        return any(not one.done() for one in self.waiting)
+
+    def deliver(self, found: Found) -> None:
+        for at, completion in found.items():
+            if not self.waiting[at].done():
+                self.waiting[at].set_result(completion)
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        """Pass an error that ended the call to all that wait."""
+        error = None if task.cancelled() else task.exception()
+        for one in self.waiting:
+            if error is not None and not one.done():
+                one.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoss:
     """The loss of an engine, as another process has noticed it."""
 
     place: int
@@ -67,8 +129,13 @@ class Load:
 class EnginePool:
     """Completions of one prompt come from one engine while it has room, so the prompt is computed once."""
 
-    def __init__(self, actors: Sequence[Actor[RolloutEngine]], room: int = 2**31) -> None:
+    def __init__(
+        self, actors: Sequence[Actor[RolloutEngine]], room: int = 2**31, *, takes_groups: bool = False
+    ) -> None:
         self.actors, self.room = list(actors), room  # requests that an engine processes at a time
+        self.takes_groups = takes_groups  # completions of one prompt are one call, and a turn sends its new tokens
+        self.group_calls: dict[tuple[int, int], GroupCall] = {}  # by engine and group: others can still join them
+        self.holders: dict[RolloutKey, dict[int, tuple[int, int]]] = {}  # engine of each sequence of an episode
         self.loads = [Load() for _ in actors]
         self.slots = [asyncio.Semaphore(CONCURRENT_CALLS) for _ in actors]
         self.incarnations = [0 for _ in actors]  # late failures of an earlier process are ignored
@@ -83,12 +150,21 @@ class EnginePool:
         self.causes: set[str] = set()  # of losses since the last restart
         self.deaths = Counter[str]()  # by cause, since the last step
         self.is_supervised = False  # lost engines are restarted
-        self.news: asyncio.Queue[Loss] = asyncio.Queue()  # of losses, for the process that restarts engines
+        self.news: asyncio.Queue[EngineLoss] = asyncio.Queue()  # of losses, for the process that restarts engines
         self.on_readmit: list[Callable[[], Awaitable[object]]] = []  # tell other processes of restarted engines
 
-    async def generate(self, tokens: list[int], params: SamplingParams, key: RolloutKey, turn: int = 0) -> Completion:
+    async def generate(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        key: RolloutKey,
+        turn: int = 0,
+        place: SequencePlace | None = None,
+    ) -> Completion:
+        """Sample a completion; with its `place`, only what is new is sent to the engine that has the rest."""
+        sample = partial(self._sample, key, place)
         with self.keep_group(key.group):
-            return await sample_in_parts(partial(self._sample, key), tokens, params, key.request(turn), lambda: True)
+            return await sample_in_parts(sample, tokens, params, key.request(turn), lambda: True)
 
     @contextmanager
     def keep_group(self, group: int) -> Iterator[None]:
@@ -101,9 +177,12 @@ class EnginePool:
             if not self.groups[group]:
                 del self.groups[group]
                 self.group_engines.pop(group, None)
-                self.sampled.pop(group, None)
+                for key in self.sampled.pop(group, Counter()):
+                    self.holders.pop(key, None)
 
-    async def _sample(self, key: RolloutKey, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def _sample(
+        self, key: RolloutKey, sequence: SequencePlace | None, tokens: list[int], params: SamplingParams, request: str
+    ) -> Completion:
         """Send a request to an engine; if the engine dies, send it to another."""
         completion: Completion | None = None
         attempt = 0
@@ -118,11 +197,54 @@ class EnginePool:
             with load.add_request(len(tokens) + params.max_new_tokens):
                 async with self.slots[place]:
                     if place not in self.lost:
-                        engine = self.actors[place].call(RolloutEngine.generate, tokens, params, name)
-                        completion = await self._unless_lost(place, engine)
+                        call = self._request(place, key, sequence, tokens, (name, params))
+                        completion = await self._unless_lost(place, call)
         load.prompts, load.cached = load.prompts + len(tokens), load.cached + completion.cached
         self.sampled.setdefault(key.group, Counter())[key] += len(completion.tokens)
         return completion
+
+    async def _request(
+        self, place: int, key: RolloutKey, sequence: SequencePlace | None, tokens: list[int], request: Request
+    ) -> Completion:
+        name, params = request
+        if not self.takes_groups or params.structure is not None:
+            return await self.actors[place].call(RolloutEngine.generate, tokens, params, name)
+        if sequence is None:
+            return await self._join_group(place, key.group, tokens, request)
+        holders, here = self.holders.setdefault(key, {}), (place, self.incarnations[place])
+        known = sequence.known if holders.get(sequence.number) == here else 0
+        completion = None
+        for count in dict.fromkeys((known, 0)):  # 0: the engine has forgotten the sequence, or never had it
+            if completion is None:
+                prompt = NextTurn(f"{key.request(0)}/{sequence.number}", count, tokens[count:])
+                completion = await self.actors[place].call(RolloutEngine.generate_turn, prompt, params, name)
+        assert completion is not None, "every engine knows no tokens of a sequence"
+        holders[sequence.number] = here
+        return completion
+
+    async def _join_group(self, place: int, group: int, tokens: list[int], request: Request) -> Completion:
+        """Join the call of the group's other completions if that is not sent yet, and has the same prompt."""
+        call = self.group_calls.get((place, group))
+        if call is None or call.tokens != tokens:
+            call = self.group_calls[place, group] = GroupCall(tokens)
+            call.task = asyncio.create_task(self._send_group(place, group, call))
+            call.task.add_done_callback(call.end)
+        return await call.join(request)
+
+    async def _send_group(self, place: int, group: int, call: "GroupCall") -> None:
+        """Send a group to an engine once its completions have joined, and hand out what it returns."""
+        for _ in range(JOINING):
+            await asyncio.sleep(0)
+        if self.group_calls.get((place, group)) is call:
+            del self.group_calls[place, group]
+        actor, name = self.actors[place], call.requests[0][0]
+        try:
+            call.deliver(await actor.call(RolloutEngine.generate_group, name, call.tokens, call.requests))
+            while call.is_waiting():
+                call.deliver(await actor.call(RolloutEngine.collect_group, name))
+        except asyncio.CancelledError:
+            with suppress(ActorFailure):
+                await actor.call(RolloutEngine.drop_group, name)
 
     async def _unless_lost(self, place: int, call: Awaitable[Result]) -> Result | None:
         """Return the result of a call to an engine, or None if the engine is lost."""
@@ -150,7 +272,7 @@ class EnginePool:
         if incarnation != self.incarnations[place] or place in self.missing():
             return
         self._record_loss(place, death)
-        self.news.put_nowait(Loss(place, incarnation, str(death), death.cause))
+        self.news.put_nowait(EngineLoss(place, incarnation, str(death), death.cause))
         self.engine_lost.set()
         if len(self.lost) == len(self.actors):
             self.available.clear()

@@ -269,7 +269,7 @@ def sampled_lengths(group: Sequence[Episode]) -> list[int]:
 
 def scored_part(group: list[Any]) -> list[Any]:
     """Return the episodes with a reward."""
-    return group.scored() if isinstance(group, SampledGroup) else [one for one in group if one.outcome.is_scored]
+    return group.with_rewards() if isinstance(group, SampledGroup) else [one for one in group if one.outcome.is_scored]
 
 
 def part_reward(episode: Episode, part: str | None) -> float:

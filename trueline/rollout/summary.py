@@ -90,7 +90,7 @@ class SampledGroup(list[EpisodeSummary]):
         super().__init__(episodes)
         self.parcels = parcels
 
-    def scored(self) -> "SampledGroup":
+    def with_rewards(self) -> "SampledGroup":
         return SampledGroup((one for one in self if one.outcome.is_scored), self.parcels)
 
 

@@ -24,7 +24,14 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
 from trueline.environments.tools.vllm_calls import BACKEND, vllm_structure
 from trueline.monitoring.heartbeat import WORK
-from trueline.rollout.engine import EngineSpec, SamplingParams, check_experts, sample_in_parts
+from trueline.rollout.engine import (
+    EngineSpec,
+    RequestBook,
+    RolloutEngine,
+    SamplingParams,
+    check_experts,
+    sample_in_parts,
+)
 from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.rollout.vllm_receiver import ADAPTER, PlainBucket
 from trueline.runtime.actors import Given, Result
@@ -37,10 +44,11 @@ RECEIVER = "trueline.rollout.vllm_receiver.WeightReceiver"
 WORKER_SECONDS = 5.0  # between the errors of other workers and the end of a dying one
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """vLLM's own loop in a thread: it steps while there are requests, and makes other calls between steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        self.book = RequestBook(self.generate)
         self.version, self.workers, on_gpu = 0, spec.tensor_parallel, torch.cuda.is_available()
         self.sleeps = spec.sleeps and on_gpu
         self.adapter_only = spec.adapter_rank > 0

@@ -123,7 +123,7 @@ class RolloutWorker(GroupWorker):
         config, rollout, logs = spec.config, spec.rollout, spec.logs / f"rollouts-{spec.number}"
         logs.mkdir(parents=True, exist_ok=True)
         chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
-        pool = EnginePool(spec.engines.engines, rollout.max_sequences)
+        pool = EnginePool(spec.engines.engines, rollout.max_sequences, takes_groups=True)
         pool.use(spec.engines.engines, spec.engines.incarnations, spec.engines.lost)
         groups = {role.name: judge_group(role, ranks, config.timeout_seconds) for role, ranks in spec.judges}
         reward, played = share_of(config.reward, rollout.workers), share_of(config.environment, rollout.workers)
@@ -155,6 +155,9 @@ def environment_of(
     config: EnvironmentConfig, rewards: CombinedReward, chat: ChatFormat, logs: Path, engine: str
 ) -> OpenEnvironment:
     return OpenEnvironment(config, rewards, chat, logs, engine=engine, structures=ROLLOUT_ENGINES[engine].structures)
+
+
+BULK = (RolloutWorker.sample.__name__, RolloutWorker.run.__name__, RolloutWorker.next_loss.__name__)
 
 
 @contextmanager
@@ -196,9 +199,7 @@ def start_workers(
         ranks = [(role, handles(group.actors)) for role, group in roles]
         return RolloutWorkerSpec(plan.config, plan.rollout, EngineView.of(pool), ranks, processes.logs, number)
 
-    target: Target[GroupWorker] = Target(
-        f"{RolloutWorker.__module__}:{RolloutWorker.__name__}", True, RolloutWorker.sample.__name__
-    )
+    target: Target[GroupWorker] = Target(f"{RolloutWorker.__module__}:{RolloutWorker.__name__}", True, BULK)
     actors = processes.rollout_workers(target, [spec(number) for number in range(plan.rollout.workers)])
     return RolloutWorkers(actors, pool, spec, note)
 

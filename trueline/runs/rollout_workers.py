@@ -12,7 +12,7 @@ from trueline.environments.opening import OpenEnvironment
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineLost, RolloutFailure
 from trueline.rollout.groups import GroupSampler, Numbered, Sampler, SamplerSpec
-from trueline.rollout.pool import MOST_DEATHS, EnginePool, Load, Loss, load_metrics
+from trueline.rollout.pool import MOST_DEATHS, EngineLoss, EnginePool, Load, load_metrics
 from trueline.rollout.summary import Parcels, SampledGroup, pack_group, summarise, transcript
 from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, NodeLost, RayActor, RayHandle, Result, Stored
 
@@ -68,7 +68,7 @@ class GroupWorker:
     async def flush_loads(self) -> list[Load]:
         return self.episodes.pool.flush_loads()
 
-    async def next_loss(self) -> Loss:
+    async def next_loss(self) -> EngineLoss:
         """Wait until this process notices that an engine is lost."""
         return await self.episodes.pool.news.get()
 

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from trueline.monitoring.heartbeat import BEAT, WORK, Activity
 from trueline.runtime.host import ActorHost, AsyncActorHost, Location
 
-CONCURRENT_CALLS = 4096  # of the target's bulk method
+CONCURRENT_CALLS = 4096  # of the target's bulk methods
 CONTROL, CONTROL_CALLS = "control", 64  # Ray's concurrency group of all other methods: they must not queue behind it
 DEATHS = (RayActorError, ObjectLostError, NodeDiedError)  # a result is lost with its node, too
 LOCATION_SECONDS = 10  # that a process has to report its location before it is killed
@@ -261,14 +261,14 @@ class RayHandle(Actor[Object]):
 
     def _call(self, method: str, options: dict[str, Any], *args: Any, **named: Any) -> RayPending[Any]:
         activity, remote = WORK.begin("call", self.name, shown_name(method)), self.handle.call
-        if self.target.asynchronous and method != self.target.bulk_method:
+        if self.target.asynchronous and method not in self.target.bulk_methods:
             options = options | {"concurrency_group": CONTROL}
         references = (remote.options(**options) if options else remote).remote(method, *args, **named)
         one, *rest = references if "num_returns" in options else (references,)
         return self._pending(method, one, activity, tuple(rest) or None)
 
     def _control(self, method: Any) -> Any:
-        """Return the host's method in the concurrency group of all calls but those of the bulk method."""
+        """Return the host's method in the concurrency group of all calls but those of bulk methods."""
         return method.options(concurrency_group=CONTROL) if self.target.asynchronous else method
 
     def _pending(
@@ -304,7 +304,7 @@ class RayActor(RayHandle[Object]):
 
     def for_others(self) -> RayHandle[Object]:
         """Return a handle of the present process, for other processes of the run."""
-        target: Target[Object] = Target(self.target.path, self.target.asynchronous, self.target.bulk_method)
+        target: Target[Object] = Target(self.target.path, self.target.asynchronous, self.target.bulk_methods)
         return RayHandle(self.name, target, self.handle, self.log, self.address)
 
     def kill(self) -> None:
@@ -342,7 +342,7 @@ def no_environment(gpus: int) -> dict[str, str]:
 class Target(Generic[Object]):
     path: str
     asynchronous: bool = False  # its methods are coroutines
-    bulk_method: str = ""  # has thousands of calls in progress; other methods do not queue behind it
+    bulk_methods: tuple[str, ...] = ()  # have thousands of calls in progress; others do not queue behind them
     environment: Callable[[int], dict[str, str]] = no_environment  # by the number of GPUs
 
 

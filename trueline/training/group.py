@@ -21,7 +21,7 @@ from trueline.monitoring.heartbeat import WORK
 from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Pending, Result, Stored, share, wait_all
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
-from trueline.training.samples import Arrays, Block, Samples, StoredSamples, lengths_of
+from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, lengths_of
 from trueline.training.worker import Worker
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
@@ -58,7 +58,7 @@ class ModelGroup:
 
     def score_stored(
         self, samples: StoredSamples, field: str, temperature: float = 1.0, *, reference: bool = False
-    ) -> list[Block]:
+    ) -> list[SampleBlock]:
         """Score samples by reference, and return blocks of the results, which stay with the ranks' nodes."""
         plan = self.plan(samples)
         found = self._keep(Worker.score_kept, samples, plan, field, temperature, reference)
@@ -132,7 +132,7 @@ class ModelGroup:
         **named: Given.kwargs,
     ) -> list[Result]:
         """Make a call on every rank, and return one result per data place: its ranks all return the same."""
-        given = self._given(samples)
+        given = self._reader(samples)
         return self._on_ranks(plan, lambda actor, mine: actor.submit(method, given, mine, *args, **named))
 
     def _keep(
@@ -144,10 +144,10 @@ class ModelGroup:
         **named: Given.kwargs,
     ) -> list[tuple[Result, Stored[Arrays]]]:
         """Do the same, and leave the arrays in the object store."""
-        given = self._given(samples)
+        given = self._reader(samples)
         return self._on_ranks(plan, lambda actor, mine: actor.submit_kept(method, given, mine, *args, **named))
 
-    def _given(self, samples: Samples) -> SampleReader:
+    def _reader(self, samples: Samples) -> SampleReader:
         """Return what ranks are sent: references, or all samples packed."""
         if isinstance(samples, StoredSamples):
             return samples if self.reads_experts else samples.without_experts()
@@ -163,11 +163,11 @@ class ModelGroup:
 
     def _blocks(
         self, samples: StoredSamples, plan: Plan, names: tuple[str, ...], found: list[Stored[Arrays]]
-    ) -> list[Block]:
+    ) -> list[SampleBlock]:
         """Return what the ranks have computed of their samples, in the order of their passes."""
         order = [[at for micro_batch in passes for at in micro_batch if at != FILLER] for passes in plan]
         pairs = zip(order, found, strict=True)
-        return [Block(names, tuple(samples.numbers[at] for at in places), arrays) for places, arrays in pairs]
+        return [SampleBlock(names, tuple(samples.numbers[at] for at in places), arrays) for places, arrays in pairs]
 
     def plan(self, samples: Samples, samples_per_row: int = 1) -> Plan:
         return plan_micro_batches(lengths_of(samples), self.mesh.data, self.budget, samples_per_row)

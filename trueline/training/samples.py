@@ -36,7 +36,7 @@ class SampleNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SampleBlock:
     """Arrays of some samples, one after the other in the object store."""
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class StoredSamples:
     numbers: list[int]  # in the step
     rows: list[SampleNumbers]
     all_lengths: list[int]
-    blocks: list[Block]
+    blocks: list[SampleBlock]
     same: dict[str, str] = field(default_factory=dict)  # fields that are another one, e.g. old log-probs
     found: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)  # what this process has fetched
 
@@ -91,14 +91,14 @@ class StoredSamples:
             self._open(block)
         return self.found[name][number]
 
-    def _open(self, block: Block) -> None:
+    def _open(self, block: SampleBlock) -> None:
         ends = np.cumsum([self.all_lengths[number] for number in block.samples])
         for name, array in block.arrays.fetch().items():
             views = self.found.setdefault(name, {})
             for number, end in zip(block.samples, ends, strict=True):
                 views[number] = array[end - self.all_lengths[number] : end]
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SampleBlock) -> None:
         """Add fields that a later stage has computed; they replace those of the same name."""
         self.blocks.append(block)
         for name in block.names:

@@ -41,7 +41,7 @@ from trueline.runtime.actors import ActorDeath, Stored
 from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
-from trueline.training.samples import Block, StoredSamples
+from trueline.training.samples import SampleBlock, StoredSamples
 
 FIRST_STEP = ["steps=2", "rollout.temperature=0.7"]
 
@@ -70,7 +70,7 @@ def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monk
     asked: list[str] = []
     scored = ModelGroup.score_stored
 
-    def spy(self: ModelGroup, *args: Any, **named: Any) -> list[Block]:
+    def spy(self: ModelGroup, *args: Any, **named: Any) -> list[SampleBlock]:
         asked.append(self.name)
         return scored(self, *args, **named)
 
