@@ -65,6 +65,9 @@ def check_engines(config: EnginesConfig, *used: str) -> None:
                 f"{section}.engine={name}: {row.package} is not installed here; install it (it comes with "
                 f"{row.brought_by}) or set {others(section, lambda row: not row.package)}"
             )
+        if isinstance(row, RolloutRow) and not row.takes_weights and isinstance(config, RLConfig):
+            able = others(section, lambda row: row.takes_weights)
+            raise ConfigError(f"{section}.engine={name} only samples, and takes no new weights: set {able}")
         if section in used and isinstance(part, TrainingConfig):
             own = part.model_like(model, model.path) if isinstance(part, RoleConfig) else model
             check_trained(section, part, own)

@@ -178,7 +178,8 @@ def sync_plan(plan: RLPlan) -> SyncPlan:
     places = place_processes(plan.layout, plan.machine)
     nodes = (places.policy[0], *places.engines)
     adapter_only, or_gloo = config.model.lora.adapter_only(), transport == "nccl" and config.sync.transport == "auto"
-    return SyncPlan(config.rollout.dtype, transport, differs, adapter_only, config.rollout.on_update, nodes, or_gloo)
+    proofs, on_update = ROLLOUT_ENGINES[config.rollout.engine].proofs, config.rollout.on_update
+    return SyncPlan(config.rollout.dtype, transport, differs, adapter_only, on_update, nodes, or_gloo, proofs)
 
 
 def make_evaluator(plan: RLPlan, sampling: Sampling) -> Evaluator | None:

@@ -236,7 +236,7 @@ class RLTrainer:
 
     def numerics(self) -> dict[str, float]:
         """Score a completion of the last step by engines and trainer under the same weights, where it may be stale."""
-        if self.example is None or not self.sync.check:
+        if self.example is None or not self.sync.has_proof("score"):
             return {}
         return {"mismatch/numerics": self.sync.gap(*self.example)}
 

@@ -142,6 +142,17 @@ class SamplingEngine(Protocol):
         """Continue a sequence that this engine has sampled, or return None if it has forgotten it."""
         return await self.book.turn(prompt, params, request)
 
+    async def processes(self) -> int:
+        """Return how many processes the engine has, once they are ready."""
+        return 1
+
+
+PROOFS = ("holdings", "bit_sums", "cached_tokens", "score")  # methods by which a run proves what an engine holds
+
+
+class WeightSink(Protocol):
+    """An engine that takes new weights while it runs. Which of PROOFS it has, its row of the table declares."""
+
     async def score(self, tokens: list[int]) -> list[float]:
         """Return log-probs of tokens[1:] at temperature 1, under the current weights."""
 
@@ -157,14 +168,6 @@ class SamplingEngine(Protocol):
 
     async def wake(self, part: str) -> None:
         """Allocate the memory of `weights` or `kv_cache` again."""
-
-    async def processes(self) -> int:
-        """Return how many processes the engine has, once they are ready."""
-        return 1
-
-
-class WeightSink(Protocol):
-    """An engine that takes new weights while it runs."""
 
     async def connect(self, link: Link, first_rank: int) -> str:
         """Join the trainer's group with consecutive ranks; return why NCCL cannot form it, or nothing."""

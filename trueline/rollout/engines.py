@@ -6,7 +6,7 @@ from functools import partial
 
 from trueline.config.rl import OWN_GPU, RolloutConfig
 from trueline.models.loading import DTYPES, ModelFacts
-from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.engine import PROOFS, RolloutEngine
 from trueline.runtime.actors import Target
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
 
@@ -32,7 +32,9 @@ BULK = tuple(
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    path: str  # of a class that follows RolloutEngine and is made from an EngineSpec
+    path: str  # of a class that is made from an EngineSpec, and follows SamplingEngine or RolloutEngine
+    takes_weights: bool = True  # False: it only samples, for generate and eval
+    proofs: tuple[str, ...] = PROOFS  # of its weights; a run leaves out the others, and says so
     package: str = ""  # must be installed
     brought_by: str = ""  # what installs it
     local: bool = False  # it can run in the process of the run

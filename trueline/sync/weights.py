@@ -11,7 +11,7 @@ import torch
 
 from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
-from trueline.rollout.engine import RolloutEngine
+from trueline.rollout.engine import PROOFS, RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import AsyncMethod, Given, Result
 from trueline.runtime.event_loop import EventLoop
@@ -25,6 +25,12 @@ Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 GAP_FACTOR = 4.0  # the gap after an update may be this many times the gap at the start
 MIN_BROADCAST_SECONDS = 30.0  # lower bound of the timeout
+WORDS = {  # what each proof of an engine shows
+    "holdings": "that it holds the checkpoint's bits at the start",
+    "bit_sums": "the sum of its bits after updates",
+    "cached_tokens": "that its prefix cache is emptied",
+    "score": "that its log-probs are the trainer's",
+}
 STRANGE = 0.01  # nats per token: more is no rounding where both compute in float32
 
 
@@ -47,6 +53,7 @@ class SyncPlan:
     on_update: str = "wait"  # rollout.on_update, for in-flight completions
     nodes: tuple[int, ...] = ()  # of the sending rank and of each engine; empty: one node
     or_gloo: bool = False  # use gloo if NCCL cannot form a group
+    proofs: tuple[str, ...] = PROOFS  # that the engines have
 
     def crossings(self) -> int:
         return 0 if self.transport in ("local", "ipc") else max(len(set(self.nodes)) - 1, 0)
@@ -135,6 +142,30 @@ class WeightSync:
         """
         if not self.check:
             return f"not verified (sync.check=false){self.remark}"
+        limits = [f"not {WORDS[name]}, which the engine cannot show" for name in PROOFS if not self.has_proof(name)]
+        if self.has_proof("holdings"):
+            limits += self._attest()
+        else:
+            self.publish(0)
+        self._resume()
+        if not self.has_proof("score"):
+            return "; ".join(["verified", *limits]) + self.remark
+        self.floor = self.gap(self.canary.tokens)
+        limit = self.canary.tolerance or self.canary.strange
+        if not self.floor <= limit:
+            raise SyncFailure(
+                f"engines and trainer loaded the same checkpoint, yet their log-probs differ by {self.floor:.3g} on "
+                f"average, more than {limit:g}: they compute this model differently. Try rollout.engine=hf, or set "
+                "another limit with sync.tolerance"
+            )
+        gap = f"largest log-prob gap {self.floor:.2g} (limit {self.limit():.2g})"
+        return "; ".join(["verified", gap, *limits]) + self.remark
+
+    def has_proof(self, name: str) -> bool:
+        return self.check and name in self.plan.proofs
+
+    def _attest(self) -> list[str]:
+        """Publish for the first time, and prove it by the bits that engines hold; return what that does not cover."""
         proof = EngineProof(self._engines(RolloutEngine.holdings), self.plan.adapter_only)
         self.proof = None
         same = not self.plan.differs and not self.plan.adapter_only
@@ -146,19 +177,10 @@ class WeightSync:
         self.publish(0)
         if same:
             proof.check_same(self._engines(RolloutEngine.holdings))
-        proof.start(*self._bits())
-        self.proof = proof
-        self._resume()
-        self.floor = self.gap(self.canary.tokens)
-        limit = self.canary.tolerance or self.canary.strange
-        if not self.floor <= limit:
-            raise SyncFailure(
-                f"engines and trainer loaded the same checkpoint, yet their log-probs differ by {self.floor:.3g} on "
-                f"average, more than {limit:g}: they compute this model differently. Try rollout.engine=hf, or set "
-                "another limit with sync.tolerance"
-            )
-        gap = f"largest log-prob gap {self.floor:.2g} (limit {self.limit():.2g})"
-        return "; ".join(["verified", gap, *proof.limits(self.plan.differs)]) + self.remark
+        if self.has_proof("bit_sums"):
+            proof.start(*self._bits())
+            self.proof = proof
+        return proof.limits(self.plan.differs)
 
     def _bits(self) -> tuple[LiveSums, Sums]:
         """Return the bit sums of the trainer's weights, and of those of every engine process."""
@@ -178,7 +200,7 @@ class WeightSync:
         start = time.perf_counter()
         self._engines(RolloutEngine.pause, self.plan.on_update)
         self.is_paused = True
-        if self.check:
+        if self.has_proof("cached_tokens"):
             self._engines(RolloutEngine.cached_tokens, self.canary.tokens)  # fills a cache that must be empty later
         begun = time.perf_counter()
         if self.transport == "local":
@@ -195,7 +217,9 @@ class WeightSync:
 
     def _resume(self) -> None:
         """Resume engines, after a check that they emptied their prefix caches."""
-        cached = self._engines(RolloutEngine.cached_tokens, self.canary.tokens) if self.check else []
+        cached = (
+            self._engines(RolloutEngine.cached_tokens, self.canary.tokens) if self.has_proof("cached_tokens") else []
+        )
         for engine, tokens in enumerate(cached):
             if tokens:
                 raise SyncFailure(
@@ -209,7 +233,7 @@ class WeightSync:
         """Resume engines, which must be fully awake, and compare their log-probs with the trainer's."""
         if self.is_paused:
             self._resume()
-        if not self.check:
+        if not self.has_proof("score"):
             return {}
         gap = self.gap(self.canary.tokens)
         if not gap <= self.limit():

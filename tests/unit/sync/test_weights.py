@@ -21,7 +21,7 @@ from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
-from trueline.rollout.engine import EngineSpec
+from trueline.rollout.engine import PROOFS, EngineSpec
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
@@ -150,7 +150,8 @@ def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
 def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
     canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None), STRANGE)
     transport, or_gloo = settings.pop("transport", "gloo"), settings.pop("or_gloo", False)
-    plan = SyncPlan("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo)
+    proofs = settings.pop("proofs", PROOFS)
+    plan = SyncPlan("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo, proofs=proofs)
     return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, plan)
 
 
@@ -171,6 +172,48 @@ def test_both_engines_follow_and_both_gaps_are_reported(model_folder: Path, loop
     found = sync.verify()
     assert found["sync/canary_gap"] < 1e-5
     assert found["sync/canary_floor"] == sync.floor < 1e-5
+
+
+class Showless(HFEngine):
+    """Takes weights, and shows nothing of them."""
+
+    async def holdings(self) -> list[dict[str, Holding]]:
+        raise AssertionError("not declared")
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        raise AssertionError("not declared")
+
+    async def cached_tokens(self, tokens: list[int]) -> int:
+        raise AssertionError("not declared")
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        raise AssertionError("not declared")
+
+
+def test_proofs_that_an_engine_does_not_declare_are_left_out_and_named(model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, Showless)
+    sync = make_sync(policy, pool, loop, proofs=())
+    found = sync.verify_initial_sync()
+    assert found.startswith("verified; not that it holds the checkpoint's bits at the start, which the engine cannot")
+    assert found.count("which the engine cannot show") == 4
+    update(policy)
+    sync.publish(1)
+    assert sync.verify() == {}
+    engine: Any = pool.actors[0]
+    assert engine.target.version == 1
+
+
+def test_an_engine_that_only_scores_is_compared_by_its_log_probs(model_folder: Path, loop: EventLoop) -> None:
+    class Scoring(Showless):
+        async def score(self, tokens: list[int]) -> list[float]:
+            return await HFEngine.score(self, tokens)
+
+    policy, pool = make_policy(model_folder), make_pool(model_folder, Scoring)
+    sync = make_sync(policy, pool, loop, proofs=("score",))
+    assert "largest log-prob gap" in sync.verify_initial_sync()
+    update(policy)
+    with pytest.raises(SyncFailure, match="does not compute with the weights"):
+        sync.verify()
 
 
 def test_weights_of_zeros_that_processes_divide_are_counted_in_each(tmp_path: Path, loop: EventLoop) -> None:
