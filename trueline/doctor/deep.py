@@ -92,7 +92,7 @@ def sample(trainer: RLTrainer, size: int) -> tuple[list[Group], list[Trajectory]
     """Sample the run's first prompts with its seeds; return groups to train on, failures, count of prompts."""
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
-    prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
+    prompts = [rollouts.draw() for _ in range(count)]
     with trainer.timer.phase("rollout"):
         made = dict(rollouts.sampler.each(prompts, rollouts.loop, in_flight=COMPLETIONS))
     groups = [[one for one in made[place] if one.outcome.is_scored] for place in sorted(made)]

@@ -23,7 +23,7 @@ from trueline.rl.metrics import AIMS, describe_models, describe_step, excerpt, o
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, token_rows, transcript
 from trueline.rollout.evaluation import Evaluator
-from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn
+from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn, UnusableData
 from trueline.rollout.groups import Group
 from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import UpdateMonitor
@@ -114,7 +114,7 @@ class RLTrainer:
                     self.publish()
                 else:
                     break
-        except NothingToLearn:  # a resumed run continues with other prompts: the ledger has those that were dropped
+        except (NothingToLearn, UnusableData):  # the ledger has the prompts that were dropped, for a resumed run
             self.save({})
             self.checkpoints.settle(wait=True)
             raise
