@@ -1,7 +1,7 @@
 """Read rows as prompts; those of a large dataset are made, measured and admitted when they are drawn."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -97,13 +97,16 @@ class LazyPrompts(Lazy[Prompt]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self._make(number, located) for number, located in enumerate(self.rows))
+
     def at(self, number: int) -> Prompt:
         for row in self.limit.offenders()[:1] if self.limit else ():
-            self._make(int(row))
-        return self._make(number)
+            self._make(int(row), self.rows[int(row)])
+        return self._make(number, self.rows[number])
 
-    def _make(self, number: int) -> Prompt:
-        prompt = with_tools(self.reader.read(number, self.rows[number]), self.tools)
+    def _make(self, number: int, located: Located) -> Prompt:
+        prompt = with_tools(self.reader.read(number, located), self.tools)
         if self.limit is not None:
             self.limit.check(prompt)
         return prompt

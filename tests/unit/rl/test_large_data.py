@@ -120,3 +120,20 @@ def test_a_row_that_cannot_be_used_ends_the_run_with_what_it_has_learnt(
     if bad.endswith("}"):
         assert run_letters(tmp_path, "grpo", *run, "--resume", "data.too_long=drop") == 0
         assert fates(tmp_path) == {"trained": [*range(22), *range(23, 29)], "too_long": [22]}
+
+
+def test_what_is_said_of_a_sample_is_said_of_a_sample(
+    tmp_path: Path, large: Callable[[int], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    large(10)
+    (tmp_path / "some.jsonl").write_text('{"prompt": "a:", "label": "b", "answer": "c"}\n' * 30)
+    (tmp_path / "compare.py").write_text(
+        "def compare(reply: str, label: str) -> float:\n    return float(reply == label)\n"
+    )
+    words = [*SAVED, *PLAIN, f"data.path={tmp_path}/some.jsonl", "steps=1", "monitoring.doctor=true"]
+    assert run_letters(tmp_path, "grpo", *words, "--reward", f"{tmp_path}/compare.py:compare") == 0
+    out = capsys.readouterr().out
+    assert "2 of 3 sampled rows (67 %) are duplicates, e.g. row 1 of" in out
+    assert "all 3 sampled labels are equal: 'b'" in out
+    assert "they differ in 3 of 3 sampled rows" in out
+    assert "few_prompts" not in (tmp_path / "run" / "findings.jsonl").read_text()  # there are 30, not 3
