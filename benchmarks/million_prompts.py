@@ -1,10 +1,11 @@
-"""Seconds to the end of the first step, and memory of the driver, with many prompts and with a thousand.
+"""Seconds to the end of the first step, and time and memory of the driver, with many prompts and with a thousand.
 
     python benchmarks/million_prompts.py FOLDER [--prompts 1000000] [--formats jsonl parquet arrow] [--out FILE]
 
 Each run is a process of its own: one step of GRPO in `runtime=local` with a tiny random model, a chat template and an
 empty cache. Seconds are counted from the start of the process to the row of the first step in metrics.jsonl; memory is
-the largest resident set of the process until then. A thousand prompts, as JSON lines, are run first and last; the
+the largest resident set of the process until then. Processor time is that of the driver, all threads together, which
+other programs on the machine hardly change. A thousand prompts, as JSON lines, are run first and last; the
 last of both counts, because the first run of a machine also reads the libraries from disk.
 """
 
@@ -63,14 +64,14 @@ def run(folder: Path, data: Path, name: str) -> dict[str, float]:
             [sys.executable, "-m", "trueline.cli", "grpo", *words], stdout=log, stderr=log, env=environment
         )
     while process.poll() is None:
-        memory = peak_memory(process.pid)
+        used = {"cpu_seconds": processor_seconds(process.pid), "gib": peak_memory(process.pid)}
         if read_steps(folder / name):
             break
         time.sleep(0.05)
     seconds = time.monotonic() - began
     if process.wait() or not read_steps(folder / name):
         raise SystemExit((folder / f"{name}.log").read_text())
-    return {"seconds": round(seconds, 2), "gib": round(memory, 3)}
+    return {name: round(value, 2) for name, value in {"seconds": seconds, **used}.items()}
 
 
 def peak_memory(process: int) -> float:
@@ -78,6 +79,12 @@ def peak_memory(process: int) -> float:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")] or ["0"]
     return int(peak) / 2**20
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor time of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -101,7 +108,7 @@ def main() -> int:
     found["few"] = run(folder, few, "few")
     for name, one in found.items():
         more = {key: one[key] - found["few"][key] for key in one}
-        print(f"{name}: {one['seconds']:.1f} s ({more['seconds']:+.1f}), {one['gib']:.2f} GiB ({more['gib']:+.2f})")
+        print(f"{name}: " + ", ".join(f"{key} {one[key]:.1f} ({more[key]:+.1f})" for key in one))
     write_result(given.out, {"prompts": given.prompts, **found})
     return 0
 
