@@ -44,6 +44,7 @@ TABLE: dict[str, list[Try]] = {
     "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],
     "gpu_rl.py": [Try(HELP), Try(f"FOLDER --tiny --steps 1 {RUN}", apart=True)],
     "gpu_sft.py": [Try(HELP)],
+    "million_prompts.py": [Try("FOLDER --prompts 2000", apart=True)],
     "random_model.py": [],  # is imported by others
     "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
     "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --completions 2x2 runtime=local")],

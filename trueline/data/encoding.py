@@ -1,7 +1,6 @@
 """Encode records as training samples: exact tokens, loss masks, and a policy for rows that are too long."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
 from trueline.data.messages import Message, Tool
+from trueline.data.rows import naming
 from trueline.data.types import Sample
 
 Policy = Literal["error", "truncate", "drop"]
@@ -146,14 +146,6 @@ def shorten(encoded: Encoded, length: int) -> Encoded:
 
 def to_tensors(encoded: Encoded, label: float = 0.0) -> Sample:
     return Sample(torch.tensor(encoded.tokens), torch.tensor(encoded.mask), label=label)
-
-
-@contextmanager
-def naming(place: str) -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
 
 
 def encode_completion(

@@ -22,7 +22,7 @@ from trueline.data.readers import (
     value_of,
     with_system,
 )
-from trueline.data.sources import Located
+from trueline.data.rows import Located
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from trueline.config.base import ConfigError, Tree
 from trueline.data.readers import value_of
-from trueline.data.sources import Located, Row
+from trueline.data.rows import Located, Row
 
+CONTENT = "content:"  # begins the digest of the files of a large dataset, in place of one of its rows
 MIXTURE_BLOCK = 4096  # positions whose datasets are drawn at once
 
 
@@ -101,8 +102,9 @@ def changes(before: Tree, now: Tree) -> list[str]:
     return found
 
 
-def split_rows(rows: list[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:
+def split_rows(rows: Sequence[Located], share: float, by: str | None, seed: int) -> tuple[list[Located], list[Located]]:
     """Split rows into training and held-out ones, in order; rows with one value of column `by` stay together."""
+    rows = list(rows)
     if share == 0:
         return rows, []
     groups: dict[str, list[int]] = {}

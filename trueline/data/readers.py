@@ -1,4 +1,4 @@
-"""Read dataset rows as prompts, and what every reader of rows shares: columns, texts, messages."""
+"""What every reader of dataset rows shares: columns, texts, messages, tools."""
 
 import json
 import re
@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from trueline.config.base import ConfigError
-from trueline.config.data import PromptDataConfig
 from trueline.data.messages import Message, Tool
-from trueline.data.sources import TEXT, Located, Row
-from trueline.data.types import Prompt
+from trueline.data.rows import Located, Row
 
-PROMPT_COLUMNS = ("messages", "prompt", "question")
 LABEL_COLUMNS = ("label", "answer", "solution")
 ROLES = {  # a speaker's name in datasets, in lower case -> the role that chat templates know
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -20,20 +17,6 @@ ROLES = {  # a speaker's name in datasets, in lower case -> the role that chat t
     **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 PYTHON_MESSAGES = re.compile(r"\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")  # a list of messages as text
-
-
-def read_prompts(rows: list[Located], config: PromptDataConfig, source: str) -> list[Prompt]:
-    usual = (TEXT,) if rows[0].bare else PROMPT_COLUMNS
-    prompt_column = choose_column(rows[0], config.prompt_column, usual, "data.prompt_column")
-    label_column = choose_column(rows[0], config.label_column, LABEL_COLUMNS, "data.label_column", required=False)
-    if config.label_column is None and all(located.row.get(label_column) is None for located in rows):
-        label_column = ""  # `generate` writes an empty label column if the prompts had none
-    prompts = []
-    for number, located in enumerate(rows):
-        messages = read_messages(located, prompt_column, config.system_prompt)
-        label = value_of(located, label_column) if label_column else None
-        prompts.append(Prompt(number, messages, label, source, columns=located.row, tools=read_tools(located)))
-    return prompts
 
 
 def choose_column(first: Located, named: str | None, usual: tuple[str, ...], key: str, required: bool = True) -> str:

@@ -5,12 +5,9 @@ import json
 import os
 import re
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -18,14 +15,25 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.data.rows import (
+    BLOCK_ROWS,
+    Joined,
+    Lines,
+    Located,
+    SourceFile,
+    TableRows,
+    is_large,
+    locate_row,
+    repeats,
+    single_keys,
+)
+from trueline.files import UNFINISHED, atomic_path
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.run_folder import RunFolder
 
-Row = dict[str, Any]
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 LONGEST_FIELD = 2**31 - 1  # characters of a CSV field
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
-TEXT = "text"  # column of rows that are plain strings
 HUB_SECONDS, PORTS = 10, {"https": 443, "http": 80}
 HELD_OUT = {"test", "tests", "validation", "valid", "val", "eval", "evaluation", "dev", "heldout"}  # in names of files
 SPLITS, STATE = "dataset_dict.json", "state.json"  # files of a saved DatasetDict and Dataset
@@ -36,40 +44,32 @@ SAMPLED = {  # task -> the file of a run of `generate` that it reads, and what t
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A row and its place, for error messages."""
-
-    row: Row
-    place: str
-    padded: bool = False  # absent nested fields are nulls, because Arrow gives all rows the same fields
-    bare: bool = False  # a plain string without columns
-
-
-def open_source(path: str, key: str) -> list[Located]:
-    """Read all rows of `path`; `key` is the configuration key that named it."""
+def open_source(path: str, key: str) -> Sequence[Located]:
+    """Open the rows of `path`, and read them all unless they are many; `key` is the key that named it."""
     with WORK.doing("data", key, path):
         try:
-            return read_source(path, key)
+            rows = find_rows(path, key)
+            return rows if is_large(len(rows)) else list(rows)
         except ConfigError as error:
             error.key = error.key or key
             raise
 
 
-def read_source(path: str, key: str) -> list[Located]:
+def find_rows(path: str, key: str) -> Sequence[Located]:
     local, name = Path(path).expanduser(), path.partition(":")[0]
+    rows: Sequence[Located]
     if not path:
         raise ConfigError(f"{key} is empty: name a dataset, e.g. {key}=prompts.jsonl")
     if local.is_dir():
-        rows = [row for file in data_files(local, key) for row in read_file(file, key)]
+        rows = Joined([read_file(file, key) for file in data_files(local, key)])
     elif local.is_file():
-        rows = list(read_file(local, key))
+        rows = read_file(local, key)
     elif Path(name).suffix in READERS or not hub_name(name):
         named = "hub datasets are named owner/name[:split]"
         raise ConfigError(f"{key}={path}: no such file or folder in {Path.cwd()}; {named}")
     else:
-        rows = list(read_hub(path, key))
-    if not rows:
+        rows = read_hub(path, key)
+    if not len(rows):
         raise ConfigError(f"{key}={path}: the dataset is empty: add at least one row")
     return rows
 
@@ -115,72 +115,35 @@ def data_files(folder: Path, key: str) -> list[Path]:
     return files
 
 
-def read_file(file: Path, key: str) -> Iterator[Located]:
+def read_file(file: Path, key: str) -> Sequence[Located]:
     if (reader := READERS.get(file.suffix)) is None:
         packed = "unpack it and " if file.suffix in PACKED else ""
         raise ConfigError(f"{key}={file}: unknown ending {file.suffix!r}: {packed}use one of {', '.join(READERS)}")
     try:
-        yield from reader(file)
+        return reader(file)
     except (arrow.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
 
 
-def read_json_lines(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield parse_row(line, f"{file}, line {number}")
-
-
-def parse_row(text: str, place: str) -> Located:
-    try:
-        row = json.loads(text, object_pairs_hook=single_keys)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}): fix or delete this line") from None
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from None
-    return locate_row(row, place)
-
-
-def single_keys(pairs: list[tuple[str, Any]]) -> Row:
-    """Refuse a JSON object with a repeated key, whose first value would be lost."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ConfigError(f"the key {repeats(name for name, _ in pairs)[0]!r} is repeated: delete one")
-    return row
-
-
-def repeats(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
-def locate_row(row: Any, place: str) -> Located:
-    """Return a row with named columns; a plain string has one."""
-    if isinstance(row, str):
-        return Located({TEXT: row}, place, bare=True)
-    if not isinstance(row, dict):
-        remedy = "rename a file that is one array to .json" if isinstance(row, list) else "fix or delete it"
-        raise ConfigError(f"{place}: expected an object or a string, found {type(row).__name__}: {remedy}")
-    return Located(row, place)
-
-
-def read_json(file: Path) -> Iterator[Located]:
+def read_json(file: Path) -> Sequence[Located]:
     text = file.read_text(encoding="utf-8-sig")
     try:
         whole = json.loads(text, object_pairs_hook=single_keys)
         rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
         if not text.lstrip().startswith("["):
-            yield from read_json_lines(file)
-            return
+            return Lines(file)
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}): fix it") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    for number, row in enumerate(rows, 1):
-        yield locate_row(row, f"{file}, row {number}")
+    return [locate_row(row, f"{file}, row {number}") for number, row in enumerate(rows, 1)]
 
 
-def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
+def read_csv(file: Path, separator: str = ",") -> list[Located]:
+    return list(csv_rows(file, separator))
+
+
+def csv_rows(file: Path, separator: str) -> Iterator[Located]:
     csv.field_size_limit(LONGEST_FIELD)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = csv.DictReader(lines, delimiter=separator, strict=True)
@@ -202,21 +165,55 @@ def read_csv(file: Path, separator: str = ",") -> Iterator[Located]:
             raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}: check its quotation marks") from None
 
 
-def read_arrow(file: Path) -> Iterator[Located]:
+def read_arrow(file: Path) -> TableRows:
+    return TableRows(map_table(file), file, [SourceFile(file)])
+
+
+def map_table(file: Path) -> arrow.Table:
     with arrow.memory_map(str(file)) as source:
         try:
-            table = arrow.ipc.open_file(source).read_all()
+            return arrow.ipc.open_file(source).read_all()
         except arrow.ArrowInvalid:
-            table = arrow.ipc.open_stream(source).read_all()
-        yield from table_rows(table, file)
+            return arrow.ipc.open_stream(source).read_all()
 
 
-def table_rows(table: arrow.Table, place: Path | str) -> Iterator[Located]:
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield Located(row, f"{place}, row {number}", padded=True)
+def read_parquet(file: Path) -> TableRows:
+    """Read a Parquet file; of a large one, the copy whose rows can be drawn one by one."""
+    source = SourceFile(file)
+    with parquet.ParquetFile(file) as table:
+        rows = table.metadata.num_rows
+    if not is_large(rows):
+        return TableRows(parquet.read_table(file), file, [source])
+    copy = cache_folder() / "tables" / f"{source.digest()}.arrow"
+    if not copy.exists():
+        write_copy(file, copy)
+    return TableRows(map_table(copy), file, [source])
 
 
-def read_hub(name: str, key: str) -> Iterator[Located]:
+def write_copy(file: Path, copy: Path) -> None:
+    """Write a Parquet file's rows as an Arrow file, which can be mapped into memory."""
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            parquet.ParquetFile(file) as source,
+            atomic_path(copy, f".{os.getpid()}{UNFINISHED}") as aside,
+            arrow.ipc.new_file(str(aside), source.schema_arrow) as writer,
+        ):
+            for batch in source.iter_batches(BLOCK_ROWS):
+                writer.write_batch(batch)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} has many rows, and a copy whose rows can be drawn one by one cannot be written to {copy}: "
+            f"{first_line(error)}; set XDG_CACHE_HOME to a folder with room"
+        ) from None
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is made from large datasets once, and found again by their content."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "trueline"
+
+
+def read_hub(name: str, key: str) -> TableRows:
     """Read `owner/name` or `owner/name:split` from the Hugging Face hub or its local cache."""
     try_hub()
     import datasets  # noqa: PLC0415  (seconds to import, and only hub names need it)
@@ -229,15 +226,16 @@ def read_hub(name: str, key: str) -> Iterator[Located]:
             f"{key}={name}: neither a file nor a dataset of the hub ({first_line(error)}): name a file, or check the "
             "name and the network"
         ) from error
-    yield from table_rows(dataset.with_format("arrow")[:], name)
+    files = [SourceFile(Path(one["filename"])) for one in dataset.cache_files]
+    return TableRows(dataset.with_format("arrow")[:], name, files)
 
 
-READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
-    ".jsonl": read_json_lines,
+READERS: dict[str, Callable[[Path], Sequence[Located]]] = {
+    ".jsonl": Lines,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, separator="\t"),
-    ".parquet": lambda file: table_rows(parquet.read_table(file), file),
+    ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
 

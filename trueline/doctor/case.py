@@ -15,7 +15,9 @@ from trueline.data.chat import ChatFormat
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
 from trueline.data.loader import split_rows
 from trueline.data.messages import Message, Tool, content_of
-from trueline.data.sources import Located, open_source
+from trueline.data.prompts import sample_of
+from trueline.data.rows import Located
+from trueline.data.sources import open_source
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.findings import Finding
@@ -56,6 +58,7 @@ class Case:
     rows: list[DataRow]
     held_out: list[DataRow]
     trials: dict[str, Trial] = field(default_factory=dict)  # of the reward functions, by their names
+    total: int | None = None  # rows to train on, where those above are a sample
 
     @property
     def model(self) -> ModelConfig:
@@ -78,7 +81,8 @@ Check = Callable[[Case], Iterable[Finding]]
 
 
 def case_of(config: RunConfig, reading: Reading) -> Case:
-    return Case(config, reading.facts, reading.chat, rows_of(reading.rows), rows_of(reading.held_out), reading.trials)
+    rows, held_out = rows_of(reading.rows), rows_of(reading.held_out)
+    return Case(config, reading.facts, reading.chat, rows, held_out, reading.trials, reading.total)
 
 
 def gather(config: RunConfig) -> Case:
@@ -109,13 +113,13 @@ def prompts_of(config: RLConfig | SamplingConfig) -> tuple[list[Prompt], list[Pr
     tested = [one for prompts in held_out.values() for one in prompts]
     if isinstance(config, EvalConfig):
         return tested, []
-    return [one for prompts in training_prompts(config.data).values() for one in prompts], tested
+    return [one for prompts in training_prompts(config.data).values() for one in sample_of(prompts)], tested
 
 
 def supervised_records(config: SupervisedConfig) -> tuple[list[Record], list[Record]]:
     held, key = config.evaluation, config.data.source_key()
     parts = [split_rows(open_source(path, key), held.share, held.by, config.seed) for path in config.data.sources()]
-    tested = [open_source(held.data, "evaluation.data")] if held.data else [part for _, part in parts if part]
+    tested = [list(open_source(held.data, "evaluation.data"))] if held.data else [part for _, part in parts if part]
     return read_records([part for part, _ in parts], config), read_records(tested, config)
 
 

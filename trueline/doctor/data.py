@@ -20,7 +20,7 @@ def repeated_rows(case: Case) -> Iterator[Finding]:
     if repeated := sum(count - 1 for count in counts.values()):
         first = next(row for row in case.rows if counts[row.question, row.completions] > 1)
         verb = "is a duplicate" if repeated == 1 else "are duplicates"
-        what = f"{share(repeated, len(case.rows))} {verb}, e.g. {first.place}"
+        what = f"{share_of(case, repeated)} {verb}, e.g. {first.place}"
         yield Finding(WATCH, "repeated_rows", what, "they are learned more often than the others", path_key(case))
 
 
@@ -33,7 +33,7 @@ def contradictions(case: Case) -> Iterator[Finding]:
     for row in case.rows:
         labels.setdefault(row.question, set()).add(str(row.label))
     if several := [row for row in case.rows if len(labels[row.question]) > 1]:
-        what = f"{share(len(several), len(case.rows))} repeat a prompt with another label, e.g. {several[0].place}"
+        what = f"{share_of(case, len(several))} repeat a prompt with another label, e.g. {several[0].place}"
         why = "no completion is right for all of them"
         yield Finding(WATCH, "contradictions", what, why, path_key(case))
 
@@ -49,7 +49,7 @@ def leaked_rows(case: Case) -> Iterator[Finding]:
 
 def empty_labels(case: Case) -> Iterator[Finding]:
     if empty := [row for row in labelled_rows(case) if not str(row.label).strip() or row.label == []]:
-        what = f"{share(len(empty), len(case.rows))} have an empty label, e.g. {empty[0].place}"
+        what = f"{share_of(case, len(empty))} have an empty label, e.g. {empty[0].place}"
         why = "a reward that compares with it accepts nothing, or everything"
         yield Finding(BAD, "empty_labels", what, why, "data.label_column")
 
@@ -57,7 +57,7 @@ def empty_labels(case: Case) -> Iterator[Finding]:
 def equal_labels(case: Case) -> Iterator[Finding]:
     labels = {str(row.label) for row in labelled_rows(case)}
     if len(labels) == 1 and len(case.rows) > 1:
-        what = f"all {len(case.rows)} labels are equal: {labels.pop()!r:.40}"
+        what = f"all {len(case.rows)} {'sampled ' * bool(case.total)}labels are equal: {labels.pop()!r:.40}"
         yield Finding(WATCH, "equal_labels", what, "one constant reply would always be right", "data.label_column")
 
 
@@ -74,7 +74,7 @@ def leaked_labels(case: Case) -> Iterator[Finding]:
     long = [row for row in labelled_rows(case) if len(str(row.label)) >= limits.LONG_LABEL]
     leaked = [row for row in long if any(str(row.label) in content_of(message) for message in row.asked)]
     if len(leaked) > limits.MANY * len(case.rows):
-        what = f"{share(len(leaked), len(case.rows))} have their label in the prompt, e.g. {leaked[0].place}"
+        what = f"{share_of(case, len(leaked))} have their label in the prompt, e.g. {leaked[0].place}"
         yield Finding(WATCH, "leaked_labels", what, "the model can just copy it", "data.prompt_column")
 
 
@@ -83,14 +83,18 @@ def trailing_space(case: Case) -> Iterator[Finding]:
     if case.chat is None or case.chat.templated:
         return
     if ending := [row for row in case.rows if row.text() != row.text().rstrip()]:
-        what = f"{share(len(ending), len(case.rows))} have a prompt that ends in white space, e.g. {ending[0].place}"
+        what = f"{share_of(case, len(ending))} have a prompt that ends in white space, e.g. {ending[0].place}"
         why = "most tokenizers join a space to the next word, so the model has hardly seen such an end"
         yield Finding(WATCH, "trailing_space", what, why, "data.prompt_column")
 
 
-def share(part: int, whole: int) -> str:
+def share_of(case: Case, part: int) -> str:
+    return share(part, len(case.rows), "sampled rows" if case.total else "rows")
+
+
+def share(part: int, whole: int, rows: str = "rows") -> str:
     percent = f"{100 * part / max(whole, 1):.0f}"
-    return f"{part} of {whole} rows" + (f" ({percent} %)" if percent != "0" else "")
+    return f"{part} of {whole} {rows}" + (f" ({percent} %)" if percent != "0" else "")
 
 
 def labelled_rows(case: Case) -> list[DataRow]:

@@ -93,7 +93,7 @@ def sample(trainer: RLTrainer, size: int) -> tuple[list[SampledGroup], list[Epis
     """Sample the run's first prompts with its seeds; return groups to train on, failures, count of prompts."""
     rollouts = trainer.rollouts
     count = max(min(PROMPTS, len(rollouts.prompts), COMPLETIONS // size), 1)
-    prompts = [(number, rollouts.prompts[next(rollouts.order)]) for number in range(count)]
+    prompts = [rollouts.draw() for _ in range(count)]
     with trainer.timer.phase("rollout"):
         made: dict[int, Any] = dict(sample_each(rollouts.sampler, prompts, rollouts.loop, in_flight=COMPLETIONS))
     groups = [made[place].with_rewards() for place in sorted(made)]

@@ -52,7 +52,7 @@ def batch_of(case: Case) -> tuple[int, str, int, int]:
 
 
 def epochs(case: Case) -> Iterator[Finding]:
-    config, rows, drawn = case.config, len(case.rows), batch_of(case)[0]
+    config, rows, drawn = case.config, case.total or len(case.rows), batch_of(case)[0]
     steps = config.steps if isinstance(config, RLConfig | SupervisedConfig) else None
     if rows and steps and steps * drawn > limits.MANY_EPOCHS * rows:
         what = f"{steps} steps of {drawn} rows are {steps * drawn / rows:.0f} epochs over {rows} rows"

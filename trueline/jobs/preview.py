@@ -44,8 +44,9 @@ def show_prompts(config: RunConfig, rows: int) -> int:
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     lines = [*taken, *[PLAYED] * bool(config.environment.kind() and not config.environment.tools)]
     for prompts in sets.values():
-        longest = max(measure(prompts, chat).lengths)
-        lines.append(f"data       {len(prompts)} prompts of {prompts[0].source}, longest {longest} tokens")
+        lengths = measure(prompts, chat).lengths
+        some = f" of {len(lengths)} sampled" if len(lengths) < len(prompts) else ""
+        lines.append(f"data       {len(prompts)} prompts of {prompts[0].source}, longest{some} {max(lengths)} tokens")
         for prompt in prompts[:rows]:
             tokens, limit = chat.prompt_tokens(prompt.messages, prompt.tools), config.rollout.max_prompt_tokens
             above = f", more than rollout.max_prompt_tokens={limit}" if limit and len(tokens) > limit else ""

@@ -225,7 +225,7 @@ def prepare_eval(config: EvalConfig, start: Start) -> Job:
 
 def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progress) -> int:
     config, evaluation = plan.config, plan.config.evaluation
-    sets = {name: one.prompts for name, one in plan.sets.items()}
+    sets = {name: list(one.prompts) for name, one in plan.sets.items()}
     pace = Pace(progress, 0, budget_for(config, folder))
     with open_job(plan, folder, progress) as sampling, progress:
         longest, count = plan.rollout.max_new_tokens, evaluation.samples

@@ -11,6 +11,7 @@ from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, RoundsConfig
+from trueline.data.prompts import sample_of
 from trueline.data.readers import renamed_roles
 from trueline.environments.opening import describe_environment
 from trueline.models.loading import ModelFacts
@@ -129,12 +130,15 @@ def engines_line(rollout: ResolvedRollout) -> str:
 
 def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out: int | None = None) -> str:
     dropped = sum(one.dropped for one in sets)
-    renamed = renamed_roles(prompt.columns for one in sets for prompt in one.prompts)
+    renamed = renamed_roles(prompt.columns for one in sets for prompt in sample_of(one.prompts))
+    sampled = sum(one.sampled or len(one.prompts) for one in sets) if any(one.sampled for one in sets) else 0
+    some, longest = f" of {sampled} sampled" * bool(sampled), max(one.longest for one in sets)
+    later = f"others are measured when drawn, and data.too_long decides above {rollout.max_prompt_tokens} tokens; "
     return (
         f"data       {sum(len(one.prompts) for one in sets)} prompts"
         + (f", {held_out} held out" if held_out is not None else "")
-        + (f", {dropped} too long and dropped" if dropped else "")
-        + f"; longest prompt {max(one.longest for one in sets)} tokens, completions up to {rollout.max_new_tokens}"
+        + (f", {dropped}{some} too long and dropped" if dropped else "")
+        + f"; longest prompt{some} {longest} tokens, {later * bool(sampled)}completions up to {rollout.max_new_tokens}"
         + (f"; roles: {renamed}" if renamed else "")
     )
 

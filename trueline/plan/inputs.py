@@ -1,10 +1,12 @@
 """What a plan is made from besides its keys: data, model, machine, rewards and environment, each read once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from trueline.algorithms.advantages import reads_reward
 from trueline.config.base import Config, ConfigError, read_tree
@@ -15,14 +17,26 @@ from trueline.config.run import CheckpointConfig, RunConfig
 from trueline.config.sampling import SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
-from trueline.data.encoding import naming
-from trueline.data.readers import read_prompts
+from trueline.data.loader import CONTENT, digest_rows
+from trueline.data.prompts import (
+    UNKNOWN,
+    LazyPrompts,
+    LengthLimit,
+    is_fitting,
+    offer_tools,
+    prompt_lengths,
+    read_prompts,
+    refused_rows,
+    sample_of,
+)
+from trueline.data.rows import content_digest
 from trueline.data.sources import open_source, stored_data
-from trueline.data.types import Prompt, with_tools
+from trueline.data.types import Prompt
 from trueline.environments.opening import check_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rewards import RewardCheck, Trial, check_rewards
+from trueline.plan.survey import known_lengths
 from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.training.checkpoints import MANIFEST, Checkpoints
@@ -36,19 +50,28 @@ UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The prompts of a dataset, and how many tokens each has."""
+    """The prompts of a dataset, and how many tokens each has; of a large dataset, each of its sample."""
 
-    prompts: list[Prompt]
-    lengths: list[int]
+    prompts: Sequence[Prompt]
+    lengths: Sequence[int] | np.ndarray
+    chat: ChatFormat | None = None  # measures prompts that are drawn later
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     """Prompts that fit, how many did not, and how many tokens the longest has."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]  # of a large dataset all, which are dropped as they are drawn
     dropped: int
     longest: int
+    sampled: int | None = None  # of how many prompts this is said, if not of all
+
+    def digest(self, like: str = CONTENT) -> str:
+        """Return the digest of the rows that fit, or of the files of a large dataset if an earlier one is `like` it."""
+        if not isinstance(self.prompts, LazyPrompts):
+            return digest_rows(prompt.columns for prompt in self.prompts)
+        found = content_digest(self.prompts.rows) if like.startswith(CONTENT) else ""
+        return CONTENT + found if found else digest_rows(located.row for located in self.prompts.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +80,10 @@ class Reading:
 
     facts: ModelFacts
     chat: ChatFormat
-    rows: list[Any]  # prompts, or the records of an offline task
+    rows: Sequence[Any]  # prompts, or the records of an offline task; of a large dataset, a sample
     held_out: list[Any]
     trials: dict[str, Trial] = field(default_factory=dict)  # calls of reward functions, by their names
+    total: int | None = None  # rows, if these are a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +110,15 @@ def look_around(config: RLConfig) -> PlanInputs:
     return PlanInputs(facts, machine, sources, {name: measured[place, name] for place, name in tested}, chat, rewards)
 
 
-def load_prompts(data: PromptDataConfig, path: str, key: str) -> list[Prompt]:
+def load_prompts(data: PromptDataConfig, path: str, key: str) -> Sequence[Prompt]:
     return read_prompts(open_source(path, key), data, path)
 
 
-def training_prompts(data: PromptDataConfig) -> dict[str, list[Prompt]]:
+def training_prompts(data: PromptDataConfig) -> dict[str, Sequence[Prompt]]:
     return {path: load_prompts(data, path, data.source_key()) for path in data.sources()}
 
 
-def held_out_prompts(data: PromptDataConfig, evaluation: EvaluationConfig) -> dict[str, list[Prompt]]:
+def held_out_prompts(data: PromptDataConfig, evaluation: EvaluationConfig) -> dict[str, Sequence[Prompt]]:
     """Read the prompts of an evaluation by the names of their sets, as many of each as its limit allows."""
     key = "evaluation.sets" if evaluation.sets else "evaluation.data"
     sets = evaluation.named_sets().items()
@@ -102,48 +126,53 @@ def held_out_prompts(data: PromptDataConfig, evaluation: EvaluationConfig) -> di
 
 
 def check_prompts(
-    config: RLConfig | SamplingConfig, sets: Mapping[Name, list[Prompt]], *, required: bool
-) -> tuple[dict[Name, list[Prompt]], RewardCheck]:
+    config: RLConfig | SamplingConfig, sets: Mapping[Name, Sequence[Prompt]], *, required: bool
+) -> tuple[dict[Name, Sequence[Prompt]], RewardCheck]:
     """Try environment and rewards on the first prompts; return all prompts with their tools, and what was found."""
     firsts = {(tuple(some[0].columns), type(some[0].label)): some[0] for some in sets.values()}
     found = check_environment(config.environment, *firsts.values(), rewarded=bool(config.reward.named_parts()))
-    offered = {name: [with_tools(prompt, found.tools) for prompt in prompts] for name, prompts in sets.items()}
+    offered = {name: offer_tools(prompts, found.tools) for name, prompts in sets.items()}
     played = bool(config.environment.kind())
     rewards = check_rewards(config.reward, [*offered.values()], config.data, required=required, played=played)
     return offered, replace(rewards, warnings=[*found.warnings, *rewards.warnings])
 
 
-def measure(prompts: list[Prompt], chat: ChatFormat) -> Measured:
-    return Measured(prompts, chat.prompt_lengths([prompt_text(prompt, chat) for prompt in prompts]))
-
-
-def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
-    with naming(prompt.place()):
-        chat.check_tools(prompt.messages, prompt.tools, column="tools" in prompt.columns)
-        chat.check_rounds(prompt.tools)
-        return chat.prompt_text(prompt.messages, prompt.tools)
+def measure(prompts: Sequence[Prompt], chat: ChatFormat) -> Measured:
+    """Measure all prompts; of a large dataset a sample, unless earlier runs have measured them all."""
+    known = known_lengths(prompts, chat) if isinstance(prompts, LazyPrompts) else None
+    if known is not None and not (known == UNKNOWN).any():
+        return Measured(prompts, known, chat)
+    return Measured(prompts, prompt_lengths(sample_of(prompts), chat), chat)
 
 
 def fitting_prompts(source: Measured, limit: int, too_long: str) -> PromptSet:
     """Keep prompts within the limit; a longer one is refused by its place, or dropped and counted."""
-    kept, longest = [], 0
-    for prompt, length in zip(source.prompts, source.lengths, strict=True):
-        if 0 < length <= limit:
-            kept.append(prompt)
-            longest = max(longest, length)
-        elif too_long == "error" or length == 0:
-            raise ConfigError(
-                f"{prompt.place()} has {length} tokens; 1 to rollout.max_prompt_tokens={limit} "
-                "are allowed: change the row or the limit, or set data.too_long=drop",
-                key="rollout.max_prompt_tokens",
-            )
-    if not kept:
+    prompts, lengths = source.prompts, np.asarray(source.lengths)
+    within = lengths[(lengths > 0) & (lengths <= limit)]
+    sampled = None
+    if isinstance(prompts, LazyPrompts):
+        sampled = len(lengths) if len(lengths) < len(prompts) else None
+        prompts = with_limit(prompts, source, limit, too_long)
+    else:
+        checked = zip(prompts, lengths, strict=True)
+        prompts = [prompt for prompt, length in checked if is_fitting(prompt, int(length), limit, too_long)]
+    if not len(within):
         raise ConfigError(
-            f"all {len(source.prompts)} prompts of {source.prompts[0].source} have more than "
+            f"all {len(lengths)} {'sampled ' * bool(sampled)}prompts of {source.prompts[0].source} have more than "
             f"rollout.max_prompt_tokens={limit} tokens: raise the limit",
             key="rollout.max_prompt_tokens",
         )
-    return PromptSet(kept, len(source.prompts) - len(kept), longest)
+    return PromptSet(prompts, len(lengths) - len(within), int(within.max()), sampled)
+
+
+def with_limit(prompts: LazyPrompts, source: Measured, limit: int, too_long: str) -> LazyPrompts:
+    """Return prompts that are measured when they are drawn, after those that were measured before."""
+    assert source.chat is not None
+    lengths, every = np.asarray(source.lengths), len(source.lengths) == len(prompts)
+    drawn = replace(prompts, limit=LengthLimit(source.chat, limit, too_long, lengths if every else None))
+    for at in refused_rows(lengths, limit, too_long)[:1]:
+        drawn.at(int(at) if every else prompts.sample[at].id)  # and say why
+    return drawn
 
 
 # Runs and saved datasets in place of models and data

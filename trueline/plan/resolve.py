@@ -2,12 +2,14 @@
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from trueline.algorithms.advantages import needs
 from trueline.config.base import Config, ConfigError, Tree
@@ -137,7 +139,7 @@ def contexts(
 def resolve_rollout(
     rollout: RolloutConfig,
     facts: ModelFacts,
-    lengths: Iterable[int],
+    lengths: Sequence[int] | np.ndarray,
     engines: int,
     dtype: str,
     gpus: int,
@@ -149,7 +151,8 @@ def resolve_rollout(
     """
     tokens = rollout.max_new_tokens or min(1024, facts.context // 2)
     room = max(facts.context - tokens, 1)
-    longest = max((length for length in lengths if length <= room), default=room)
+    within = np.asarray(lengths)[np.asarray(lengths) <= room]
+    longest = int(within.max(initial=1)) if len(within) else room
     needed = max(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, context - tokens)
     slow_seeds = gpus > 0 and ROLLOUT_ENGINES[rollout.engine].slow_seeds
     values = {

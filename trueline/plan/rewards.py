@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.data.messages import content_of
+from trueline.data.prompts import sample_of
 from trueline.data.readers import LABEL_COLUMNS
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
@@ -89,7 +90,7 @@ class RewardCheck:
 
 def check_rewards(
     config: RewardConfig,
-    sources: list[list[Prompt]],
+    sources: Sequence[Sequence[Prompt]],
     data: PromptDataConfig,
     *,
     required: bool = True,
@@ -122,7 +123,7 @@ def check_part(
     found: RewardCheck,
     name: str,
     config: RewardConfig,
-    sources: list[list[Prompt]],
+    sources: Sequence[Sequence[Prompt]],
     examples: dict[str, Call],
     *,
     probe: bool,
@@ -161,7 +162,7 @@ def add_remarks(
     found: RewardCheck,
     part: RewardPartConfig,
     parameters: Parameters,
-    sources: list[list[Prompt]],
+    sources: Sequence[Sequence[Prompt]],
     examples: dict[str, Call],
 ) -> None:
     """Add lines and warnings about a function whose parameters are all filled."""
@@ -197,7 +198,7 @@ def add_remarks(
         found.warnings.append(Finding("watch", "reward_trial", text, key="reward.function"))
 
 
-def add_label_remarks(found: RewardCheck, sources: list[list[Prompt]]) -> None:
+def add_label_remarks(found: RewardCheck, sources: Sequence[Sequence[Prompt]]) -> None:
     """Add which column is the label if several could be, and warn if they differ."""
     for prompts in sources:
         label, *others = [column for column in LABEL_COLUMNS if column in prompts[0].columns] or [""]
@@ -206,21 +207,25 @@ def add_label_remarks(found: RewardCheck, sources: list[list[Prompt]]) -> None:
                 f"label      column {label} of {prompts[0].source}; {', '.join(others)}: given under "
                 f"{'its own name' if len(others) == 1 else 'their own names'} (data.label_column chooses)"
             )
+        looked_at = sample_of(prompts)
+        rows = "rows" if len(looked_at) == len(prompts) else "sampled rows"
         for other in others:
-            unlike = [one for one in prompts if str(one.label).strip() != str(one.columns.get(other)).strip()]
+            unlike = [one for one in looked_at if str(one.label).strip() != str(one.columns.get(other)).strip()]
             for one in unlike[:1]:
                 what = (
                     f"{one.place()}: column {label} is {one.label!r:.40}, {other} is {one.columns.get(other)!r:.40}; "
-                    f"they differ in {len(unlike)} of {len(prompts)} rows"
+                    f"they differ in {len(unlike)} of {len(looked_at)} {rows}"
                 )
                 why = f"rewards get {label} as the label: set data.label_column={label} or {other}"
                 found.warnings.append(Finding("watch", "labels_differ", what, why, "data.label_column"))
 
 
-async def make_trial(trial: Trial, sources: list[list[Prompt]], reward: FunctionReward, parameters: Parameters) -> None:
+async def make_trial(
+    trial: Trial, sources: Sequence[Sequence[Prompt]], reward: FunctionReward, parameters: Parameters
+) -> None:
     """Score replies to the first row and to one with another label; if all calls fail, more rows and replies."""
     first, is_built_in = sources[0][0], reward.part.function in REWARDS
-    rows = [first, next((one for one in sources[0] if one.label != first.label), sources[0][-1])]
+    rows = [first, next((one for one in sample_of(sources[0]) if one.label != first.label), sources[0][-1])]
     reads_labels = not {*LABEL_NAMES, *LABEL_COLUMNS}.isdisjoint(parameters.names)
     trial.compares = reads_labels and reward.part.function not in TESTED and all(row.label is not None for row in rows)
     if trial.compares:
@@ -255,7 +260,7 @@ def more_replies(trial: Trial, rows: list[Prompt], is_built_in: bool) -> list[tu
     return [(rows[0], reply) for reply in texts]
 
 
-def last_replies(sources: list[list[Prompt]]) -> Iterator[tuple[Prompt, str]]:
+def last_replies(sources: Sequence[Sequence[Prompt]]) -> Iterator[tuple[Prompt, str]]:
     """Yield a few replies to other rows, for a function that failed at every call."""
     for row in [row for source in sources for row in (source[len(source) // 2], source[-1])][:MOST_ROWS]:
         own = [value for value in (row.label, *row.columns.values()) if isinstance(value, str)]

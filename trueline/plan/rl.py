@@ -1,16 +1,20 @@
 """Plan a run of reinforcement learning: fill in what the machine and the model decide, refuse what cannot work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import numpy as np
 
 from trueline.algorithms.advantages import check_needs, fresh_logprobs, needs, policy_learns, policy_waits
 from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
-from trueline.data.loader import digest_rows, fingerprint
+from trueline.data.loader import fingerprint
+from trueline.data.prompts import sample_of
+from trueline.data.rows import Joined
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
 from trueline.models.routing import KEY, check_kind
@@ -73,8 +77,8 @@ class RLDraft:
     rewards: RewardCheck
 
     @property
-    def prompts(self) -> list[Prompt]:
-        return [prompt for source in self.sources for prompt in source.prompts]
+    def prompts(self) -> Sequence[Prompt]:
+        return Joined([source.prompts for source in self.sources])
 
     @property
     def reward_roles(self) -> list[RoleModel]:
@@ -107,11 +111,16 @@ class RLDraft:
 
     def reading(self) -> Reading:
         held_out = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
-        return Reading(self.facts, self.chat, self.prompts, held_out, self.rewards.trials)
+        rows = [prompt for source in self.sources for prompt in sample_of(source.prompts)]
+        total = len(self.prompts) if len(rows) < len(self.prompts) else None
+        return Reading(self.facts, self.chat, rows, held_out, self.rewards.trials, total)
 
-    def fingerprint(self) -> Tree:
-        data, rows = self.config.data, [[prompt.columns for prompt in source.prompts] for source in self.sources]
-        digests, sizes = [digest_rows(part) for part in rows], [len(part) for part in rows]
+    def fingerprint(self, before: Tree | None = None) -> Tree:
+        """Return the fingerprint of the data, which can be compared with an earlier one."""
+        data, sizes = self.config.data, [len(source.prompts) for source in self.sources]
+        like = [one["digest"] for one in before["sources"]] if before else []
+        same = len(like) == len(sizes)
+        digests = [one.digest(like[at]) if same else one.digest() for at, one in enumerate(self.sources)]
         return fingerprint(data.sources(), sizes, digests, self.config.seed, data.shuffle)
 
 
@@ -167,7 +176,7 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
     check_replay(config, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long
     fitted = [fitting_prompts(source, limit, too_long) for source in trained]
-    sets = {name: fitting_prompts(source, limit, too_long).prompts for name, source in tested.items()}
+    sets = {name: list(fitting_prompts(source, limit, too_long).prompts) for name, source in tested.items()}
     draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.rewards)
     divide = partial(dividing_keys, asked, around, ["training", *(role.section for role in roles)])
     return settle_memory(draft, asked.rollout.gpu_memory_utilization, divide if propose else str)
@@ -265,7 +274,7 @@ def resolve(
     roles = roles_of(config)
     ranks, engines, colocated = share_devices(config, machine, own_gpus(roles))
     roles = [role.spread(ranks) for role in roles]
-    lengths = [length for one in prompts for length in one.lengths]
+    lengths = np.concatenate([np.asarray(one.lengths) for one in prompts])
     trained = [
         (role, rate_keys(role.facts.parameters, role.name, role.model, role.ranks))
         for role in roles

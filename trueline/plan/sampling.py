@@ -1,7 +1,10 @@
 """Plan a sampling job: fill in what the machine and the model decide, refuse what cannot work."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
+
+import numpy as np
 
 from trueline.config.base import ConfigError, Tree
 from trueline.config.rl import ResolvedRollout
@@ -65,7 +68,8 @@ def plan_generate(config: GenerateConfig) -> SamplingPlan[GenerateConfig]:
     if not config.has_reward() and (config.keep != "all" or config.pairs):
         asked, other = ("pairs=true", "pairs=false") if config.pairs else (f"keep={config.keep}", "keep=all")
         raise ConfigError(f"{asked} compares rewards: name one with --reward, or set {other}")
-    plan = plan_sampling(config, training_prompts(config.data), scored=config.has_reward())
+    sets = {path: list(prompts) for path, prompts in training_prompts(config.data).items()}
+    plan = plan_sampling(config, sets, scored=config.has_reward())
     if config.pairs and config.environment.kind():
         check_pairs(plan.chat)
     if not (total := len(chosen_prompts(plan))):
@@ -98,7 +102,7 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
     return plan_sampling(config, held_out_prompts(config.data, config.evaluation), scored=True)
 
 
-def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) -> SamplingPlan[Kind]:
+def plan_sampling(config: Kind, sets: Mapping[str, Sequence[Prompt]], *, scored: bool) -> SamplingPlan[Kind]:
     """Fill in and check what can be known without loading a model, the quickest checks first."""
     check_engines(config, "rollout")
     sets, rewards = check_prompts(config, sets, required=scored and not config.environment.plays())
@@ -112,7 +116,7 @@ def plan_sampling(config: Kind, sets: dict[str, list[Prompt]], *, scored: bool) 
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     sources = {name: measure(prompts, chat) for name, prompts in sets.items()}
     context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
-    lengths = [length for one in sources.values() for length in one.lengths]
+    lengths = np.concatenate([np.asarray(one.lengths) for one in sources.values()])
     rollout = resolve_rollout(config.rollout, facts, lengths, engines, dtype, machine.gpus, context)
     rollout = rollout.with_keys({"workers": worker_count(config, reward_roles, machine)})
     config = config.with_keys({"rollout": rollout.model_dump()})

@@ -14,7 +14,8 @@ from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings, encode_conversations, encode_pairs, encode_rated, encode_steps
 from trueline.data.formats import check_ratings, read_conversations, read_pairs, read_rated, read_steps
 from trueline.data.loader import Mixture, Order, digest_rows, make_order, split_rows
-from trueline.data.sources import Located, open_source
+from trueline.data.rows import Located
+from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.models.head import load_teacher
 
@@ -154,7 +155,7 @@ def load_material(config: SupervisedConfig, chat: ChatFormat, max_tokens: int) -
     train.task.check(records)
     held_out = [part for _, part in parts if part]
     if evaluation.data:
-        held_out = [open_source(evaluation.data, "evaluation.data")]
+        held_out = [list(open_source(evaluation.data, "evaluation.data"))]
     if not held_out:
         return Material(train, None, records)
     shares = [part[: evaluation.limit] for part in held_out]

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from trueline.config.base import ConfigError
 from trueline.data.readers import parse_message, read_tools
-from trueline.data.sources import Located
+from trueline.data.rows import Located
 from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
 from trueline.usercode.http_server import QuietServer, as_json, parse_json, read_request
 

@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 from trueline.algorithms.advantages import needs, policy_waits
 from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
+from trueline.data.prompts import LazyPrompts
 from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
@@ -19,6 +21,7 @@ from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
+from trueline.plan.survey import survey
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
@@ -40,7 +43,7 @@ from trueline.runs.processes import (
     role_group,
 )
 from trueline.runs.rescue import MemoryWatch, care_of
-from trueline.runs.state import RLState, check_data, restore
+from trueline.runs.state import RLState, check_data, data_before, restore
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Processes, place_processes
 from trueline.sync.weights import STRANGE, Canary, SyncPlan, WeightSync
@@ -61,7 +64,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     """Start every process, yield the trainer, and end every process."""
     config = plan.config
     checkpoints = Checkpoints(folder.path, config.checkpoint, progress.note)
-    check_data(checkpoints, data := plan.fingerprint())
+    check_data(checkpoints, data := plan.fingerprint(data_before(checkpoints)))
     with ExitStack() as stack:
         place, saves = (plan.machine, plan.layout, folder.logs, config.runtime), config.checkpoint.save
         processes = stack.enter_context(open_processes(*place, plan.models(), saves=saves))
@@ -88,6 +91,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         if critic_guard is not None:
             critic_guard.skipped = state.critic_skipped_steps
         timer = Timer()
+        stack.enter_context(survey_all(plan, folder.logs))
         yield RLTrainer(
             config=config,
             rollout=plan.rollout,
@@ -107,6 +111,17 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             care=care_of(config, folder, checkpoints, progress),
             workers=sampling.workers,
         )
+
+
+@contextmanager
+def survey_all(plan: RLPlan, logs: Path) -> Iterator[None]:
+    """Measure the prompts of large datasets in the background."""
+    data = plan.config.data
+    with ExitStack() as stack:
+        for source in plan.sources:
+            if isinstance(source.prompts, LazyPrompts):
+                stack.enter_context(survey(source.prompts, data, plan.config.model, logs / "survey.log"))
+        yield
 
 
 @WORK.doing("phase", "start")

@@ -65,6 +65,7 @@ def describe_step(
         "rollout/several_versions_share": fmean(one.oldest_version() < one.newest for one in episodes),
         "rollout/drawn_length_mean": fmean(dropped.lengths or lengths),
         "rollout/too_old": dropped.too_old,
+        "rollout/too_long": dropped.too_long,
         "rollout/groups": len(groups),
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length for sample in samples),

@@ -22,7 +22,7 @@ from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.step import add_assessment, assess, describe_tokens, stored_samples, write_transcripts
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
 from trueline.rollout.evaluation import Evaluator
-from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn
+from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn, UnusableData
 from trueline.rollout.rollouts import Rollouts
 from trueline.rollout.summary import EpisodeSummary, SampledGroup, transcript
 from trueline.runs.guard import UpdateMonitor
@@ -114,7 +114,7 @@ class RLTrainer:
                     self.publish()
                 else:
                     break
-        except NothingToLearn:  # a resumed run continues with other prompts: the ledger has those that were dropped
+        except (NothingToLearn, UnusableData):  # the ledger has the prompts that were dropped, for a resumed run
             self.save({})
             self.checkpoints.settle(wait=True)
             raise

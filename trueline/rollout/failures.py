@@ -24,6 +24,10 @@ class NothingToLearn(RolloutFailure):
     """All groups of a step have equal rewards."""
 
 
+class UnusableData(RolloutFailure):
+    """A row of a large dataset, which is read when it is drawn, cannot be used."""
+
+
 class EngineCrashLoop(ActorFailure):
     """Engines keep dying of the same cause."""
 

@@ -10,15 +10,25 @@ from heapq import heappop, heappush
 from typing import Any
 
 from trueline.config.algorithm import DynamicSamplingConfig
+from trueline.config.base import ConfigError
 from trueline.data.loader import Mixture, Order
+from trueline.data.prompts import PromptTooLong
 from trueline.data.types import Outcome, Prompt
-from trueline.rollout.failures import SMALLEST_WINDOW, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
+from trueline.rollout.failures import (
+    SMALLEST_WINDOW,
+    EngineLost,
+    FailureBudget,
+    NothingToLearn,
+    RolloutFailure,
+    UnusableData,
+)
 from trueline.rollout.groups import Sampler
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.summary import Episode, SampledGroup
 from trueline.runtime.event_loop import EventLoop
 
 SAME_REWARD = 1e-6
+MOST_TOO_LONG = 10_000  # prompts in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,7 @@ class Dropped:
     left_out: int = 0  # truncated and without a reward
     groups: int = 0  # with too few completions left
     too_old: int = 0  # groups beyond the staleness bound
+    too_long: int = 0  # prompts of a large dataset, which are measured when they are drawn
     uniform: list[float] = field(default_factory=list)  # the reward of each group with equal rewards
     lengths: list[int] = field(default_factory=list)  # of all sampled completions, trained or not
     metrics: list[dict[str, float]] = field(default_factory=list)  # environment metrics of those left out
@@ -64,7 +75,7 @@ class Rollouts:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         order: Order | Mixture,
         plan: RolloutPlan,
         budget: FailureBudget,
@@ -84,6 +95,7 @@ class Rollouts:
         self.total = self.useful = 0  # groups, to estimate how many dynamic sampling needs
         self.left_out = self.failed = 0  # groups in a row
         self.dropped = Dropped(plan.dynamic.reward)
+        self.unusable: UnusableData | None = None  # ends the run when it is time to sample, after the step is reported
 
     def start(self, version: int) -> None:
         self.version = version
@@ -131,10 +143,28 @@ class Rollouts:
             heappush(self.finished.setdefault(one.last_version, []), one.number)
             self.has_finished.set()
 
+    def draw(self) -> tuple[int, Prompt]:
+        """Draw the next prompt that fits; those that do not, of a large dataset, get their fate."""
+        for _ in range(MOST_TOO_LONG):
+            number = self.again.pop(0) if self.again else self.ledger.draw(next(self.order))
+            try:
+                return number, self.prompts[self.ledger.under_way[number]]
+            except PromptTooLong:
+                self.ledger.close([number], "too_long")
+                self.dropped.too_long += 1
+            except ConfigError as error:  # it keeps its place for a resumed run, whose keys may differ
+                raise UnusableData(str(error)) from error
+        raise NothingToLearn(
+            f"{MOST_TOO_LONG} prompts in a row have more than rollout.max_prompt_tokens tokens: raise the limit"
+        )
+
     async def _admit(self, count: int) -> None:
         for _ in range(count):
-            number = self.again.pop(0) if self.again else self.ledger.draw(next(self.order))
-            prompt = self.prompts[self.ledger.under_way[number]]
+            try:
+                number, prompt = self.draw()
+            except UnusableData as error:
+                self.unusable = error
+                return
             task = asyncio.create_task(self.sampler.sample((number, prompt), number))
             one = self.running[number] = InFlightGroup(number, self.version + self.plan.max_staleness, task)
             self.expiring[one.last_version] += 1
@@ -143,6 +173,8 @@ class Rollouts:
     async def _take(self, count: int) -> list[Any]:
         most, ready = count * self.plan.dynamic.max_batches, self.ready
         while len(ready) < count and (self.examined < most or not self.plan.dynamic.enabled):
+            if self.unusable is not None:
+                raise self.unusable
             one = await self._next(count - len(ready))
             self.examined += 1
             if self._is_trainable(one):

@@ -78,6 +78,11 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
     return state
 
 
+def data_before(checkpoints: Checkpoints) -> Tree | None:
+    """Return the fingerprint of the data that the newest checkpoint has learnt from."""
+    return checkpoints.peek(newest)[0]["data"] if (newest := checkpoints.newest()) is not None else None
+
+
 def check_data(checkpoints: Checkpoints, now: Tree) -> None:
     """Refuse a damaged checkpoint, and changed data: a place in the order means the same rows only while both stay."""
     if (newest := checkpoints.newest()) is not None:

