@@ -15,7 +15,7 @@ from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import AsyncMethod, Given, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.fingerprints import LiveSums
+from trueline.runtime.fingerprints import LiveSums, total_sums
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
 from trueline.sync.proof import EngineProof, Sums, SyncFailure
 from trueline.training.group import ModelGroup
@@ -168,7 +168,7 @@ class WeightSync:
             [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
             "adding up weights",
         )
-        return live[0], held
+        return total_sums(live), held
 
     def limit(self) -> float:
         return self.canary.tolerance or max(self.canary.least, GAP_FACTOR * self.floor)

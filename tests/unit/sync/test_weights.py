@@ -1,6 +1,6 @@
 """Weight sync between a real worker and real engines over gloo, in threads of one process; some engines lie.
 
-Covers `trueline.training.worker`.
+Covers `trueline.training.worker`, `trueline.training.outgoing`.
 """
 
 import asyncio
