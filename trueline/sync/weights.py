@@ -163,8 +163,9 @@ class WeightSync:
     def _bits(self) -> tuple[LiveSums, Sums]:
         """Return the bit sums of the trainer's weights, and of those of every engine process."""
         dtype = self.plan.dtype
+        base = self.proof is None or not self.plan.adapter_only  # frozen weights are added up once
         live, held = self._both(
-            [actor.submit(Worker.weight_bits, dtype).async_result() for actor in self.policy.actors],
+            [actor.submit(Worker.weight_bits, dtype, base).async_result() for actor in self.policy.actors],
             [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
             "adding up weights",
         )
