@@ -36,7 +36,7 @@ from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum
 from trueline.runtime.host import build
 from trueline.training import report as reports
 from trueline.training import saving
-from trueline.training.checkpoints import SaveResult, save_tensors
+from trueline.training.checkpoints import SaveResult, check_tensors, save_tensors
 from trueline.training.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.engines import AVERAGE, TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
@@ -337,6 +337,8 @@ class Worker:
         return self.saver.result(wait=wait)
 
     def load(self, folder: str) -> None:
+        """Load a training state, after this rank has compared the hashes of its share of the files."""
+        check_tensors(Path(folder), self.rank, self.spec.world)
         saved, config = saving.SavedState(Path(folder)), self.spec.ranks
         parts = saved.by_name()
         shapes = {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()}

@@ -1,6 +1,7 @@
 """Every rank copies and writes its share; what was saved is read back in pieces, by any rank."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
+from trueline.training import checkpoints as checkpoint_files
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
 from trueline.training.export import export
@@ -256,6 +258,38 @@ def test_training_goes_on_while_it_is_written(
     again.call(Worker.load, str(saved))
     assert same(state_of(again), expected)
     assert not same(state_of(group), expected)
+
+
+def test_every_file_is_compared_by_the_rank_that_wrote_it_before_it_is_loaded(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, models = Checkpoints(tmp_path, CheckpointConfig()), {"": make_group(model_folder, 2)}
+    models["critic"] = make_group(model_folder, 2)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, partial(write_models, models))
+    checkpoints.settle(wait=True)
+    saved = checkpoints.folder / "step_000002"
+    files = sorted(path for path in saved.rglob("*.safetensors"))
+    assert len(files) == 12  # of both models: weights, training state and random numbers of two ranks
+    compared: list[Path] = []
+    monkeypatch.setattr(checkpoint_files, "digest", lambda file: compared.append(file) or digest(file))
+    for place, group in models.items():
+        for rank, actor in enumerate(group.actors):
+            compared.clear()
+            actor.submit(Worker.load, str(saved / place)).result(60)
+            own = f"-0000{rank + 1}-of-00002"
+            mine = {f"{one}.safetensors" for one in (f"model/model{own}", f"training{own}", f"random-{rank}")}
+            assert {file.relative_to(saved / place).as_posix() for file in compared} == mine
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert checkpoints.read_state(saved, tensors=False) == {"step": 2}
+        name = file.relative_to(saved).as_posix()
+        place = "critic" if name.startswith("critic") else ""
+        refusal = f"{saved}: {name} is missing or has changed; remove the folder to resume from step_000001"
+        with pytest.raises(ConfigError, match=re.escape(refusal)):
+            models[place].call(Worker.load, str(saved / place))
+        file.write_bytes(content)
 
 
 def test_each_of_four_ranks_writes_a_quarter(model_folder: Path, tmp_path: Path) -> None:
