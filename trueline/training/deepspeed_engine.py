@@ -43,20 +43,27 @@ def join(spec: WorkerSpec) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
-def share_out(spec: WorkerSpec) -> ShareOut:
-    """Return a function that shards a parameter over the ranks like ZeRO 3, with rank 0's values."""
-    join(spec)
-    dtype = spec.model.dtype
-    # With an empty module DeepSpeed makes all its other preparations.
-    ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(spec.ranks, dtype))
+class ZeroShareOut(ShareOut):
+    """Shards parameters over the ranks like ZeRO 3; rank 0 reads them, and DeepSpeed broadcasts what it has."""
 
-    def shard(parameter: nn.Parameter) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
+        join(spec)
+        self.reads, self.dtype = spec.rank == 0, DTYPES[spec.model.dtype]
+        # With an empty module DeepSpeed makes all its other preparations.
+        config = deepspeed_config(spec.ranks, spec.model.dtype)
+        self.ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+
+    def shard(self, parameter: nn.Parameter) -> None:
         if not is_zero_param(parameter):
             # A copy: a broadcast into the pages of a mapped file would make them private to this process.
-            parameter.data = parameter.data.to(DTYPES[dtype], copy=True)
-            ranks._convert_to_zero_parameters([parameter])
+            parameter.data = parameter.data.to(self.dtype, copy=self.reads)
+            self.ranks._convert_to_zero_parameters([parameter])
 
-    return shard
+    def hand_out(self, tensor: Tensor) -> None:
+        sent = tensor.to(self.ranks.local_device).contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+        if not self.reads:
+            tensor.copy_(sent)
 
 
 class DeepSpeedEngine(TrainEngine):

@@ -122,7 +122,7 @@ class TrainRow:
     offloads: tuple[str, ...] = ("moments", "optimizer", "all")
     # What its ranks shard of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
-    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are sharded
+    share_out: str = ""  # of a class that is a ShareOut and made from a WorkerSpec, for models with sharded weights
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
 
 
@@ -132,7 +132,7 @@ TRAIN_ENGINES = {
         package="deepspeed",
         brought_by="trueline itself on Linux",
         stage=effective_stage,
-        share_out="trueline.training.deepspeed_engine:share_out",
+        share_out="trueline.training.deepspeed_engine:ZeroShareOut",
         environment=lambda gpus: {} if gpus else ON_CPU,
     ),
     "torch": TrainRow(

@@ -95,7 +95,7 @@ class Worker:
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
         if share_out is not None:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
-                share_out(parameter)
+                share_out.shard(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         is_whole = share_out is None and self._fits()
         if is_whole or share_out is not None:
