@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, core_model_loading
 
+from tests.support.architectures import make_model as make_model_of_kind
 from tests.support.ranks import run_ranks, started
-from tests.support.tiny import make_samples, make_tiny_mixture, make_tiny_model
+from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
@@ -121,15 +123,22 @@ CASES = {  # what is loaded: model, kind of head, rank of adapters, type
 def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) -> dict[str, dict[int, Weights]]:
     """The weights of every case, whole again, at stages 2 and 3."""
     found: dict[str, dict[int, Weights]] = {}
+    read: list[Any] = []
+    reading: Any = core_model_loading
+    materialize = reading._materialize_copy
+    reading._materialize_copy = lambda stored, *rest: read.append(stored.get_shape()) or materialize(stored, *rest)
     for name, (model, head, adapters, dtype) in CASES.items():
         config = ModelConfig(path=models[model], dtype=dtype, lora=LoraConfig(rank=adapters))
         for stage in (2, 3) if trained else (0, 3):
             rate = {"learning_rate": 1e-6} if trained else {}
+            read.clear()
             ranks = (TrainingConfig if trained else RanksConfig).parse({"zero_stage": stage} | rate)
             worker = started(Worker(WorkerSpec(config, ranks, rank, world, 10, seed=3, head=head)))
             weights = {name: tensor.float().numpy().copy() for name, tensor in worker.engine.weights()}
             assert {name: array.shape for name, array in weights.items()} == worker.shapes
-            found.setdefault(name, {})[stage] = weights
+            buffers = {name: tensor.float().numpy().copy() for name, tensor in worker.names.buffers.items()}
+            found.setdefault(name, {})[stage] = weights | buffers
+            assert bool(read) == (stage < 3 or rank == 0), (name, read)  # each byte once, by rank 0
     return found
 
 
@@ -141,7 +150,7 @@ def test_what_is_shared_out_while_it_is_read_is_the_model(
     """Bit for bit what every rank reads whole at other stages, new heads and adapters too."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
     models = {name: str(make_tiny_model(tmp_path / name, tied=name == "tied")) for name in ("tied", "untied")}
-    models["mixture"] = str(make_tiny_mixture(tmp_path / "mixture"))
+    models["mixture"] = str(make_model_of_kind(tmp_path / "mixture", "glm4_moe"))  # with a buffer in its files
     for found in run_ranks(load_shared, 2, tmp_path / "ranks", models, trained):
         for name, by_stage in found.items():
             expected, shared = by_stage.values()
@@ -149,6 +158,7 @@ def test_what_is_shared_out_while_it_is_read_is_the_model(
             wrong = [key for key in shared if shared[key].tobytes() != expected[key].tobytes()]
             assert not wrong, (name, wrong)
         assert not found["critic"][3]["score.weight"].any()
+        assert any(name.endswith("e_score_correction_bias") for name in found["mixture"][3])
 
 
 class Large(Worker):

@@ -42,7 +42,7 @@ def sent(worker: Worker) -> Weights:
     specs = worker.weight_specs("float32")
     buckets = plan_buckets(specs, 4096)
     assert worker.send_weights(buckets) == []  # nobody listens
-    found = {name: tensor.float().numpy().copy() for name, tensor in worker.plain_weights()}
+    found = {name: tensor.float().numpy().copy() for name, tensor in worker.outgoing.plain_weights()}
     assert {spec.name: spec.shape for spec in specs} == {name: array.shape for name, array in found.items()}
     return found
 
@@ -101,7 +101,7 @@ def test_every_stage_saves_and_sends_the_names_on_disk(kind: str, tmp_path: Path
 
 def keep_bias(rank: int, world: int, model: str) -> dict[str, Any]:
     worker = make_worker(rank, world, ModelConfig(path=model, dtype="bfloat16"), 2)
-    fixed = {name: tensor.numpy() for name, tensor in worker.plain_weights() if name in worker.names.fixed}
+    fixed = {name: tensor.numpy() for name, tensor in worker.outgoing.plain_weights() if name in worker.names.fixed}
     specs = {spec.name: spec.dtype for spec in worker.weight_specs("bfloat16")}
     held = {name: tensor.numpy() for name, tensor in worker.model.named_buffers() if name in worker.names.buffers}
     return {"fixed": fixed, "specs": specs, "held": held}

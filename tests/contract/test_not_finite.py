@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
+from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -57,9 +58,7 @@ def state_of(worker: Worker) -> State:
     """Weights as they compute and as they are stepped, moments, averages, and the number of steps."""
     engine = worker.engine
     found = {f"{name}/copy": tensor.float().numpy().copy() for name, tensor in engine.weights()}
-    for name, parts in engine.state():
-        found |= {f"{name}/{part}": tensor.numpy().copy() for part, tensor in parts.items()}
-    found |= {f"{name}/average": tensor.numpy().copy() for name, tensor in engine.averages()}
+    found |= {name: tensor.numpy() for name, tensor in whole_state(engine).items()}
     return found | {"steps": np.array(engine.steps)}
 
 

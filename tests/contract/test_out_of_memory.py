@@ -7,6 +7,7 @@ import torch
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
+from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -60,8 +61,8 @@ def stumble(rank: int, world: int, model: str) -> dict[Any, tuple[str, bool]]:
         train(worker, 2)
         train(plain, 1)
         train(plain, 2)
-        pairs = zip(worker.engine.state(), plain.engine.state(), strict=True)
-        same = all(torch.equal(mine[part], theirs[part]) for (_, mine), (_, theirs) in pairs for part in theirs)
+        mine, theirs = whole_state(worker.engine), whole_state(plain.engine)
+        same = mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
         found[stage, dtype] = said, same
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
+from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -151,11 +152,7 @@ def save(worker: Worker, folder: Path) -> None:
 
 
 def state_of(worker: Worker) -> State:
-    engine = worker.engine
-    found = {
-        f"{name}/{part}": tensor.numpy().copy() for name, parts in engine.state() for part, tensor in parts.items()
-    }
-    return found | {f"{name}/average": tensor.numpy().copy() for name, tensor in engine.averages()}
+    return {name: tensor.numpy() for name, tensor in whole_state(worker.engine).items()}
 
 
 def train_whole(rank: int, world: int, model: str, folder: Path, cases: list[Case]) -> dict[Case, State]:

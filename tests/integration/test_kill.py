@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import programs
 from tests.support.tiny import make_samples, make_tiny_model
+from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
@@ -80,10 +81,7 @@ class Course:
         return first
 
     def _digests(self, worker: Worker) -> Digests:
-        engine = worker.engine
-        found = {f"{name}/{part}": tensor for name, state in engine.state() for part, tensor in state.items()}
-        found |= {f"{name}/average": tensor.clone() for name, tensor in engine.averages()}
-        return {name: digest(tensor) for name, tensor in found.items()}
+        return {name: digest(tensor) for name, tensor in whole_state(worker.engine).items()}
 
 
 def digest(tensor: Tensor) -> str:

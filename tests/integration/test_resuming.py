@@ -110,6 +110,20 @@ def test_a_run_without_a_checkpoint_starts_over_only_where_that_is_asked_for(hom
     assert f"{run} has a checkpoint to resume from: drop --restart" in capsys.readouterr().err
 
 
+def test_a_damaged_checkpoint_is_refused_before_anything_is_trained(home: Path, capsys: Screen) -> None:
+    words = [*SFT, *QUICK, "--name", "mine", "steps=2"]
+    assert main(words) == 0
+    saved = home / "runs" / "mine" / "checkpoints" / "step_000002"
+    for file in (saved / "training.safetensors", saved / "model" / "tokenizer.json"):
+        content = file.read_bytes()
+        file.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))  # of the same size
+        assert main([*words, "steps=4", "--resume"]) == 2
+        said = f"{saved}: {file.relative_to(saved)} is missing or has changed; remove the folder"
+        assert said in capsys.readouterr().err
+        file.write_bytes(content)
+    assert main([*words, "steps=4", "--resume"]) == 0
+
+
 def test_jobs_without_checkpoints_have_no_restart(capsys: Screen) -> None:
     with pytest.raises(SystemExit):
         main(["generate", "--resume", "--restart"])

@@ -1,38 +1,34 @@
 """A rank that hands out something else than its weights, once told to."""
 
-from collections.abc import Iterator
-
 import torch
 
-from trueline.runtime.transport import Bucket
-from trueline.training.worker import Worker, WorkerSpec
+from trueline.models.lora import base_weights
+from trueline.models.weight_names import Named
+from trueline.runtime.transport import Address
+from trueline.training.outgoing import Outgoing
+from trueline.training.worker import Worker
 
-Weights = list[tuple[str, torch.Tensor]]
+
+class FaultyOutgoing(Outgoing):
+    fault = ""
+    kept: list[tuple[str, torch.Tensor]]
+
+    def sent_weights(self) -> Named:
+        return iter(self.kept) if self.fault == "late" else super().sent_weights()
+
+    def without_adapters(self, weights: Named) -> Named:
+        return base_weights(weights) if self.fault == "unmerged" else super().without_adapters(weights)
 
 
 class FaultyWorker(Worker):
-    def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self.fault = ""
-        self.kept: Weights = []
-        self.sending = False
+    outgoing: FaultyOutgoing
+
+    def start(self, address: Address) -> None:
+        super().start(address)
+        self.outgoing = FaultyOutgoing(self.engine, self.names, self.spec.model.lora, self.rank)
 
     def break_with(self, fault: str) -> None:
         """Send what is held now from now on (`late`), the model without its adapters (`unmerged`), or be honest."""
-        self.fault = fault
-        self.kept = self.copy_weights() if fault == "late" else []
-
-    def send_weights(self, buckets: list[Bucket]) -> list[int]:
-        self.sending = True
-        try:
-            return super().send_weights(buckets)
-        finally:
-            self.sending = False
-
-    def plain_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.fault == "late" and self.sending:
-            return iter(self.kept)
-        if self.fault == "unmerged":
-            named = ((name.replace(".base_layer", ""), tensor) for name, tensor in self.engine.weights())
-            return ((name, tensor) for name, tensor in named if "lora_" not in name)
-        return super().plain_weights()
+        self.outgoing.fault = ""
+        self.outgoing.kept = [(name, tensor.clone()) for name, tensor in self.outgoing.sent_weights()]
+        self.outgoing.fault = fault

@@ -1,15 +1,15 @@
 """Check Hugging Face models and tokenizers before anything expensive starts, then load them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
@@ -30,7 +30,6 @@ THREADS = "HF_DEACTIVATE_ASYNC_LOAD"  # makes Transformers read weights one afte
 SHAPE = ("num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configurations
 DAMAGED = "copy or download it again, or name another model"
-ShareOut = Callable[[nn.Parameter], None]  # keeps this rank's part of a parameter; all ranks call it together
 WHOLE = ("architectures", "quantization_config", "is_encoder_decoder")  # keys of a model, not of its text part
 PAPER = "shape:"  # prefix of model.path: a name of this table, or a model of which only config.json is read
 ATTENTION_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -63,6 +62,18 @@ RESCALED_LOGITS = (  # not supported by the chunked head
     "output_logit_soft_cap",
     "lm_head_multiplier",
 )
+
+
+class ShareOut(Protocol):
+    """How ranks divide a model while one of them reads it; all of them make the same calls."""
+
+    reads: bool  # this rank reads the weights, and hands them to the others
+
+    def shard(self, parameter: nn.Parameter) -> None:
+        """Keep this rank's part of what the reading rank has, unless that is done already."""
+
+    def hand_out(self, tensor: Tensor) -> None:
+        """Copy what the reading rank has to all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,31 +301,43 @@ def load_model(
 
 @contextmanager
 def one_by_one(share_out: ShareOut) -> Iterator[None]:
-    """Let `from_pretrained` read and convert one weight at a time, and share it out at once.
+    """Let `from_pretrained` read, on one rank, and convert one weight at a time, and share it out at once.
 
     Transformers 5 has no hook for this. Tied weights, which it still compares, and scoring heads, which may be zeroed,
-    stay whole for the caller to share out.
+    stay whole for the caller to share out; so do buffers.
     """
     from transformers import core_model_loading  # noqa: PLC0415
 
     loader: Any = core_model_loading
-    place = loader.set_param_for_module
+    place, read = loader.set_param_for_module, loader._materialize_copy
+
+    def read_or_make_room(stored: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+        if share_out.reads or dtype is None or isinstance(stored, Tensor):
+            return read(stored, device, dtype)
+        return torch.empty(stored.get_shape(), dtype=dtype, device=device)
 
     def place_and_share(model: Any, name: str, *rest: Any, **named: Any) -> None:
         place(model, name, *rest, **named)
         tied = model.all_tied_weights_keys
         layer, _, leaf = name.rpartition(".")
-        parameter = model.get_submodule(layer)._parameters.get(leaf)
-        if parameter is None or parameter.is_meta or layer in HEADS or name in tied or name in tied.values():
+        module = model.get_submodule(layer)
+        parameter, buffer = module._parameters.get(leaf), module._buffers.get(leaf)
+        if buffer is not None:
+            share_out.hand_out(buffer)
+        elif parameter is None or parameter.is_meta:
             return
-        share_out(parameter)
+        elif layer in HEADS or name in tied or name in tied.values():
+            share_out.hand_out(parameter.data)
+        else:
+            share_out.shard(parameter)
 
     threads = os.environ.pop(THREADS, None)
-    loader.set_param_for_module, os.environ[THREADS] = place_and_share, "1"
+    loader.set_param_for_module, loader._materialize_copy = place_and_share, read_or_make_room
+    os.environ[THREADS] = "1"
     try:
         yield
     finally:
-        loader.set_param_for_module = place
+        loader.set_param_for_module, loader._materialize_copy = place, read
         del os.environ[THREADS]
         os.environ.update({} if threads is None else {THREADS: threads})
 

@@ -165,15 +165,19 @@ def rounding_error(step: float) -> float:
     return square - 2 * product + 1
 
 
+def is_adapter(name: str) -> bool:
+    return name.endswith((A, B))
+
+
 def base_weights(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the frozen tensors under their plain names."""
-    return ((name.replace(BASE, "."), tensor) for name, tensor in weights if not name.endswith((A, B)))
+    return ((name.replace(BASE, "."), tensor) for name, tensor in weights if not is_adapter(name))
 
 
 def scale_adapters(weights: Iterator[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
     """Yield only adapters, under peft's names, scaled so that their product needs no factor."""
     for name, tensor in weights:
-        if name.endswith((A, B)):
+        if is_adapter(name):
             yield peft_name(name), tensor.float() * scale if name.endswith(B) else tensor
 
 

@@ -27,9 +27,14 @@ class WeightNames:
         self.groups: dict[str, Group] = {}  # of names that differ on disk
         self.owners: dict[str, Group] = {}  # of names on disk
         self.places: tuple[Group, dict[str, Tensor]] = ((), {})  # of the group that was loaded last
+        self.resized: set[str] = set()  # names whose group has another number of elements on disk
         for group in self._groups():
+            empty = {name: self._empty(name) for name in group}
+            found = self._to_disk(dict(empty))
             self.groups |= dict.fromkeys(group, group)
-            self.owners |= dict.fromkeys(self._to_disk({name: self._empty(name) for name in group}), group)
+            self.owners |= dict.fromkeys(found, group)
+            if sum(one.numel() for one in found.values()) != sum(one.numel() for one in empty.values()):
+                self.resized.update(group)
         fixed = ((name, self._empty(name)) for name in self.buffers)
         self.fixed = {name for name, _ in self.on_disk(fixed)}  # names of buffers on disk
 

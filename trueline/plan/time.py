@@ -82,7 +82,8 @@ def sync_bytes(plan: RLPlan) -> float:
 def sync_seconds(plan: RLPlan, devices: Devices) -> float:
     policy = tenants_of(plan)[0]
     rate = {"ipc": IPC_RATE, "gloo": GLOO_RATE, "nccl": devices.send_rate()}[plan.transport()]
-    gathered = exchange_seconds(policy, 1, devices) if stage_of(policy) == 3 else 0
+    gathers = stage_of(policy) == 3 and not plan.config.model.lora.adapter_only()  # adapters are small
+    gathered = exchange_seconds(policy, 1, devices) if gathers else 0
     return SYNC_SECONDS + sync_bytes(plan) / rate + gathered
 
 

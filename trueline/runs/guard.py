@@ -63,9 +63,13 @@ class UpdateMonitor:
 
     def watch(self) -> None:
         """Remember the weights that training starts from."""
-        self.at_start = self.model.call(Worker.fingerprints)[0]
+        self.at_start = self._fingerprints()
         if self.suited:
             self.sampled = self.model.call(Worker.weight_sample, SAMPLED)[0]
+
+    def _fingerprints(self) -> dict[str, int]:
+        first, *others = self.model.call(Worker.fingerprints)
+        return {name: sum((other[name] for other in others), part) for name, part in first.items()}
 
     def follow(self, name: str, value: float) -> None:
         """Follow a number that training should move, and report if neither it nor the weights move."""
@@ -113,7 +117,7 @@ class UpdateMonitor:
         self.report(Finding(WATCH, "not_finite", what, key=key))
 
     def _compare(self) -> None:
-        now = self.model.call(Worker.fingerprints)[0]
+        now = self._fingerprints()
         still = [name for name, before in self.at_start.items() if now[name] == before]
         key = f"{self.section}.learning_rate"
         count = f"{len(now) - len(still)} of {len(now)}" if still else f"All {len(now)}"

@@ -9,6 +9,7 @@ from trueline.config.base import ConfigError, Tree
 from trueline.data.loader import changes
 from trueline.monitoring.progress import Progress
 from trueline.rollout.ledger import Ledger, Row
+from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
 
 
@@ -67,13 +68,17 @@ def restore(kind: type[State], checkpoints: Checkpoints, load: Callable[[Path], 
     """Give the newest checkpoint to `load` and return its state, or a fresh one if there is none."""
     if (newest := checkpoints.newest()) is None:
         return kind()
-    saved = checkpoints.read_state(newest)
+    saved = checkpoints.read_state(newest, tensors=False)  # ranks compare these before they load them
     if isinstance(saved["tracker"], str):  # the id at Weights & Biases, where no other tracker is known
         saved["tracker"] = {"wandb": saved["tracker"]}
     if "ledger" in saved:
         saved["ledger"] = Ledger.of(saved["ledger"])
     state = kind(**saved)
-    load(newest)
+    try:
+        load(newest)
+    except ActorFailure as failure:
+        checkpoints.refuse_named(newest, str(failure))
+        raise
     progress.note(f"resumed from {newest} at step {state.step}")
     return state
 

@@ -18,7 +18,7 @@ Holding = tuple[int, int]  # a weight's fingerprint and its number of elements
 
 
 class LiveSums(NamedTuple):
-    """Bit sums of the trainer's tensors."""
+    """Bit sums of the trainer's tensors, or of one rank's part of them."""
 
     plain: int = 0  # weights; adapters are merged unless they are sent separately
     adapters: int = 0
@@ -64,6 +64,16 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return total
 
 
+def add_bits(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> int:
+    """Return the bit sum of all tensors in this type."""
+    return wrap_int64(sum(as_numbers(bit_sum(tensor.to(dtype)) for _, tensor in named)))
+
+
+def total_sums(parts: Iterable[LiveSums]) -> LiveSums:
+    """Add up the parts of all ranks."""
+    return LiveSums(*(wrap_int64(sum(sums)) for sums in zip(*parts, strict=True)))
+
+
 def plain_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight once; weights that the engine has packed are empty."""
     seen: set[int] = set()
@@ -86,8 +96,10 @@ def bit_sums(model: Any, dtype: torch.dtype) -> dict[str, int]:
 
 
 def as_numbers(values: Iterable[Tensor]) -> list[int]:
-    """Return all numbers with one transfer from the device."""
+    """Return all numbers with one transfer from the device, if it is one."""
     listed = list(values)
+    if len({value.device for value in listed}) > 1:
+        listed = [value.cpu() for value in listed]
     return torch.stack(listed).tolist() if listed else []
 
 

@@ -15,7 +15,7 @@ from trueline.rollout.engine import PROOFS, RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import AsyncMethod, Given, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.fingerprints import LiveSums
+from trueline.runtime.fingerprints import LiveSums, total_sums
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
 from trueline.sync.proof import EngineProof, Sums, SyncFailure
 from trueline.training.group import ModelGroup
@@ -185,12 +185,13 @@ class WeightSync:
     def _bits(self) -> tuple[LiveSums, Sums]:
         """Return the bit sums of the trainer's weights, and of those of every engine process."""
         dtype = self.plan.dtype
+        base = self.proof is None or not self.plan.adapter_only  # frozen weights are added up once
         live, held = self._both(
-            [actor.submit(Worker.weight_bits, dtype).async_result() for actor in self.policy.actors],
+            [actor.submit(Worker.weight_bits, dtype, base).async_result() for actor in self.policy.actors],
             [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
             "adding up weights",
         )
-        return live[0], held
+        return total_sums(live), held
 
     def limit(self) -> float:
         return self.canary.tolerance or max(self.canary.least, GAP_FACTOR * self.floor)

@@ -4,9 +4,10 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from trueline.monitoring.timing import duration
 from trueline.training.report import Metrics
 
 HASHED_AT_ONCE = 8  # files
+TENSORS = ".safetensors"  # suffix of large files
+OF_RANK = re.compile(r"-\d+(-of-\d+)?\.")  # in the name of a rank's file
 STATE, METRICS, MANIFEST = "state.json", "metrics.json", "manifest.json"
 State = dict[str, Any]
 Digests = dict[str, str]  # SHA-256 of files by name
@@ -197,21 +200,27 @@ class Checkpoints:
     def newest_metrics(self) -> Metrics:
         return read_metrics(newest) if (newest := self.newest()) else {}
 
-    def read_state(self, checkpoint: Path) -> State:
-        """Return the counters of a checkpoint; refuse it if a file has changed."""
+    def read_state(self, checkpoint: Path, *, tensors: bool = True) -> State:
+        """Return the counters of a checkpoint; refuse it if a file has changed, also one of `tensors`."""
         state, written = self.peek(checkpoint)
-        found = hashes(checkpoint)
-        self._refuse(checkpoint, [name for name, digest in written.items() if found.get(name) != digest])
+        compared = {name: value for name, value in written.items() if tensors or not name.endswith(TENSORS)}
+        self.refuse(checkpoint, changed_files(checkpoint, compared))
         return state
 
     def check_whole(self, checkpoint: Path) -> None:
         """Refuse a checkpoint with missing or truncated files; comparing hashes takes longer."""
         files = {name: checkpoint / name for name in self.peek(checkpoint)[1]}
         lost = [name for name, file in files.items() if not file.is_file()]
-        tensors = [name for name in files if name.endswith(".safetensors") and name not in lost]
-        self._refuse(checkpoint, lost + [name for name in tensors if is_damaged(files[name])])
+        tensors = [name for name in files if name.endswith(TENSORS) and name not in lost]
+        self.refuse(checkpoint, lost + [name for name in tensors if is_damaged(files[name])])
 
-    def _refuse(self, checkpoint: Path, wrong: list[str]) -> None:
+    def refuse_named(self, checkpoint: Path, failure: str) -> None:
+        """Refuse a checkpoint if the message of a failed rank names a file that has changed."""
+        named = {name: value for name, value in self.peek(checkpoint)[1].items() if name in failure}
+        self.refuse(checkpoint, changed_files(checkpoint, named))
+
+    def refuse(self, checkpoint: Path, wrong: list[str]) -> None:
+        """Refuse a checkpoint if some of its files are wrong."""
         if not wrong:
             return
         earlier = [one.name for one in self.list_finished() if one.name < checkpoint.name]
@@ -273,6 +282,37 @@ def hashes(folder: Path, known: Digests | None = None) -> Digests:
     unread = {name: path for name, path in names.items() if name not in known}
     with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:  # hashing leaves the interpreter to others
         return known | dict(zip(unread, threads.map(digest, unread.values()), strict=True))
+
+
+def changed_files(folder: Path, written: Digests) -> list[str]:
+    """Return the files that are missing or have another hash than was written."""
+
+    def is_changed(name: str) -> bool:
+        return not (folder / name).is_file() or digest(folder / name) != written[name]
+
+    with ThreadPoolExecutor(HASHED_AT_ONCE) as threads:
+        return [name for name, is_wrong in zip(written, threads.map(is_changed, written), strict=True) if is_wrong]
+
+
+def check_tensors(folder: Path, rank: int, world: int) -> None:
+    """Refuse a damaged checkpoint by one rank's share of the files; a folder outside of runs has no hashes."""
+    checkpoint = next((one for one in (folder, folder.parent) if (one / MANIFEST).is_file()), None)
+    if checkpoint is not None:
+        written = json.loads((checkpoint / MANIFEST).read_text())
+        mine = share_of_files(written, folder.relative_to(checkpoint), rank, world)
+        wrong = changed_files(checkpoint, {name: written[name] for name in mine})
+        Checkpoints(checkpoint.parent.parent, CheckpointConfig()).refuse(checkpoint, wrong)
+
+
+def share_of_files(names: Iterable[str], model: Path, rank: int, world: int) -> list[str]:
+    """Return the large files of a model that a rank compares; on as many ranks as before, those that it wrote."""
+    files = [Path(name) for name in sorted(names) if name.endswith(TENSORS)]
+    models = {file.parent for file in files if OF_RANK.sub(".", file.name) == f"training{TENSORS}"}
+    families: dict[str, list[str]] = {}
+    for file in files:
+        if next((place for place in file.parents if place in models), Path()) == model:
+            families.setdefault(OF_RANK.sub(".", file.as_posix()), []).append(file.as_posix())
+    return [name for family in families.values() for name in family[rank::world]]
 
 
 def digest(file: Path) -> str:

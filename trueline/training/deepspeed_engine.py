@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -20,7 +21,8 @@ from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training import optimizer as optimizers
 from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
-from trueline.training.engines import TensorState, TrainEngine
+from trueline.training.engines import Chosen, TensorState, TrainEngine
+from trueline.training.shards import Region, Shard, cut_region, whole_region
 from trueline.training.worker import WorkerSpec
 
 # Transformers' names for ways to split a layer, as AutoTP's settings. The head and the embeddings stay whole.
@@ -41,20 +43,27 @@ def join(spec: WorkerSpec) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
-def share_out(spec: WorkerSpec) -> ShareOut:
-    """Return a function that shards a parameter over the ranks like ZeRO 3, with rank 0's values."""
-    join(spec)
-    dtype = spec.model.dtype
-    # With an empty module DeepSpeed makes all its other preparations.
-    ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=deepspeed_config(spec.ranks, dtype))
+class ZeroShareOut(ShareOut):
+    """Shards parameters over the ranks like ZeRO 3; rank 0 reads them, and DeepSpeed broadcasts what it has."""
 
-    def shard(parameter: nn.Parameter) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
+        join(spec)
+        self.reads, self.dtype = spec.rank == 0, DTYPES[spec.model.dtype]
+        # With an empty module DeepSpeed makes all its other preparations.
+        config = deepspeed_config(spec.ranks, spec.model.dtype)
+        self.ranks = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+
+    def shard(self, parameter: nn.Parameter) -> None:
         if not is_zero_param(parameter):
             # A copy: a broadcast into the pages of a mapped file would make them private to this process.
-            parameter.data = parameter.data.to(DTYPES[dtype], copy=True)
-            ranks._convert_to_zero_parameters([parameter])
+            parameter.data = parameter.data.to(self.dtype, copy=self.reads)
+            self.ranks._convert_to_zero_parameters([parameter])
 
-    return shard
+    def hand_out(self, tensor: Tensor) -> None:
+        sent = tensor.to(self.ranks.local_device).contiguous()
+        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
+        if not self.reads:
+            tensor.copy_(sent)
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -127,39 +136,78 @@ class DeepSpeedEngine(TrainEngine):
             zero._backward_active_depth = 0
         return True
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, chosen: Chosen | None = None) -> Iterator[tuple[str, Tensor]]:
+        named = {name: one for name, one in self.named.items() if chosen is None or chosen(name)}
         if self.stage < 3:
-            yield from ((name, self.cuts.whole(name, parameter.detach())) for name, parameter in self.named.items())
+            yield from ((name, self.cuts.whole(name, parameter.detach())) for name, parameter in named.items())
             return
-        for names in self._gather_groups():
-            with GatheredParameters([self.named[name] for name in names]):
-                yield from ((name, self.cuts.whole(name, self.named[name].detach())) for name in names)
+        for names in self._gather_groups(named):
+            with GatheredParameters([named[name] for name in names]):
+                yield from ((name, self.cuts.whole(name, named[name].detach())) for name in names)
 
-    def _gather_groups(self) -> Iterator[list[str]]:
+    def _gather_groups(self, named: dict[str, Any]) -> Iterator[list[str]]:
         names: list[str] = []
         elements = 0
-        for name, parameter in self.named.items():
+        for name, parameter in named.items():
             if names and elements + parameter.ds_numel > self.gathered:
                 yield names
                 names, elements = [], 0
             names.append(name)
             elements += parameter.ds_numel
-        yield names
+        if names:
+            yield names
+
+    def weight_shards(self) -> Iterator[Shard]:
+        for name, parameter in self.named.items():
+            held = parameter.ds_tensor if self.stage == 3 else parameter
+            yield self._shard(name, held, self._region(name, stepped=False), self.stage == 3)
+
+    def master_shards(self) -> Iterator[Shard]:
+        for name, parameter in self.trained.items():
+            yield self._shard(name, self._stepped_part(parameter), self._region(name), not self.plain)
+
+    def moment_shards(self) -> Iterator[Shard]:
+        self._link_moments()
+        for name, parameter in self.trained.items():
+            keys = optimizers.moments_of(self.base, parameter) if self.plain else SHARDED if self.steps else ()
+            for key in keys:
+                moment = self._stepped_part(parameter, key)
+                yield replace(self._shard(name, moment, self._region(name), not self.plain), name=f"{name}/{key}")
+
+    def _shard(self, name: str, held: Tensor, region: Region, divided: bool) -> Shard:
+        """Make a shard of what this rank holds; if it is not divided over data ranks, all of them hold the same."""
+        place, places = (0, 1) if name in self.cuts.dims else (self.cuts.rank, self.cuts.size)
+        if not divided:
+            place, places = place + places * (dist.get_rank() // self.cuts.size), places * self.replicas
+        return Shard(name, region, held.detach().flatten()[: region.size()], place, places)
+
+    def _region(self, name: str, *, stepped: bool = True) -> Region:
+        """Return where this rank's elements lie: those that it steps, or else those that it computes with."""
+        parameter = self.named[name]
+        region = self.cuts.region(name, shape_of(parameter))
+        if self.stage == 3:
+            length, place = parameter.ds_tensor.ds_numel, dist.get_rank() // self.cuts.size
+            return region.part(*(min(edge * length, region.size()) for edge in (place, place + 1)))
+        if self.plain or not stepped:
+            return region
+        if parameter._hp_mapping is None:
+            return region.part(0, 0)  # other ranks step it
+        address = parameter._hp_mapping.lp_fragment_address
+        return region.part(address.start, address.start + address.numel)
+
+    def _stepped_part(self, parameter: Any, moment: str | None = None) -> Tensor:
+        """Return what this rank steps of a parameter, or a moment of that."""
+        if self.plain:
+            return parameter if moment is None else optimizers.moments_of(self.base, parameter)[moment]
+        if self.stage == 3:
+            return self.optimizer.get_local_fp32_param(parameter, moment)
+        mapping = parameter._hp_mapping
+        return torch.empty(0) if mapping is None else mapping.get_hp_fragment(moment)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
             gradient = parameter.grad if self.plain else deepspeed.utils.safe_get_full_grad(parameter)
             yield name, self.cuts.whole(name, gradient)
-
-    def state(self) -> Iterator[tuple[str, TensorState]]:
-        self._link_moments()
-        for name, master in self.masters():
-            parameter, moments = self.trained[name], {}
-            if self.plain:
-                moments = optimizers.moments_of(self.base, parameter)
-            elif self.steps:
-                moments = {key: deepspeed.utils.safe_get_full_optimizer_state(parameter, key) for key in SHARDED}
-            yield name, {"weight": master, **{key: self.cuts.whole(name, part) for key, part in moments.items()}}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
@@ -189,21 +237,10 @@ class DeepSpeedEngine(TrainEngine):
         return list(self.optimizer.single_partition_of_fp32_groups)
 
     def needed_slice(self, name: str, part: str) -> slice:
-        parameter, dim, place = self.trained[name], self.cuts.dims.get(name), dist.get_rank() // self.cuts.size
-        elements = parameter.ds_numel if self.stage == 3 else parameter.numel()
-        before = self.cuts.rank * elements if dim == 0 else 0  # of other tensor-parallel ranks
-        computes = part == "weight" and (self.stage < 3 or place == 0)  # under ZeRO 3, place 0 hands it to the others
-        if dim == 1:
-            return slice(None)  # a few elements of every row
-        if self.plain or computes:
-            return slice(before, before + elements)
-        if self.stage == 3:
-            length = parameter.ds_tensor.ds_numel
-            return slice(before + place * length, before + min((place + 1) * length, elements))
-        if parameter._hp_mapping is None:
-            return slice(0)  # other ranks step it
-        address = parameter._hp_mapping.lp_fragment_address
-        return slice(before + address.start, before + address.start + address.numel)
+        # Under ZeRO 3, the rank at place 0 hands the weight to the others.
+        computes = part == "weight" and (self.stage < 3 or dist.get_rank() < self.cuts.size)
+        whole = self.cuts.region(name, shape_of(self.trained[name]))
+        return (whole if computes else self._region(name)).bounds()
 
     def load_state(self, name: str, state: TensorState) -> None:
         parameter = self.trained[name]
@@ -299,6 +336,12 @@ class Cuts:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+    def region(self, name: str, part: tuple[int, ...]) -> Region:
+        """Return where this rank's part lies in the whole, by its shape."""
+        if (dim := self.dims.get(name)) is None:
+            return whole_region(part)
+        return cut_region((*part[:dim], part[dim] * self.size, *part[dim + 1 :]), dim, self.rank, self.size)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         dim = self.dims.get(name)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +12,11 @@ from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput, is_filled
 from trueline.training.deepspeed_config import ON_CPU, effective_stage
 from trueline.training.optimizer import MovingAverage, learning_rate_at
+from trueline.training.shards import Shard
 
+AVERAGE = "average"  # the part of a tensor's state that engines keep separately
 TensorState = dict[str, Tensor]  # "weight" in float32 and, after the first step, the optimizer's moments
+Chosen = Callable[[str], bool]  # tells by its name whether a tensor is wanted
 
 
 class TrainEngine(Protocol):
@@ -57,23 +60,34 @@ class TrainEngine(Protocol):
     def discard(self) -> bool:
         """Discard gradients after a failed pass, and return whether this engine can do that."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors with their Hugging Face names, each valid until the next one."""
+    def weights(self, chosen: Chosen | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors with their Hugging Face names, each valid until the next one; all, or the chosen ones."""
+
+    def weight_shards(self) -> Iterator[Shard]:
+        """Yield what this rank holds of each weight, without a word to other ranks; every rank yields all names.
+
+        As with all shards, values may change when the next one is taken.
+        """
+
+    def master_shards(self) -> Iterator[Shard]:
+        """Yield what this rank holds of each trained tensor, in the precision that the optimizer steps."""
+
+    def moment_shards(self) -> Iterator[Shard]:
+        """Yield what this rank holds of the moments of each trained tensor, named `tensor/moment`."""
+
+    def state_shards(self) -> Iterator[Shard]:
+        """Yield this rank's part of what a checkpoint needs of trained tensors, named `tensor/part`."""
+        yield from (replace(shard, name=f"{shard.name}/weight") for shard in self.master_shards())
+        yield from self.moment_shards()
+        if self.average is not None:
+            with self.average.in_place():
+                yield from (replace(shard, name=f"{shard.name}/{AVERAGE}") for shard in self.master_shards())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole gradients, between the last `backward` and `step`."""
 
-    def state(self) -> Iterator[tuple[str, TensorState]]:
-        """Yield what a checkpoint needs of each trained tensor."""
-
     def masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the trained tensors in the precision that the optimizer steps."""
-
-    def averages(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moving average of each trained tensor, if there is one."""
-        if self.average is not None:
-            with self.average.in_place():
-                yield from self.masters()
+        """Yield the trained tensors whole, in the precision that the optimizer steps."""
 
     def needed_slice(self, name: str, part: str) -> slice:
         """Return the elements of a flat tensor that this rank needs to load this part of it."""
@@ -108,7 +122,7 @@ class TrainRow:
     offloads: tuple[str, ...] = ("moments", "optimizer", "all")
     # What its ranks shard of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
     stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
-    share_out: str = ""  # a function that makes a ShareOut of a WorkerSpec, for models whose weights are sharded
+    share_out: str = ""  # of a class that is a ShareOut and made from a WorkerSpec, for models with sharded weights
     environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
 
 
@@ -118,7 +132,7 @@ TRAIN_ENGINES = {
         package="deepspeed",
         brought_by="trueline itself on Linux",
         stage=effective_stage,
-        share_out="trueline.training.deepspeed_engine:share_out",
+        share_out="trueline.training.deepspeed_engine:ZeroShareOut",
         environment=lambda gpus: {} if gpus else ON_CPU,
     ),
     "torch": TrainRow(

@@ -8,10 +8,10 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,10 +22,10 @@ from trueline.models.lora import ADAPTER, SETTINGS, peft_name
 from trueline.models.weight_names import WeightNames
 from trueline.runtime.cluster import free_memory
 from trueline.training.checkpoints import SaveResult
-from trueline.training.engines import TrainEngine
+from trueline.training.engines import AVERAGE, TrainEngine
+from trueline.training.shards import Region, Shard, empty_tensors, piece, whole_region, whole_shard
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
-AVERAGE = "average"  # the part of a tensor that engines keep separately
 FIXED = "fixed.safetensors"  # non-parameters of a model's files, for checkpoints without a model
 INDEX = "model/model.safetensors.index.json"
 BUFFER_BYTES, LEAST_BYTES = 256 * 2**20, 16 * 2**20  # of a buffer, with and without enough free memory
@@ -35,19 +35,24 @@ INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.in
 FORMAT = {"format": "pt"}  # metadata of a model's files
 CODES = {**FLOATS, **INTEGERS, torch.bool: "BOOL"}  # of safetensors
 
-Content = tuple[str, str, Tensor]  # file, name in it, whole tensor
-Shard = tuple[str, bytes, int]  # a safetensors file: name, header, and how many bytes of tensors follow
+Content = tuple[str, Shard]  # file, and what this rank holds of a tensor in it
+File = tuple[str, bytes, int]  # in safetensors: name, header, and how many bytes of tensors follow
 
 
-def contents(engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True) -> Iterator[Content]:
-    """Yield the content of a checkpoint, gathered on every rank; without `model`, leave out the model's weights."""
+def contents(
+    engine: TrainEngine, names: WeightNames, adapted: bool, model: bool = True, *, planned: bool = False
+) -> Iterator[Content]:
+    """Yield what this rank holds of a checkpoint; without `model`, leave out the model's weights.
+
+    Files of models have whole tensors, so these are gathered one after the other; `planned` ones have no values yet.
+    """
     if adapted:
-        yield from ((LORA, peft_name(name), tensor) for name, tensor in engine.masters())
+        masters = empty_tensors(engine.master_shards()) if planned else engine.masters()
+        yield from ((LORA, whole_shard(peft_name(name), tensor)) for name, tensor in masters)
     elif model:
-        yield from ((MODEL, name, tensor) for name, tensor in names.file_tensors(engine.weights()))  # names on disk
-    for name, state in engine.state():
-        yield from ((TRAINING, f"{name}/{part}", tensor) for part, tensor in state.items())
-    yield from ((TRAINING, f"{name}/{AVERAGE}", tensor) for name, tensor in engine.averages())
+        weights = empty_tensors(engine.weight_shards()) if planned else engine.weights()
+        yield from ((MODEL, whole_shard(name, tensor)) for name, tensor in names.file_tensors(weights))  # names on disk
+    yield from ((TRAINING, shard) for shard in engine.state_shards())
 
 
 def snapshot_bytes(weights: float, trained: float, world: int, averaged: bool) -> float:
@@ -59,42 +64,40 @@ def shard_name(stem: str, rank: int, world: int) -> str:
     return f"{stem}.safetensors" if world == 1 else f"{stem}-{rank + 1:05d}-of-{world:05d}.safetensors"
 
 
-def piece(elements: int, rank: int, world: int) -> tuple[int, int]:
-    """Return where a rank's piece of a flat tensor begins and ends."""
-    return elements * rank // world, elements * (rank + 1) // world
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank writes of a tensor: nothing, all of it, or a piece of its elements."""
+    """What one rank writes of a tensor: nothing, all of it, or some of its elements."""
 
     stem: str
     key: str
-    shape: torch.Size  # of the whole tensor
+    region: Region
     dtype: torch.dtype
-    start: int
+    start: int  # in what this rank holds
     stop: int
 
     def size(self) -> int:
         return (self.stop - self.start) * self.dtype.itemsize
 
+    def written_region(self) -> Region:
+        return self.region.part(self.start, self.stop)
+
 
 def divide(contents: Iterable[Content], rank: int, world: int) -> tuple[list[Part], dict[str, int]]:
     """Return this rank's parts, and which rank writes which weight.
 
-    Every tensor of the training state is split evenly. Weights stay whole: each, large ones first, goes to the rank
+    Every rank writes what it holds of the training state. Weights stay whole: each, large ones first, goes to the rank
     with the fewest elements so far. Rank 0 writes adapters.
     """
-    specs = [(stem, key, tensor.shape, tensor.dtype) for stem, key, tensor in contents]
-    sizes = {key: shape.numel() for stem, key, shape, _ in specs if stem == MODEL}
+    specs = [(stem, shard.name, shard.region, shard.values.dtype, shard.own()) for stem, shard in contents]
+    sizes = {key: region.size() for stem, key, region, _, _ in specs if stem == MODEL}
     loads, owners = [0] * world, dict[str, int]()
     for key in sorted(sizes, key=sizes.__getitem__, reverse=True):
         owners[key] = loads.index(min(loads))
         loads[owners[key]] += sizes[key]
     parts = []
-    for stem, key, shape, dtype in specs:
-        whole = (0, shape.numel() if owners.get(key, 0) == rank else 0)
-        parts.append(Part(stem, key, shape, dtype, *(piece(shape.numel(), rank, world) if stem == TRAINING else whole)))
+    for stem, key, region, dtype, own in specs:
+        whole = (0, region.size() if owners.get(key, 0) == rank else 0)
+        parts.append(Part(stem, key, region, dtype, *(own if stem == TRAINING else whole)))
     return parts, owners
 
 
@@ -148,10 +151,14 @@ class HostBuffers:
                 self.free.put(entry[0])
 
 
-class Saver:
-    """One rank's saves; `contents` yields what all ranks save, with or without the model's weights."""
+class Contents(Protocol):
+    def __call__(self, model: bool, *, planned: bool = False) -> Iterator[Content]: ...
 
-    def __init__(self, rank: int, world: int, contents: Callable[[bool], Iterator[Content]]) -> None:
+
+class Saver:
+    """One rank's saves; `contents` yields what the rank holds, with or without the model's weights."""
+
+    def __init__(self, rank: int, world: int, contents: Contents) -> None:
         self.rank, self.world, self.contents = rank, world, contents
         self.buffers, self.thread = HostBuffers(), ThreadPoolExecutor(1, "save")
         self.allocated: Future[None] | None = None
@@ -169,16 +176,15 @@ class Saver:
         self.result(wait=True)
         kind = steps > 0, model  # the optimizer's first step and the model's weights change the content
         if kind not in self.divisions:
-            self.divisions[kind] = divide(self.contents(model), self.rank, self.world)
+            self.divisions[kind] = divide(self.contents(model, planned=True), self.rank, self.world)
         parts, owners = self.divisions[kind]
         (self.allocated or self.allocate(sum(part.size() for part in parts))).result()
-        shards = list(self._shards(parts, steps))
-        self.writing = self.thread.submit(self._write, folder, shards, owners, describe)
+        files = list(self._files(parts, steps))
+        self.writing = self.thread.submit(self._write, folder, files, owners, describe)
         try:
-            for part, (stem, key, tensor) in zip(parts, self.contents(model), strict=True):
-                assert (part.stem, part.key, part.shape) == (stem, key, tensor.shape), f"{key} has moved"
-                mine = tensor.detach().contiguous().view(-1)[part.start : part.stop]
-                self.buffers.put(mine.view(torch.uint8))
+            for part, (stem, shard) in zip(parts, self.contents(model), strict=True):
+                assert (part.stem, part.key, part.region) == (stem, shard.name, shard.region), f"{part.key} has moved"
+                self.buffers.put(shard.values[part.start : part.stop].contiguous().view(torch.uint8))
         finally:
             self.buffers.end()
 
@@ -187,31 +193,29 @@ class Saver:
             return None
         return self.writing.result()
 
-    def _shards(self, parts: list[Part], steps: int) -> Iterator[Shard]:
-        shapes = json.dumps({part.key: list(part.shape) for part in parts if part.stem == TRAINING})
+    def _files(self, parts: list[Part], steps: int) -> Iterator[File]:
         for stem in dict.fromkeys(part.stem for part in parts if part.stem != LORA or self.rank == 0):
-            state, at = stem == TRAINING, 0
-            entries: dict[str, Any] = {"__metadata__": {"steps": str(steps), "shapes": shapes} if state else FORMAT}
-            for part in parts:
-                if part.stem == stem and part.stop > part.start:
-                    shape, end = [part.stop - part.start] if state else list(part.shape), at + part.size()
-                    entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, end]}
-                    at = end
+            held, at = [part for part in parts if part.stem == stem], 0
+            entries: dict[str, Any] = {"__metadata__": state_metadata(held, steps) if stem == TRAINING else FORMAT}
+            for part in (part for part in held if part.stop > part.start):
+                shape, end = [part.stop - part.start] if stem == TRAINING else part.region.shape, at + part.size()
+                entries[part.key] = {"dtype": CODES[part.dtype], "shape": shape, "data_offsets": [at, end]}
+                at = end
             text = json.dumps(entries).encode()
             text += b" " * (-len(text) % 8)
             name = shard_name(stem, self.rank, 1 if stem == LORA else self.world)
             yield name, struct.pack("<Q", len(text)) + text, at
 
     def _write(
-        self, folder: Path, shards: list[Shard], owners: dict[str, int], describe: Callable[[], None]
+        self, folder: Path, files: list[File], owners: dict[str, int], describe: Callable[[], None]
     ) -> SaveResult:
         start, digests, problem = time.monotonic(), {}, None
         copied = self.buffers.drain()
         try:
             (folder / MODEL).parent.mkdir(exist_ok=True)
             rest = memoryview(b"")
-            for shard in shards:
-                digests[shard[0]], rest = write_shard(folder, shard, rest, copied)
+            for file in files:
+                digests[file[0]], rest = write_file(folder, file, rest, copied)
             describe()
             if self.rank == 0 and self.world > 1 and owners:
                 write_index(folder / INDEX, owners, self.world)
@@ -223,22 +227,29 @@ class Saver:
         return SaveResult(digests, time.monotonic() - start, problem)
 
 
-def write_shard(folder: Path, shard: Shard, rest: memoryview, copied: Iterator[memoryview]) -> tuple[str, memoryview]:
+def state_metadata(parts: list[Part], steps: int) -> dict[str, str]:
+    """Return the metadata of a rank's training state: whole shapes of all tensors, and where its elements lie."""
+    shapes = {part.key: part.region.shape for part in parts}
+    places = {part.key: astuple(part.written_region())[1:] for part in parts if part.stop > part.start}
+    return {"steps": str(steps), "shapes": json.dumps(shapes), "places": json.dumps(places)}
+
+
+def write_file(folder: Path, file: File, rest: memoryview, copied: Iterator[memoryview]) -> tuple[str, memoryview]:
     """Write one file to the disk; return its SHA-256, and the rest of the last buffer."""
-    name, header, left = shard
+    name, header, left = file
     digest = hashlib.sha256(header)
-    with (folder / name).open("wb") as file:
-        file.write(header)
+    with (folder / name).open("wb") as stream:
+        stream.write(header)
         while left:
             rest = rest or next(copied, rest)
             if not rest:
                 raise OSError(f"{name}: copying was interrupted")
             part, rest = rest[:left], rest[left:]
-            file.write(part)
+            stream.write(part)
             digest.update(part)
             left -= len(part)
-        file.flush()
-        os.fsync(file.fileno())
+        stream.flush()
+        os.fsync(stream.fileno())
     return digest.hexdigest(), rest
 
 
@@ -270,6 +281,17 @@ class SavedState:
             raise ConfigError(f"{folder}: its training state is missing; start a new run with --model {folder}/model")
         self.steps = int(metadata["steps"])
         self.shapes = {key: torch.Size(shape) for key, shape in json.loads(metadata["shapes"]).items()}
+        self.pieces: dict[str, list[tuple[Any, Region]]] = {key: [] for key in self.shapes}  # files, and what they have
+        for number, file in enumerate(self.files):
+            for key, region in self._regions(number, file.metadata()).items():
+                self.pieces[key].append((file, region))
+
+    def _regions(self, number: int, metadata: dict[str, str]) -> dict[str, Region]:
+        if "places" in metadata:
+            return {key: Region(self.shapes[key], *place) for key, place in json.loads(metadata["places"]).items()}
+        # Older files have an equal piece of every tensor.
+        wholes = {key: whole_region(shape) for key, shape in self.shapes.items()}
+        return {key: one.part(*piece(one.size(), number, len(self.files))) for key, one in wholes.items()}
 
     def by_name(self) -> dict[str, dict[str, str]]:
         names: dict[str, dict[str, str]] = {}
@@ -280,17 +302,16 @@ class SavedState:
 
     def read(self, key: str, wanted: slice = slice(None)) -> Tensor:
         """Return a whole tensor, of which only the wanted elements are read; the others are undefined."""
-        elements = self.shapes[key].numel()
-        first, last, _ = wanted.indices(elements)
-        found: list[tuple[int, Tensor]] = []
-        for rank, file in enumerate(self.files):
-            start, stop = piece(elements, rank, len(self.files))
-            begin, end = max(start, first), min(stop, last)
-            if begin < end:
-                found.append((begin, file.get_slice(key)[begin - start : end - start]))
-        whole = torch.empty(elements, dtype=found[0][1].dtype if found else None)
-        for begin, values in found:
-            whole[begin : begin + len(values)] = values
+        first, last, _ = wanted.indices(self.shapes[key].numel())
+        found: list[tuple[Region, Tensor]] = []
+        for file, region in self.pieces[key]:
+            inside = region.within(first, last)
+            if inside.size():
+                start = inside.start - region.start
+                found.append((inside, file.get_slice(key)[start : start + inside.size()]))
+        whole = torch.empty(self.shapes[key].numel(), dtype=found[0][1].dtype if found else None)
+        for region, values in found:
+            region.lay(values, whole)
         return whole.view(self.shapes[key])
 
 

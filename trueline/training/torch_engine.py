@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from trueline.config.model import TrainingConfig
 from trueline.models.scorer import hf_name
 from trueline.training import optimizer as optimizers
-from trueline.training.engines import TensorState, TrainEngine
+from trueline.training.engines import Chosen, TensorState, TrainEngine
+from trueline.training.shards import Shard, whole_shard
 from trueline.training.worker import WorkerSpec
 
 
@@ -20,6 +21,8 @@ class TorchEngine(TrainEngine):
         self.config, self.total_steps, self.device = (config := spec.ranks), spec.total_steps, device
         self.named = {hf_name(name): parameter for name, parameter in module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
+        # Ranks do not know each other: they hold the same and share the work of writing it.
+        self.place = (spec.rank, spec.world)
         self.steps, self.average = 0, None
         self.optimizer: Any = None
         if isinstance(config, TrainingConfig):
@@ -44,16 +47,24 @@ class TorchEngine(TrainEngine):
         self.optimizer.zero_grad()
         return True
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, parameter.detach()) for name, parameter in self.named.items())
+    def weights(self, chosen: Chosen | None = None) -> Iterator[tuple[str, Tensor]]:
+        named = self.named.items()
+        yield from ((name, parameter.detach()) for name, parameter in named if chosen is None or chosen(name))
+
+    def weight_shards(self) -> Iterator[Shard]:
+        yield from (whole_shard(name, tensor, *self.place) for name, tensor in self.weights())
+
+    def master_shards(self) -> Iterator[Shard]:
+        yield from (whole_shard(name, tensor, *self.place) for name, tensor in self.masters())
+
+    def moment_shards(self) -> Iterator[Shard]:
+        for name, parameter in self.trained.items():
+            for key, moment in optimizers.moments_of(self.optimizer, parameter).items():
+                yield whole_shard(f"{name}/{key}", moment, *self.place)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.trained.items():
             yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-    def state(self) -> Iterator[tuple[str, TensorState]]:
-        for name, parameter in self.trained.items():
-            yield name, {"weight": parameter.detach(), **optimizers.moments_of(self.optimizer, parameter)}
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, parameter.detach()) for name, parameter in self.trained.items())

@@ -24,22 +24,23 @@ from trueline.data.batching import FILLER, MicroBatch, SampleReader, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
-from trueline.models.lora import adapters_off, add_lora, base_weights, dequantize, merge_adapters, scale_adapters
+from trueline.models.lora import adapters_off, add_lora
 from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
 from trueline.models.scorer import Probe, Scorer
-from trueline.models.weight_names import Named, WeightNames
+from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
 from trueline.runtime import transport
 from trueline.runtime.actors import Target
-from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum, wrap_int64
+from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum
 from trueline.runtime.host import build
 from trueline.training import report as reports
 from trueline.training import saving
-from trueline.training.checkpoints import SaveResult, save_tensors
+from trueline.training.checkpoints import SaveResult, check_tensors, save_tensors
 from trueline.training.deepspeed_config import GATHERING_ON_CPU
-from trueline.training.engines import TRAIN_ENGINES, TrainEngine
+from trueline.training.engines import AVERAGE, TRAIN_ENGINES, TrainEngine
 from trueline.training.optimizer import MOMENTS, stepped_by
+from trueline.training.outgoing import Outgoing
 from trueline.training.report import LossSettings, Report
 from trueline.training.samples import Arrays
 
@@ -71,7 +72,6 @@ class Worker:
         self.spec = spec
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.rank, self.rendezvous, ranks = spec.rank, transport.Rendezvous(), spec.ranks
-        self.adapter_only = spec.model.lora.adapter_only()
         self.router_coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
 
     def listen(self) -> transport.Address:
@@ -96,7 +96,7 @@ class Worker:
         self.adapter = add_lora(self.model, config.lora, spec.head, config.path) if config.lora.rank else None
         if share_out is not None:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
-                share_out(parameter)
+                share_out.shard(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         is_whole = share_out is None and self._fits()
         if is_whole or share_out is not None:
@@ -107,6 +107,7 @@ class Worker:
         self.engine = build(row.path, [self.scorer, spec, self.device])
         self.names.restore_buffers()
         self.release()  # before lasting small tensors settle in memory that was needed only to start
+        self.outgoing = Outgoing(self.engine, self.names, config.lora, spec.rank)
         held = partial(saving.contents, self.engine, self.names, self.adapter is not None)
         self.saver = saving.Saver(spec.rank, spec.world, held)
         if speaks and not is_whole:
@@ -260,31 +261,8 @@ class Worker:
             batch.old_logprobs = output.logprobs.detach()
         return batch, output, LOSSES[loss].compute(output, batch, settings.section)
 
-    def plain_weights(self) -> Named:
-        """Yield the weights with their names on disk, on every rank; adapters are merged unless sent separately."""
-        weights = self.engine.weights()
-        if self.adapter is None:
-            return self.names.file_tensors(weights)
-        if self.spec.model.lora.quantize:
-            weights = dequantize(weights, self.model)
-        scale = self.spec.model.lora.scale()
-        return self.names.file_tensors(base_weights(weights) if self.adapter_only else merge_adapters(weights, scale))
-
-    def adapter_weights(self) -> Named:
-        if self.adapter_only:
-            return scale_adapters(self.engine.weights(), self.spec.model.lora.scale())
-        return self.engine.masters() if self.adapter is not None else iter(())
-
-    def sent_weights(self) -> Named:
-        return self.adapter_weights() if self.adapter_only else self.plain_weights()
-
     def weight_specs(self, dtype: str) -> list[transport.TensorSpec]:
-        """Return names, shapes and types of the weights as engines receive them."""
-        specs = []
-        for name, tensor in self.sent_weights():  # what training does not change keeps the precision of its file
-            fixed = name in self.names.fixed and tensor.dtype == torch.float32
-            specs.append(transport.TensorSpec(name, tuple(tensor.shape), "float32" if fixed else dtype))
-        return specs
+        return self.outgoing.specs(dtype)
 
     def share_memory(self, nbytes: int) -> dict[str, list[transport.SharedMemory]]:
         """Make two buffers for engines on this GPU, and return their handles."""
@@ -304,7 +282,7 @@ class Worker:
 
     def send_weights(self, buckets: list[transport.Bucket]) -> list[int]:
         """Gather the weights on every rank; ranks with a channel send them, and return a fingerprint per bucket."""
-        weights = self.sent_weights()
+        weights = self.outgoing.sent_weights()
         prints: list[Tensor] = []
         failure: RuntimeError | None = None  # an engine is gone; the other ranks still gather weights with this one
         for bucket in buckets:
@@ -325,18 +303,12 @@ class Worker:
             raise failure
         return as_numbers(prints)
 
-    def weight_bits(self, dtype: str) -> LiveSums:
-        """Return the bit sums of what engines should hold: weights, adapters and fixed numbers."""
-        wire, fixed = transport.WIRE_DTYPES[dtype], self.names.fixed
-        plain = {name: bit_sum(tensor.to(wire)) for name, tensor in self.plain_weights()}
-        adapters = (bit_sum(tensor.to(wire) if self.adapter_only else tensor) for _, tensor in self.adapter_weights())
-        trained = (bits for name, bits in plain.items() if name not in fixed)
-        kept = (plain[name] for name in fixed)
-        return LiveSums(*(wrap_int64(sum(as_numbers(bits))) for bits in (trained, adapters, kept)))
+    def weight_bits(self, dtype: str, base: bool = True) -> LiveSums:
+        return self.outgoing.bit_sums(dtype, base)
 
     def copy_weights(self) -> list[tuple[str, Tensor]]:
         """Return copies of the weights, for an engine in the same process."""
-        return [(name, tensor.clone()) for name, tensor in self.plain_weights()]
+        return [(name, tensor.clone()) for name, tensor in self.outgoing.plain_weights()]
 
     def annotate(self, facts: dict[str, float]) -> None:
         for name, value in facts.items():
@@ -381,6 +353,8 @@ class Worker:
         return self.saver.result(wait=wait)
 
     def load(self, folder: str) -> None:
+        """Load a training state, after this rank has compared the hashes of its share of the files."""
+        check_tensors(Path(folder), self.rank, self.spec.world)
         saved, config = saving.SavedState(Path(folder)), self.spec.ranks
         parts = saved.by_name()
         shapes = {name: tuple(saved.shapes[keys["weight"]]) for name, keys in parts.items()}
@@ -391,7 +365,7 @@ class Worker:
             )
         assert isinstance(config, TrainingConfig)
         for name, keys in parts.items():
-            found = keys.keys() - {"weight", saving.AVERAGE}
+            found = keys.keys() - {"weight", AVERAGE}
             if found and found != set(MOMENTS[stepped_by(name, len(shapes[name]), config)]):
                 raise ConfigError(
                     f"{folder}: a checkpoint of another optimizer than optimizer={config.optimizer} ({name} has "
@@ -409,8 +383,9 @@ class Worker:
         return {name: self.shapes[name] for name, tensor in self.model.named_parameters() if tensor.requires_grad}
 
     def fingerprints(self) -> dict[str, int]:
-        """Return a checksum of each trained tensor, to see whether training changes it."""
-        return {name: int(bit_sum(tensor.float())) for name, tensor in self.engine.masters()}
+        """Return this rank's part of a checksum of each trained tensor, to see whether training changes it."""
+        shards = self.engine.master_shards()
+        return {one.name: int(bit_sum(one.values.float())) if one.counts() else 0 for one in shards}
 
     def weight_sample(self, most: int) -> np.ndarray:
         """Return up to `most` evenly spread numbers of each trained tensor, to measure how far training moves them."""

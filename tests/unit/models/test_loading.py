@@ -1,19 +1,23 @@
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, core_model_loading
 
-from tests.support.tiny import make_tiny_mixture, make_tiny_model
+from tests.support.architectures import make_model
+from tests.support.tiny import make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.models.loading import (
     SHAPE,
     SHAPES,
+    ShareOut,
     check_model,
     check_settings,
     load_chat,
@@ -235,30 +239,58 @@ def test_no_other_noise_is_left_on_in_training(name: str, tmp_path: Path, tokeni
     assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize(("kind", "head"), [("tied", "language"), ("untied", "reward"), ("mixture", "language")])
-def test_weights_are_shared_out_as_they_are_read(kind: str, head: str, tmp_path: Path) -> None:
+class Shares(ShareOut):
+    """One rank of two: what the first one reads is what the second one is handed, in the same order."""
+
+    def __init__(self, reads: bool, handed: list[torch.Tensor]) -> None:
+        self.reads, self.handed, self.left = reads, handed, [] if reads else handed[::-1]
+        self.sharded: dict[int, torch.Tensor] = {}
+        self.read: list[torch.Tensor] = []
+
+    def note(self, read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def noted(*args: Any, **named: Any) -> torch.Tensor:
+            self.read.append(read(*args, **named))
+            return self.read[-1]
+
+        return noted
+
+    def shard(self, parameter: nn.Parameter) -> None:
+        assert parameter.numel() and id(parameter) not in self.sharded
+        self.hand_out(parameter.data)
+        self.sharded[id(parameter)] = parameter.data
+        parameter.data = torch.empty(0)
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        if self.reads:
+            self.handed.append(tensor.clone())
+        else:
+            tensor.copy_(self.left.pop())
+
+
+@pytest.mark.parametrize(("kind", "head"), [("tied", "language"), ("untied", "reward"), ("glm4_moe", "language")])
+def test_weights_are_shared_out_as_one_rank_reads_them(
+    kind: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also those that transformers makes of several in the file; new and tied ones are left to the caller."""
-    folder = make_tiny_mixture(tmp_path) if kind == "mixture" else make_tiny_model(tmp_path, tied=kind == "tied")
+    folder = make_model(tmp_path, kind) if kind == "glm4_moe" else make_tiny_model(tmp_path, tied=kind == "tied")
     config = ModelConfig(path=str(folder))
     torch.manual_seed(1)
     expected = load_model(config, torch.float32, head).state_dict()
-    shared: dict[int, torch.Tensor] = {}
-
-    def share_out(parameter: nn.Parameter) -> None:
-        assert parameter.numel() and id(parameter) not in shared
-        shared[id(parameter)] = parameter.data
-        parameter.data = torch.empty(0)
-
-    torch.manual_seed(1)
-    model = load_model(config, torch.float32, head, share_out=share_out)
-    whole = [name for name, parameter in model.named_parameters() if parameter.numel()]
-    assert whole == {"tied": ["model.embed_tokens.weight"], "untied": ["score.weight"], "mixture": []}[kind]
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        assert torch.equal(shared.get(id(tensor), tensor), expected[name]), name
-    assert all(
-        torch.equal(buffer, found)
-        for buffer, found in zip(model.buffers(), load_model(config, torch.float32, head).buffers(), strict=True)
-    )
+    buffers = list(load_model(config, torch.float32, head).buffers())
+    handed: list[torch.Tensor] = []
+    for reads in (True, False):
+        shares = Shares(reads, handed)
+        torch.manual_seed(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(core_model_loading, "_materialize_copy", shares.note(core_model_loading._materialize_copy))
+            model = load_model(config, torch.float32, head, share_out=shares)
+        assert bool(shares.read) == reads and not shares.left
+        whole = [name for name, parameter in model.named_parameters() if parameter.numel()]
+        tied = ["model.embed_tokens.weight"]
+        assert whole == {"tied": tied, "untied": ["score.weight"], "glm4_moe": []}[kind]
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            assert torch.equal(shares.sharded.get(id(tensor), tensor), expected[name]), name
+        assert all(torch.equal(buffer, found) for buffer, found in zip(model.buffers(), buffers, strict=True))
 
 
 PUBLISHED = {  # parameters of the safetensors files, tied tables once

@@ -16,11 +16,11 @@ def proof() -> EngineProof:
 
 def test_adapters_that_stand_apart_have_a_sum_of_their_own() -> None:
     made = proof()
-    made.check_sum(LiveSums(11, 7), held(10, 7))  # weights stay as they were loaded, adapters do not
+    made.check_sum(LiveSums(adapters=7), held(10, 7))  # weights stay as they were loaded, adapters do not
     with pytest.raises(SyncFailure, match="engine 0 holds other adapters than the trainer"):
-        made.check_sum(LiveSums(11, 7), held(10, 5))
+        made.check_sum(LiveSums(adapters=7), held(10, 5))
     with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
-        made.check_sum(LiveSums(11, 7), held(12, 7))
+        made.check_sum(LiveSums(adapters=7), held(12, 7))
     assert made.limits("") == ["only adapters are sent"]
 
 
@@ -37,7 +37,7 @@ def test_adapters_divided_among_processes_are_left_out_of_every_sum() -> None:
     divided: Sums = [[{"a": 4, ADAPTERS: 1}, {"a": 6, ADAPTERS: 2}]]
     made.start(LiveSums(10, 5), divided)
     assert made.summed
-    made.check_sum(LiveSums(10, 9), divided)
+    made.check_sum(LiveSums(adapters=9), divided)
 
 
 def test_fixed_numbers_may_stand_among_an_engines_weights_or_not() -> None:

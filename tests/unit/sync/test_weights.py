@@ -21,13 +21,15 @@ from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
+from trueline.models.lora import is_adapter
+from trueline.models.weight_names import Named
 from trueline.rollout.engine import PROOFS, EngineSpec
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.hf_engine import HFEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Pending, Result
 from trueline.runtime.event_loop import EventLoop
-from trueline.runtime.fingerprints import Holding, bit_sum, fingerprint, plain_parameters
+from trueline.runtime.fingerprints import ADAPTERS, Holding, LiveSums, add_bits, bit_sum, fingerprint, plain_parameters
 from trueline.runtime.transport import Bucket, Link
 from trueline.sync.proof import SyncFailure
 from trueline.sync.weights import STRANGE, Canary, SyncPlan, WeightSync
@@ -133,9 +135,11 @@ class Cut(HFEngine):
         return [{name: int(bit_sum(part)) for name, part in half.items()} for half in self.halves()]
 
 
-def make_policy(model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS, rank: int = 0) -> ModelGroup:
+def make_policy(
+    model: Path, worker: type[Worker] = Worker, seconds: float = SECONDS, rank: int = 0, sync: str = "auto"
+) -> ModelGroup:
     ranks = TrainingConfig(engine="torch", learning_rate=1e-2)
-    config = ModelConfig(path=str(model), dtype="float32", lora=LoraConfig(rank=rank))
+    config = ModelConfig(path=str(model), dtype="float32", lora=LoraConfig.parse({"rank": rank, "sync": sync}))
     spec = WorkerSpec(config, ranks, 0, 1, 10, 0)
     policy = ModelGroup("policy", [InThread("policy-0", worker(spec))], ranks, seconds)
     policy.start()
@@ -150,8 +154,8 @@ def make_pool(model: Path, *kinds: type[HFEngine]) -> EnginePool:
 def make_sync(policy: ModelGroup, pool: EnginePool, loop: EventLoop, **settings: Any) -> WeightSync:
     canary = Canary(TOKENS, 1e-3, settings.pop("tolerance", None), STRANGE)
     transport, or_gloo = settings.pop("transport", "gloo"), settings.pop("or_gloo", False)
-    proofs = settings.pop("proofs", PROOFS)
-    plan = SyncPlan("float32", transport, settings.pop("differs", ""), or_gloo=or_gloo, proofs=proofs)
+    proofs, alone = settings.pop("proofs", PROOFS), settings.pop("adapter_only", False)
+    plan = SyncPlan("float32", transport, settings.pop("differs", ""), alone, or_gloo=or_gloo, proofs=proofs)
     return WeightSync(policy, pool, loop, SyncConfig(bucket_mib=1, **settings), canary, plan)
 
 
@@ -393,6 +397,62 @@ def test_adapters_that_are_not_merged_are_noticed(model_folder: Path, loop: Even
     policy.call(FaultyWorker.break_with, "unmerged")
     with pytest.raises(SyncFailure, match="they were not merged"):
         sync.publish(3)
+
+
+class Adapted(HFEngine):
+    """Keeps adapters beside its weights; it computes without them."""
+
+    adapters: Weights
+
+    def _copy(self, weights: Weights) -> None:
+        self.adapters = [(name, tensor.clone()) for name, tensor in weights]
+
+    async def bit_sums(self, dtype: str) -> list[dict[str, int]]:
+        (sums,) = await super().bit_sums(dtype)
+        return [sums | {ADAPTERS: add_bits(self.adapters, torch.float32)}]
+
+
+class Asked(FaultyWorker):
+    """Notes whether it is asked to add up all weights, and sends nothing but adapters."""
+
+    bases: ClassVar[list[bool]] = []
+
+    def weight_bits(self, dtype: str, base: bool = True) -> LiveSums:
+        self.bases.append(base)
+        return super().weight_bits(dtype, base)
+
+    def send_weights(self, buckets: list[Bucket]) -> list[int]:
+        weights = self.engine.weights
+        self.engine.weights = lambda chosen=None: adapters_alone(weights(chosen))  # type: ignore[method-assign]
+        try:
+            return super().send_weights(buckets)
+        finally:
+            self.engine.weights = weights  # type: ignore[method-assign]
+
+
+def adapters_alone(weights: Named) -> Named:
+    for name, tensor in weights:
+        assert is_adapter(name)
+        yield name, tensor
+
+
+def test_frozen_weights_are_added_up_once_and_never_gathered(model_folder: Path, loop: EventLoop) -> None:
+    """Of engines they are added up every time; so an engine that loses one is noticed, like old adapters."""
+    policy, pool = make_policy(model_folder, Asked, rank=4, sync="adapter"), make_pool(model_folder, Adapted)
+    sync = make_sync(policy, pool, loop, adapter_only=True)
+    sync.verify_initial_sync()
+    for version in (1, 2):
+        update(policy)
+        sync.publish(version)
+    assert Asked.bases == [True, False, False]
+    policy.call(FaultyWorker.break_with, "late")
+    update(policy)
+    with pytest.raises(SyncFailure, match="engine 0 holds other adapters than the trainer"):
+        sync.publish(3)
+    policy.call(FaultyWorker.break_with, "")
+    pool.actors[0].target.model.get_input_embeddings().weight.data[0, 0] += 1  # type: ignore[attr-defined]
+    with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
+        sync.publish(4)
 
 
 class Altered(Worker):

@@ -9,7 +9,7 @@ import torch
 
 from trueline.config.model import TrainingConfig
 from trueline.training import deepspeed_engine
-from trueline.training.deepspeed_engine import DeepSpeedEngine
+from trueline.training.deepspeed_engine import Cuts, DeepSpeedEngine
 from trueline.training.optimizer import learning_rate_at
 
 COURSE = TrainingConfig.parse({"learning_rate": 1.0, "schedule": "linear"})
@@ -75,8 +75,10 @@ def test_a_rank_of_stage_three_reads_its_own_part_of_a_tensor(
 ) -> None:
     """Ten elements for four ranks: the last has one alone. Rank 0 reads all of the weight, which it hands to others."""
     engine: Any = object.__new__(DeepSpeedEngine)
-    engine.trained = {"w": SimpleNamespace(ds_numel=10, ds_tensor=SimpleNamespace(ds_numel=3))}
-    engine.cuts, engine.stage, engine.plain = SimpleNamespace(dims={}, size=1, rank=0), 3, False
+    engine.named = engine.trained = {
+        "w": SimpleNamespace(ds_shape=(5, 2), shape=(), ds_tensor=SimpleNamespace(ds_numel=3))
+    }
+    engine.cuts, engine.stage, engine.plain = Cuts(torch.nn.Module(), 1), 3, False
     monkeypatch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
     assert engine.needed_slice("w", "exp_avg") == slice(*expected)
     assert engine.needed_slice("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))

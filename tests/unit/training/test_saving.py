@@ -1,8 +1,10 @@
 """Every rank copies and writes its share; what was saved is read back in pieces, by any rank."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.disk import files_up_to
 from tests.support.tiny import make_samples
+from tests.support.whole import averages, whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.run import CheckpointConfig
 from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor
+from trueline.training import checkpoints as checkpoint_files
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
 from trueline.training.export import export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
-from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver
+from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver, shard_name
+from trueline.training.shards import piece, whole_shard
 from trueline.training.worker import Worker, WorkerSpec
 
 TENSORS = {
@@ -40,8 +45,14 @@ TENSORS = {
 }
 
 
-def contents(model: bool = True) -> Iterator[Content]:
-    yield from ((stem, key, tensor) for stem, named in TENSORS.items() for key, tensor in named.items())
+def contents(rank: int, world: int, model: bool = True, *, planned: bool = False) -> Iterator[Content]:
+    """As of ranks that all hold the same."""
+    for stem, named in TENSORS.items():
+        yield from ((stem, whole_shard(key, tensor, rank, world)) for key, tensor in named.items())
+
+
+def make_saver(rank: int, world: int) -> Saver:
+    return Saver(rank, world, partial(contents, rank, world))
 
 
 def nothing() -> None:
@@ -57,7 +68,7 @@ def written(saver: Saver, folder: Path, describe: Callable[[], None] = nothing) 
 
 
 def write_all(folder: Path, world: int) -> dict[str, str]:
-    found = [written(Saver(rank, world, contents), folder) for rank in range(world)]
+    found = [written(make_saver(rank, world), folder) for rank in range(world)]
     assert not [one.problem for one in found if one.problem]
     return {name: value for one in found for name, value in one.digests.items()}
 
@@ -84,6 +95,20 @@ def test_what_some_ranks_write_is_the_whole(tmp_path: Path, world: int) -> None:
     for key, tensor in TENSORS[TRAINING].items():
         assert torch.equal(saved.read(key), tensor)
         assert saved.read(key).dtype == tensor.dtype
+
+
+def test_a_state_of_equal_pieces_is_read_as_well(tmp_path: Path) -> None:
+    """As checkpoints were written before files said where their elements lie."""
+    named = TENSORS[TRAINING]
+    shapes = json.dumps({key: list(tensor.shape) for key, tensor in named.items()})
+    for rank in range(3):
+        flats = {key: tensor.flatten()[slice(*piece(tensor.numel(), rank, 3))] for key, tensor in named.items()}
+        held = {key: flat.contiguous() for key, flat in flats.items() if len(flat)}
+        save_tensors(tmp_path / shard_name(TRAINING, rank, 3), held, {"steps": "5", "shapes": shapes})
+    saved = SavedState(tmp_path)
+    assert all(torch.equal(saved.read(key), tensor) for key, tensor in named.items())
+    middle = saved.read("big/weight", slice(15, 45)).flatten()[15:45]
+    assert torch.equal(middle, named["big/weight"].flatten()[15:45])
 
 
 def test_the_index_names_the_file_of_every_weight(tmp_path: Path) -> None:
@@ -114,7 +139,7 @@ def test_few_small_buffers_write_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(saving, "BUFFER_BYTES", 13)
     monkeypatch.setattr(saving, "HOST_SHARE", 0.0)
     for rank in range(2):
-        saver = Saver(rank, 2, contents)
+        saver = make_saver(rank, 2)
         saver.buffers.allocate(10_000, room)
         saver.allocated = saver.thread.submit(nothing)
         buffers = saver.buffers.free.qsize()
@@ -127,7 +152,7 @@ def test_few_small_buffers_write_the_same(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_full_disk_is_told_and_the_next_save_has_all_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "BUFFER_BYTES", 13)
-    saver = Saver(0, 1, contents)
+    saver = make_saver(0, 1)
     saver.allocated = saver.thread.submit(saver.buffers.allocate, 26, 26)
     with files_up_to(300):
         saved = written(saver, tmp_path / "full")
@@ -143,7 +168,7 @@ def test_a_file_of_another_kind_that_cannot_be_made_is_told_and_not_raised(
     def describe() -> None:
         raise kind("its tokenizer cannot be loaded")
 
-    saver = Saver(0, 1, contents)
+    saver = make_saver(0, 1)
     assert written(saver, tmp_path, describe).problem == "rank 0: its tokenizer cannot be loaded"
     assert written(saver, tmp_path).problem is None
 
@@ -151,8 +176,8 @@ def test_a_file_of_another_kind_that_cannot_be_made_is_told_and_not_raised(
 def test_copying_that_breaks_off_leaves_no_writer_waiting(tmp_path: Path) -> None:
     broken = [False]
 
-    def breaking(model: bool) -> Iterator[Content]:
-        for number, entry in enumerate(contents()):
+    def breaking(model: bool, *, planned: bool = False) -> Iterator[Content]:
+        for number, entry in enumerate(contents(0, 1)):
             if broken[0] and number == 4:
                 raise ValueError("broken")
             yield entry
@@ -196,9 +221,7 @@ def learn(group: ModelGroup) -> dict[str, float]:
 
 
 def state_of(group: ModelGroup) -> dict[str, Tensor]:
-    engine = group.actors[0].target.engine  # type: ignore[attr-defined]
-    found = {f"{name}/{part}": tensor.clone() for name, parts in engine.state() for part, tensor in parts.items()}
-    return found | {name: tensor.clone() for name, tensor in engine.averages()}
+    return whole_state(group.actors[0].target.engine)  # type: ignore[attr-defined]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -209,13 +232,13 @@ def test_training_goes_on_while_it_is_written(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written until two more steps are made; what is saved is the step it was asked for."""
-    gate, write = threading.Event(), saving.write_shard
+    gate, write = threading.Event(), saving.write_file
 
     def held(*args: Any) -> Any:
         assert gate.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(saving, "write_shard", held)
+    monkeypatch.setattr(saving, "write_file", held)
     checkpoints, group = Checkpoints(tmp_path, CheckpointConfig()), make_group(model_folder, 2)
     prepare_saving([group])
     learn(group)
@@ -235,6 +258,38 @@ def test_training_goes_on_while_it_is_written(
     again.call(Worker.load, str(saved))
     assert same(state_of(again), expected)
     assert not same(state_of(group), expected)
+
+
+def test_every_file_is_compared_by_the_rank_that_wrote_it_before_it_is_loaded(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, models = Checkpoints(tmp_path, CheckpointConfig()), {"": make_group(model_folder, 2)}
+    models["critic"] = make_group(model_folder, 2)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, partial(write_models, models))
+    checkpoints.settle(wait=True)
+    saved = checkpoints.folder / "step_000002"
+    files = sorted(path for path in saved.rglob("*.safetensors"))
+    assert len(files) == 12  # of both models: weights, training state and random numbers of two ranks
+    compared: list[Path] = []
+    monkeypatch.setattr(checkpoint_files, "digest", lambda file: compared.append(file) or digest(file))
+    for place, group in models.items():
+        for rank, actor in enumerate(group.actors):
+            compared.clear()
+            actor.submit(Worker.load, str(saved / place)).result(60)
+            own = f"-0000{rank + 1}-of-00002"
+            mine = {f"{one}.safetensors" for one in (f"model/model{own}", f"training{own}", f"random-{rank}")}
+            assert {file.relative_to(saved / place).as_posix() for file in compared} == mine
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert checkpoints.read_state(saved, tensors=False) == {"step": 2}
+        name = file.relative_to(saved).as_posix()
+        place = "critic" if name.startswith("critic") else ""
+        refusal = f"{saved}: {name} is missing or has changed; remove the folder to resume from step_000001"
+        with pytest.raises(ConfigError, match=re.escape(refusal)):
+            models[place].call(Worker.load, str(saved / place))
+        file.write_bytes(content)
 
 
 def test_each_of_four_ranks_writes_a_quarter(model_folder: Path, tmp_path: Path) -> None:
@@ -259,7 +314,7 @@ def test_a_model_in_several_files_is_exported(model_folder: Path, tmp_path: Path
     learn(group)
     checkpoints.save(1, {"step": 1}, lambda folder: write_models({"": group}, folder))
     checkpoints.settle(wait=True)
-    averages = {key: tensor for key, tensor in state_of(group).items() if "/" not in key}
+    means = averages(group.actors[0].target.engine)  # type: ignore[attr-defined]
     made = export(tmp_path, tmp_path / "out", average=True, dtype="bfloat16")
     found = dict(AutoModelForCausalLM.from_pretrained(made, dtype="auto").named_parameters())
-    assert same(found, {key: tensor.bfloat16() for key, tensor in averages.items()})
+    assert same(found, {key: tensor.bfloat16() for key, tensor in means.items()})

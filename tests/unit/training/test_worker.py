@@ -24,6 +24,8 @@ from transformers import (
 
 from tests.support.stored import store_samples
 from tests.support.tiny import make_tiny_model
+from tests.support.whole import averages as averages_of
+from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
@@ -183,7 +185,7 @@ def resumed(checkpoint: str, *args: Any, **settings: Any) -> Worker:
 
 
 def averages(worker: Worker) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.engine.averages()}
+    return averages_of(worker.engine)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -217,7 +219,9 @@ def test_a_checkpoint_holds_the_moments_of_each_tensors_optimizer(model_folder: 
     """And is refused to another one, by the name of a tensor and what it has."""
     worker = make_worker(model_folder, optimizer="muon")
     train(worker, range(1))
-    parts = {name: state.keys() - {"weight"} for name, state in worker.engine.state()}
+    parts: dict[str, set[str]] = {}
+    for name, _, part in (shard.name.rpartition("/") for shard in worker.engine.moment_shards()):
+        parts.setdefault(name, set()).add(part)
     muon = {name for name, moments in parts.items() if moments == {"momentum_buffer"}}
     assert muon == {name for name, tensor in weights(worker).items() if ".layers." in name and tensor.ndim == 2}
     assert all(parts[name] == {"exp_avg", "exp_avg_sq"} for name in parts.keys() - muon)
@@ -376,7 +380,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(model_folder: Path, bad: floa
 
 
 def state(worker: Worker) -> dict[str, torch.Tensor]:
-    return {f"{name}/{part}": value.clone() for name, parts in worker.engine.state() for part, value in parts.items()}
+    return whole_state(worker.engine)
 
 
 def test_training_goes_on_after_a_skipped_step(model_folder: Path) -> None:
@@ -458,17 +462,17 @@ def test_an_engine_is_sent_adapters_alone(model_folder: Path) -> None:
     adapter_only = make_worker(model_folder, LORA.with_keys({"sync": "adapter"}))
     for one in (worker, adapter_only):
         train(one, range(2))
-    sent = dict(adapter_only.sent_weights())
+    sent = dict(adapter_only.outgoing.sent_weights())
     assert [spec.name for spec in adapter_only.weight_specs("float32")] == list(sent)
     assert all(name.startswith("base_model.model.model.layers.") for name in sent)
-    whole = {name: tensor.clone() for name, tensor in adapter_only.plain_weights()}
-    assert all(torch.equal(whole[name], tensor) for name, tensor in plain.plain_weights())
+    whole = {name: tensor.clone() for name, tensor in adapter_only.outgoing.plain_weights()}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in plain.outgoing.plain_weights())
     assert adapter_only.weight_bits("float32")[0] == plain.weight_bits("float32")[0]
     assert adapter_only.weight_bits("float32")[1] == wrap_int64(sum(int(bit_sum(tensor)) for tensor in sent.values()))
     for name in [name for name in sent if "lora_A" in name]:
         target = name.removeprefix("base_model.model.").replace("lora_A.", "")
         whole[target] += sent[name.replace("lora_A", "lora_B")] @ sent[name]
-    assert all(torch.allclose(whole[name], tensor, atol=1e-6) for name, tensor in worker.plain_weights())
+    assert all(torch.allclose(whole[name], tensor, atol=1e-6) for name, tensor in worker.outgoing.plain_weights())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
@@ -493,7 +497,8 @@ def test_gradients_pass_through_four_bit_weights(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "wide", tied=False)
     quantized = make_worker(folder, LoraConfig(rank=2, quantize=True))
     plain_folder = Path(shutil.copytree(folder, tmp_path / "plain"))
-    plain_weights = {name: tensor.clone() for name, tensor in quantized.plain_weights()}  # the adapters are still zero
+    sent = quantized.outgoing.plain_weights()  # the adapters are still zero
+    plain_weights = {name: tensor.clone() for name, tensor in sent}
     save_file(plain_weights, plain_folder / "model.safetensors", metadata={"format": "pt"})
     plain = make_worker(plain_folder, LoraConfig(rank=2))
     for name, parameter in plain.model.named_parameters():
