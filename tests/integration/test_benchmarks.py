@@ -55,6 +55,7 @@ TABLE: dict[str, list[Try]] = {
     "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --completions 1x2 --rounds 2", apart=True)],
     "simulate.py": [Try(f"{SMALL} --on-update wait keep"), Try(f"{SMALL} --turns 3 --engine-failures 6 --staleness 1")],
     "tables.py": [Try("--check")],
+    "tool_turns.py": [Try("--episodes 4 --turns 3 --seconds 0 --processes 2", apart=True)],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
     "trl_grpo.py": [Try(HELP)],
     "trl_side.py": [Try(HELP)],

@@ -2,25 +2,46 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
-from trueline.data.template import END_OF_THOUGHT, MARK, REMEDY, Template, add_reasoning, reader_of, unseen_fields
+from trueline.data.template import (
+    END_OF_THOUGHT,
+    MARK,
+    REMEDY,
+    Template,
+    Written,
+    add_reasoning,
+    reader_of,
+    unseen_fields,
+)
 from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], bool]  # tokens, and whether they are learned
 UNLIKE_ANY = "\0"  # no completion begins with it
 COUNTED = 1000  # prompts tokenized at a time
+MOST_BEGUN = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: list[int]
     mask: list[bool]  # True on the tokens to learn
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPrompt:
+    """A prompt that waits for a reply, and all that the next one is made from."""
+
+    tokens: list[int]  # that come behind those of the sequence
+    text: str = ""  # the whole rendering
+    messages: list[Message] = field(default_factory=list)
+    shaped: list[Message] = field(default_factory=list)  # the same, as the template takes them
+    tools: Sequence[Tool] = ()
 
 
 class ChatFormat:
@@ -34,11 +55,13 @@ class ChatFormat:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        tokenizer("")  # so that the tokens of a text are neither cut nor padded
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
         self.template = Template(tokenizer, arguments or {})
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
+        self.begun: dict[str, list[int]] = {}  # the last prompts -> their tokens
         # What it has done so far: joined messages by line breaks, rendered a system message, rendered a call
         self.joins = self.systems = self.calls = False
         self.left_out: set[str] = set()  # fields of the data that some rendering did not show
@@ -47,8 +70,7 @@ class ChatFormat:
 
     def prompt_tokens(self, messages: list[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return a prompt's tokens; a template has added the tokens that begin a text already."""
-        text = self.prompt_text(messages, tools)
-        return list(self.tokenizer(text, add_special_tokens=not self.templated)["input_ids"])
+        return self._tokens(self.prompt_text(messages, tools), special=not self.templated)
 
     def prompt_text(self, messages: list[Message], tools: Sequence[Tool] = ()) -> str:
         if self.templated:
@@ -60,7 +82,7 @@ class ChatFormat:
         """Count the tokens of many prompts, in fast batches."""
         special = not self.templated
         if not self.tokenizer.is_fast:
-            return [len(self.tokenizer(text, add_special_tokens=special)["input_ids"]) for text in texts]
+            return [len(self._tokens(text, special=special)) for text in texts]
         encode = self.tokenizer.backend_tokenizer.encode_batch_fast
         parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
         return [len(one) for part in parts for one in encode(part, add_special_tokens=special)]
@@ -75,31 +97,62 @@ class ChatFormat:
             self.variants[name] = ChatFormat(self.tokenizer, self.templated, self.stop_ids, merged)
         return self.variants[name]
 
+    def begin(self, messages: list[Message], tools: Sequence[Tool] = ()) -> OpenPrompt:
+        """Return the prompt that begins a sequence; the completions of a group begin with the same one."""
+        text = self.prompt_text(messages, tools)
+        if text not in self.begun:
+            self.begun[text] = self._tokens(text, special=not self.templated)
+        if len(self.begun) > MOST_BEGUN:
+            del self.begun[next(iter(self.begun))]
+        shaped = self.template.shape(messages) if self.templated else []
+        known = [Written(tool) for tool in tools]
+        return OpenPrompt(self.begun[text], text, messages, shaped, known)
+
     def continuation(
         self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = (), last: int | None = None
     ) -> list[int] | None:
-        """Return the tokens from the end of the last message, a sampled reply, to the next turn.
+        """Return the tokens of `follow`, where the last message is the sampled reply."""
+        before = self.begin(messages[:-1], tools) if self.templated else OpenPrompt([])
+        following = self.follow(before, messages[-1], new, last)
+        return None if following is None else following.tokens
+
+    def follow(self, before: OpenPrompt, reply: Message, new: list[Message], last: int | None) -> OpenPrompt | None:
+        """Return the next prompt; its tokens go from the end of the sampled reply to the next turn.
 
         They begin with what ends a reply, unless `last`, the last sampled token, already does. None: the template
         rewrites earlier turns, so that nothing can be appended to the sampled tokens.
         """
         if not self.templated:
             text = "".join(f"\n{self._plain_text(message)}" for message in new)
-            return [self._end()] * (last not in self.stop_ids) + self.text_tokens(text)
-        opened = self._render(messages[:-1], tools, open_turn=True)
-        closed = self.template.render(messages, tools, open_turn=False)
-        whole = self._render([*messages, *new], tools, open_turn=True)
-        if not closed.startswith(opened):
+            return OpenPrompt([self._end()] * (last not in self.stop_ids) + self.text_tokens(text))
+        write, shape_one, messages = self.template.write, self.template.shape_one, [*before.messages, reply, *new]
+        shaped = [*before.shaped, shape_one(reply), *map(shape_one, new)]
+        whole = write(shaped, before.tools, open_turn=True)
+        if not whole.startswith(before.text):  # a template may write the time
+            before = replace(before, text=write(before.shaped, before.tools, open_turn=True))
+        if not whole.startswith(before.text):
+            self._note(messages, whole)
             return None
-        stop = self._stop_span(closed, len(opened), messages[-1])
+        self._note(messages[len(before.messages) :], whole, len(before.text))
+        closed = write(shaped[: len(before.shaped) + 1], before.tools, open_turn=False)
+        tokens = self._tokens_behind(before, reply, closed, whole, last)
+        return None if tokens is None else OpenPrompt(tokens, whole, messages, shaped, before.tools)
+
+    def _tokens_behind(
+        self, before: OpenPrompt, reply: Message, closed: str, whole: str, last: int | None
+    ) -> list[int] | None:
+        """Return the tokens behind a reply; `closed` ends with it, `whole` goes on to the next turn."""
+        if not closed.startswith(before.text):
+            return None
+        stop = self._stop_span(closed, len(before.text), reply)
         end = len(closed) if stop is None else stop[1]
         if not whole.startswith(closed[:end]):
             return None
         if stop is not None:
             return self.text_tokens(whole[end if last in self.stop_ids else stop[0] :])
         # The stop token of a reply comes before the next message, or nowhere; the template may close the reply itself.
-        marked = [*messages[:-1], {"role": "assistant", "content": MARK}]
-        _, found, closing = self.template.render(marked, tools, open_turn=False).rpartition(MARK)
+        marked = [*before.messages, {"role": "assistant", "content": MARK}]
+        _, found, closing = self.template.render(marked, before.tools, open_turn=False).rpartition(MARK)
         tokens = self.text_tokens(whole[end - len(closing) if found and closed.endswith(closing) else end :])
         return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
 
@@ -178,18 +231,37 @@ class ChatFormat:
 
     def text_tokens(self, text: str) -> list[int]:
         """Return the tokens of a text that continues others, without special tokens."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokens(text, special=False)
+
+    def _tokens(self, text: str, *, special: bool) -> list[int]:
+        if not self.tokenizer.is_fast:
+            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        (encoded,) = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoded.ids)
 
     def reply_text(self, tokens: list[int]) -> str:
         """Decode a completion without special tokens; reasoning is in thinking tags."""
         if self.read_reply is None:
-            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            return self._decode(tokens, skip_special=True)
         return self._special.sub("", self.read_reply(self.raw_text(tokens)))
 
-    def raw_text(self, tokens: list[int]) -> str:
-        """Decode a completion with its special tokens, except the last one that ends it."""
+    def raw_text(self, tokens: list[int], said: str | None = None) -> str:
+        """Decode a completion with its special tokens, except the last one that ends it; `said` is its `reply_text`."""
         ended = bool(tokens) and tokens[-1] in self.stop_ids
-        return str(self.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+        body = tokens[:-1] if ended else tokens
+        is_plain = self._special_ids.isdisjoint(body) and (not ended or tokens[-1] in self._special_ids)
+        if said is not None and self.read_reply is None and is_plain:
+            return said
+        return self._decode(body, skip_special=False)
+
+    def _decode(self, tokens: list[int], *, skip_special: bool) -> str:
+        if not self.tokenizer.is_fast or self.tokenizer.clean_up_tokenization_spaces:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special))
+        return str(self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special))
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -279,10 +351,17 @@ class ChatFormat:
 
     def _render(self, messages: list[Message], tools: Sequence[Tool], open_turn: bool) -> str:
         text = self.template.render(messages, tools, open_turn=open_turn)
+        self._note(messages, text)
+        return text
+
+    def _note(self, messages: list[Message], text: str, start: int = 0) -> None:
+        """Note what a rendering shows and leaves out of messages, most of which is behind `start`."""
         self.systems = self.systems or any(message["role"] == "system" for message in messages)
         self.calls = self.calls or any(message.get("tool_calls") for message in messages)
-        self.left_out.update(*(unseen_fields(message, text) for message in messages))
-        return text
+        end = text[start:]
+        for message in messages:
+            if unseen_fields(message, end) - self.left_out:
+                self.left_out |= unseen_fields(message, text)
 
     def _end(self) -> int:
         if self.tokenizer.eos_token_id is None:

@@ -3,10 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+from jinja2 import Template as Program
 from jinja2.exceptions import TemplateError
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of
@@ -27,6 +31,8 @@ WORD = {"word": {"type": "string", "description": "What to look up."}}
 SCHEMA = {"type": "object", "properties": WORD, "required": ["word"]}
 LOOK_UP = {"name": "look_up", "description": "Look something up.", "parameters": SCHEMA}
 PROBE_TOOL: Tool = {"type": "function", "function": LOOK_UP}
+OF_DICTS = frozenset(dir(dict))
+OF_LOOPS = {name: attrgetter(name) for name in ("first", "last", "index", "index0", "length", "previtem", "nextitem")}
 
 
 class CallForm(NamedTuple):
@@ -56,10 +62,18 @@ class Template:
                 raise ConfigError(message, key=TEMPLATE_ARGUMENTS)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
+        return self.write(self.shape(messages), tools, open_turn=open_turn)
+
+    def shape(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages from the beginning of a conversation in the form that the template expects."""
+        return [self.shape_one(message) for message in self._with_system(messages)]
+
+    def write(self, shaped: list[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
+        """Render messages that have their form."""
         try:
-            return self._apply([self._shape(one) for one in self._with_system(messages)], tools, open_turn=open_turn)
+            return self._apply(shaped, tools, open_turn=open_turn)
         except (TemplateError, TypeError) as error:  # a template may add an object to text
-            roles = ", ".join(message["role"] for message in messages) or "no messages"
+            roles = ", ".join(message["role"] for message in shaped) or "no messages"
             raise ConfigError(
                 f"the chat template rejects the roles {roles}: {error}; change the row, or set data.chat_template to a "
                 "Jinja file or never"
@@ -110,7 +124,7 @@ class Template:
             return "", []
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415  (seconds)
 
-        shaped = [self._shape(one) for one in self._with_system(messages)]
+        shaped = self.shape(messages)
         found: Any = render_jinja_template(
             conversations=[shaped],
             tools=list(tools) or None,
@@ -177,8 +191,10 @@ class Template:
             return False
 
     def _apply(self, messages: list[Message], tools: Sequence[Tool], *, open_turn: bool) -> str:
-        options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": open_turn}
-        return str(self.tokenizer.apply_chat_template(messages, **options, **self.arguments))
+        given = list(tools) or None
+        program = compile_template(self.tokenizer.get_chat_template(None, given))
+        named = {**self.tokenizer.special_tokens_map, **self.arguments}
+        return program.render(messages=messages, tools=given, documents=None, add_generation_prompt=open_turn, **named)
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the messages unchanged, or with the system message moved into the first question."""
@@ -187,7 +203,7 @@ class Template:
         first, second, *others = messages
         return [{**second, "content": f"{content_of(first)}\n\n{content_of(second)}"}, *others]
 
-    def _shape(self, message: Message) -> Message:
+    def shape_one(self, message: Message) -> Message:
         """Return a message in the form that the template expects."""
         if message["role"] == "assistant":
             message = self._with_reasoning(message)
@@ -219,6 +235,48 @@ class Template:
         return {**others, "content": content, self.reasoning_key: thought}
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a short way to what templates read most: keys of messages, and the place in a loop."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if (obj.__class__ is dict or obj.__class__ is Written) and attribute not in OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if obj.__class__ is LoopContext and attribute in OF_LOOPS:
+            return OF_LOOPS[attribute](obj)
+        return super().getattr(obj, attribute)
+
+
+@cache
+def compile_template(source: str) -> Program:
+    """Compile a template as Transformers does, for a faster sandbox."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: PLC0415  (seconds)
+
+    theirs = _compile_jinja_template("").environment  # the same for all templates
+    extensions = [type(one) for one in theirs.extensions.values()]
+    sandbox = Sandbox(trim_blocks=theirs.trim_blocks, lstrip_blocks=theirs.lstrip_blocks, extensions=extensions)
+    sandbox.filters = theirs.filters | {"tojson": partial(write_json, theirs.filters["tojson"])}
+    program = sandbox.from_string(source)
+    program.globals = dict(theirs.globals)  # one that is fast to copy
+    return program
+
+
+class Written(dict[str, Any]):
+    """A dict that renderings write as JSON again and again: it keeps what they have written."""
+
+    def __init__(self, value: Mapping[str, Any]) -> None:
+        super().__init__(value)
+        self.kept_json: dict[str, str] = {}  # by the options of `tojson`
+
+
+def write_json(write: Callable[..., str], value: Any, *given: Any, **named: Any) -> str:
+    if value.__class__ is not Written:
+        return write(value, *given, **named)
+    options = repr((given, named)) if given or named else ""
+    if options not in value.kept_json:
+        value.kept_json[options] = write(value, *given, **named)
+    return str(value.kept_json[options])
+
+
 def apply_call_form(message: Message, form: CallForm | None) -> Message:
     """Return a message with its calls in this form; None: in its text, for a template that shows no calls."""
     as_text = form is not None and form.as_text
@@ -238,7 +296,7 @@ def with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
     arguments = call.get("arguments", {})
     if as_text != isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
-    return {**call, "arguments": arguments}
+    return {**call, "arguments": Written(arguments) if arguments.__class__ is dict else arguments}
 
 
 def split_thought(text: str) -> tuple[str, str]:

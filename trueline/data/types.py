@@ -1,5 +1,6 @@
 """The records that flow through training: Prompt -> Trajectory -> Sample -> Batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
@@ -123,6 +124,13 @@ class Completion:
         return Completion(*arrays, "stop", self.cached, left)
 
 
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens, log-probs and versions
+
+
+def observed_columns(tokens: Sequence[int]) -> Columns:
+    return np.array(tokens, np.int64), np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32)
+
+
 @dataclass(slots=True, eq=False)
 class Trajectory:
     """One episode. The arrays have one entry per token."""
@@ -154,8 +162,9 @@ class Trajectory:
         """Return all sampled sequences in order; a rewritten or forked history makes several."""
         return [one for one in (self, *self.branches) if one.mask.any()]
 
-    def add_action(self, completion: Completion) -> None:
-        self._add(completion.tokens, completion.logprobs, completion.versions)
+    def add_action(self, completion: Completion, observed: Sequence[int] = ()) -> None:
+        """Add a completion behind tokens that were not sampled."""
+        self._add(observed_columns(observed), (completion.tokens, completion.logprobs, completion.versions))
         if len(completion.experts) not in (0, len(self.tokens)):
             raise ValueError(
                 f"the engine reported experts of {len(completion.experts)} tokens, but the sequence has "
@@ -163,16 +172,16 @@ class Trajectory:
             )
         self.experts = join_experts(self.experts, completion.experts)
 
-    def add_observation(self, tokens: list[int]) -> None:
-        count = len(tokens)
-        self._add(np.array(tokens, np.int64), np.zeros(count, np.float32), np.full(count, -1, np.int32))
+    def add_observation(self, tokens: Sequence[int]) -> None:
+        self._add(observed_columns(tokens))
 
-    def _add(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self.tokens = np.concatenate([self.tokens, tokens])
-        self.logprobs = np.concatenate([self.logprobs, logprobs])
-        self.versions = np.concatenate([self.versions, versions])
-        self.mask = self.versions >= 0
-        self.rewards = np.concatenate([self.rewards, np.zeros(len(tokens), np.float32)])
+    def _add(self, *stretches: Columns) -> None:
+        before, (tokens, logprobs, versions) = len(self.tokens), zip(*stretches, strict=True)
+        self.tokens = np.concatenate([self.tokens, *tokens])
+        self.logprobs = np.concatenate([self.logprobs, *logprobs])
+        self.versions = np.concatenate([self.versions, *versions])
+        self.mask = np.concatenate([self.mask, self.versions[before:] >= 0])
+        self.rewards = np.concatenate([self.rewards, np.zeros(len(self.tokens) - before, np.float32)])
 
     def add_reward(self, reward: float, sequence: "Trajectory | None" = None) -> None:
         """Add the reward of the last turn of this or another sequence, on its last sampled token."""

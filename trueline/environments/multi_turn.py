@@ -125,7 +125,8 @@ class ToolEnvironment(HostedEnvironment):
             self.metrics["tools/mistakes"] += 1
             answers = [("error", f"error: {parsed.error}")]
         else:
-            texts = await asyncio.gather(*(self._answer(place, call) for call in parsed.calls))
+            first, *others = (self._answer(place, call) for call in parsed.calls)
+            texts = await asyncio.gather(first, *others) if others else [await first]
             answers = [(call.name, text) for call, text in zip(parsed.calls, texts, strict=True)]
         return [
             {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}

@@ -4,10 +4,11 @@ import asyncio
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trueline.data.chat import ChatFormat
+from trueline.data.chat import ChatFormat, OpenPrompt
 from trueline.data.messages import Message, Talk, Tool, content_of
 from trueline.data.types import Completion, Dialogue, Trajectory
 from trueline.environments.base import OutOfBudget, Policy, Reply, Structure, as_said
@@ -37,13 +38,12 @@ class TokenSequence:
     tools: list[Tool]
     prompt_messages: int  # messages at its start
     opening: int  # of these, before the policy's first reply in the episode
-    said: list[Message] = field(default_factory=list)  # as the environment has them
+    prompt: OpenPrompt  # the last one
+    reply: Message = field(default_factory=dict)  # to it, for the template: with calls and reasoning
+    said: list[Message] = field(default_factory=list)  # messages as the environment has them
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as sampled, up to their stop
-    rendered: list[Message] = field(default_factory=list)  # the same, for the template: with calls and reasoning
+    sampled: int = 0  # tokens
     busy: bool = False
-
-    def sampled_count(self) -> int:
-        return int(self.record.mask.sum())
 
     def is_prefix_of(self, messages: list[Message], tools: Sequence[Tool], chat: ChatFormat) -> bool:
         """Tell whether these messages begin with the whole conversation and add to it."""
@@ -55,9 +55,11 @@ class TokenSequence:
 
         Some clients put the stop string back behind a reply, as it was sampled.
         """
+        if messages[:count] == self.said[:count]:  # at once where they are the same objects
+            return True
         known = zip(self.said[:count], self.spelled[:count], messages, strict=False)
         return all(
-            sent is said or message_key(sent) in (message_key(said), message_key(spelled))
+            sent == said or message_key(sent) in (message_key(said), message_key(spelled))
             for said, spelled, sent in known
         )
 
@@ -68,10 +70,10 @@ class Turn:
 
     sequence: TokenSequence
     new: list[Message]
-    tokens: list[int]  # of the new messages
+    prompt: OpenPrompt  # its tokens are those of the new messages
 
     def length(self) -> int:
-        return len(self.sequence.record.tokens) + len(self.tokens)
+        return len(self.sequence.record.tokens) + len(self.prompt.tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,11 +115,15 @@ class Session(Policy):
                 self.hear(messages[len(known.said) :])
             raise
         first, self.turns = self.turns, self.turns + count
-        params = replace(self.params, stop=(*self.params.stop, *stop), structure=structure)
+        params = self.params
+        if stop or structure is not None:
+            params = replace(params, stop=(*params.stop, *stop), structure=structure)
         for turn in turns:  # before any of them is sampled: other requests may come meanwhile
             turn.sequence.busy = True
         try:
             sampled = [self._take_turn(turn, number, worded, params) for number, turn in enumerate(turns, first)]
+            if count == 1:  # without a task of its own
+                return [await sampled[0]]
             found = await asyncio.gather(*sampled, return_exceptions=True)
         finally:
             for turn in turns:
@@ -128,24 +134,23 @@ class Session(Policy):
         return [one for one in found if isinstance(one, Reply)]
 
     async def _take_turn(self, turn: Turn, number: int, worded: Wording, params: SamplingParams) -> Reply:
-        def note_failure(sampled: "asyncio.Future[Completion]") -> None:
-            if not sampled.cancelled() and (failure := sampled.exception()):
-                self.engine_failures.append(failure)
-
-        before, chat = [*turn.sequence.record.tokens.tolist(), *turn.tokens], turn.sequence.chat
-        sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
-        sampled = asyncio.ensure_future(self.pool.generate(before, sampling, self.key, number))
-        sampled.add_done_callback(note_failure)
-        whole = await sampled
+        chat, whole = turn.sequence.chat, await self._sample(turn, number, params)
         completion, text = cut_at_stop(whole, params.stop, chat.reply_text)
         message = spelled = as_said(text)
         if completion is not whole:  # with the stop string, which is sampled too
             spelled = as_said(chat.reply_text(completion.tokens.tolist()))
         if worded is not as_said:
-            raw = chat.raw_text(completion.tokens.tolist())
+            raw = chat.raw_text(completion.tokens.tolist(), spelled["content"])
             place = stop_place(raw, params.stop)
             message = worded(raw if place < 0 else raw[:place])
         return self._record(turn, completion, text, message, spelled)
+
+    async def _sample(self, turn: Turn, number: int, params: SamplingParams) -> Completion:
+        """Sample from the tokens of the sequence, which engines may have cached, and those of the new messages."""
+        sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
+        known, new = turn.sequence.record.tokens, turn.prompt.tokens
+        with NotedFailure(self.engine_failures):
+            return await self.pool.generate([*known.tolist(), *new], sampling, self.key, number)
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message, spelled: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
@@ -158,13 +163,13 @@ class Session(Policy):
             else:
                 sequence.record = self.trajectory
             self.sequences.append(sequence)
-        sequence.record.add_observation(turn.tokens)
-        sequence.record.add_action(completion)
+        sequence.record.add_action(completion, turn.prompt.tokens)
+        sequence.sampled += len(completion.tokens)
         self.trajectory.reply, self.last, self.closing = text, sequence, []
         sequence.said += [*turn.new, message]
         sequence.spelled += [*turn.new, spelled]
         structured = bool(message.get("tool_calls")) and sequence.chat.template.shows_calls
-        sequence.rendered += [*turn.new, message if structured else spelled]
+        sequence.prompt, sequence.reply = turn.prompt, message if structured else spelled
         return Reply(text, message, completion, before)
 
     def add_reward(self, reward: float) -> None:
@@ -215,35 +220,47 @@ class Session(Policy):
         following = None
         if known is not None:
             new, last = messages[len(known.said) :], int(known.record.tokens[-1])
-            following = known.chat.continuation(known.rendered, new, known.tools, last)
+            following = known.chat.follow(known.prompt, known.reply, new, last)
         if known is None or following is None:
             return [self._first_turn(messages, tools, chat), *others]
         turn, most = Turn(known, new, following), self.params.max_new_tokens
         if turn.length() >= self.limits.context:
-            tokens = f"{len(following)} more tokens after {len(known.record.tokens)}"
+            tokens = f"{len(following.tokens)} more tokens after {len(known.record.tokens)}"
             raise OutOfBudget(f"{tokens} leave no room for a reply: {self._context_words()}", CONTEXT)
-        if known.sampled_count() >= most:
+        if known.sampled >= most:
             raise OutOfBudget(f"the policy has sampled all {most} tokens of a sequence ({TOKENS}={most})", TOKENS)
         return [turn, *others]
 
     def _first_turn(self, messages: list[Message], tools: list[Tool], chat: ChatFormat) -> Turn:
-        tokens = chat.prompt_tokens(messages, tools)
-        if len(tokens) >= self.limits.context:
+        prompt = chat.begin(messages, tools)
+        if len(prompt.tokens) >= self.limits.context:
             raise OutOfBudget(
-                f"a conversation of {len(tokens)} tokens leaves no room for a reply: {self._context_words()}", CONTEXT
+                f"a conversation of {len(prompt.tokens)} tokens leaves no room for a reply: {self._context_words()}",
+                CONTEXT,
             )
         # The messages before the first reply of the episode: those that another sequence began with, or all.
         openings = [one.opening for one in self.sequences if one.matches(messages, one.opening)]
         opening = max((count for count in openings if count < len(messages)), default=len(messages))
         record = Trajectory(self.trajectory.prompt, self.key.group)
-        return Turn(TokenSequence(record, chat, tools, len(messages), opening), messages, tokens)
+        return Turn(TokenSequence(record, chat, tools, len(messages), opening, prompt), messages, prompt)
 
     def _context_words(self) -> str:
         return f"a sequence may have {self.limits.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
 
     def _room(self, turn: Turn) -> dict[str, int]:
-        left, context = self.params.max_new_tokens - turn.sequence.sampled_count(), self.limits.context - turn.length()
+        left, context = self.params.max_new_tokens - turn.sequence.sampled, self.limits.context - turn.length()
         return {TOKENS: left, CONTEXT: context, TURN_TOKENS: self.limits.turn_tokens or left}
+
+
+class NotedFailure(AbstractContextManager[None]):
+    """Notes a failure that leaves it, so that an engine's is known from one of the environment."""
+
+    def __init__(self, failures: list[BaseException]) -> None:
+        self.failures = failures
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self.failures.append(error)
 
 
 def longest(sequences: list[TokenSequence]) -> TokenSequence | None:

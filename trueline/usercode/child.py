@@ -33,6 +33,8 @@ SENT_AS: dict[type[Exception], str] = {
     ToolRaised: "raised",
 }
 
+CHUNK = 2**18  # bytes that are read at a time
+
 
 class UserCodeServer:
     """Serves requests. Each reports first that it has begun, so that the host knows which may hold up the process."""
@@ -51,18 +53,37 @@ class UserCodeServer:
     def serve_in_turn(self) -> None:
         for line in self.requests:
             request = json.loads(line)
+            self.reply({"id": request["id"], "begun": True})
             with self.reporting(request["id"]):
                 self.reply({"id": request["id"], "result": self.run(request["method"], request["arguments"])})
 
     async def serve_together(self, threads: int) -> None:
-        loop, reader, pool = asyncio.get_running_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(threads)
+        loop, pool, ended = asyncio.get_running_loop(), ThreadPoolExecutor(threads), asyncio.Event()
         together = threading.Barrier(threads + 1)
         for _ in range(threads):  # they start now, so that their stacks are no part of the memory that is limited later
             pool.submit(together.wait)
         together.wait()
         loop.set_default_executor(pool)
-        while line := await loop.run_in_executor(reader, self.requests.readline):
-            task = asyncio.create_task(self.answer(json.loads(line)))
+
+        def read() -> None:
+            parts: list[bytes] = []
+            while data := self.requests.read1(CHUNK):
+                parts.append(data)
+                if b"\n" in data:
+                    *lines, rest = b"".join(parts).split(b"\n")
+                    loop.call_soon_threadsafe(self.begin, lines)
+                    parts = [rest]
+            loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        await ended.wait()
+
+    def begin(self, lines: list[bytes]) -> None:
+        """Begin several requests; all are reported before the code of any runs."""
+        requests = [json.loads(line) for line in lines]
+        self.reply(*({"id": request["id"], "begun": True} for request in requests))
+        for request in requests:
+            task = asyncio.create_task(self.answer(request))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
@@ -100,7 +121,6 @@ class UserCodeServer:
 
     @contextmanager
     def reporting(self, number: int) -> Iterator[None]:
-        self.reply({"id": number, "begun": True})
         try:
             yield
         except BaseException as error:  # noqa: BLE001  (the boundary where user code runs; sys.exit and cancellation too)
@@ -108,8 +128,8 @@ class UserCodeServer:
             text = str(error) if kind != "error" or isinstance(error, NoSuchFunction) else explain(error)
             self.reply({"id": number, "failed": kind, "text": text})
 
-    def reply(self, message: dict[str, Any]) -> None:
-        self.replies.write(json.dumps(message, default=str) + "\n")
+    def reply(self, *messages: dict[str, Any]) -> None:
+        self.replies.write("".join(json.dumps(message, default=str) + "\n" for message in messages))
         self.replies.flush()
 
 

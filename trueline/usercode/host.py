@@ -14,9 +14,10 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,13 +25,14 @@ import psutil
 
 from trueline.usercode.child import OWN_METHODS, SENT_AS
 from trueline.usercode.failures import CallTimeout, PolicyError, ProcessLost, ProgramEnded, ToolRaised, UserCodeFailure
+from trueline.usercode.line import Line
 
 START_SECONDS = 120.0
 END_SECONDS = 5
 PING_SECONDS = 2.0  # in which a process replies whose interpreter is not held up as a whole
-LONGEST_LINE = 64 * 2**20
 # Each arena takes 64 MiB of the addresses that a child may have, and without this there are up to 8 for every core.
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
+ENCODER = json.JSONEncoder(default=str)
 MARK = "TRUELINE_USER_CODE"  # environment variable by which a host finds what user code has started
 # The kernel kills a child when the thread that started it ends. This one ends with the run.
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="user-code")
@@ -142,7 +144,8 @@ class Host:
         self.numbers = itertools.count(1)
         self.opening = asyncio.Lock()
         self.reader: asyncio.Task[None] | None = None
-        self.writer: asyncio.StreamWriter
+        self.line: Line
+        self.kept: set[asyncio.Task[Any]] = set()
         self.free_threads = asyncio.Semaphore(max(code.threads, 1))
 
     @property
@@ -158,7 +161,7 @@ class Host:
             elif self.reader is None:  # another event loop has started it
                 await self._connect()
                 before, self.life = self.child.log, self.life + 1
-                await self._call("", "log_to", {"file": str(self.log)}, START_SECONDS)
+                await self._begin("", "log_to", {"file": str(self.log)}, START_SECONDS)
                 with self.log.open("ab") as log:
                     log.write(before.read_bytes())
                 before.unlink()
@@ -176,14 +179,14 @@ class Host:
         await self._connect()
         given = {"specification": self.code.specification, "options": self.code.options}
         try:
-            self.child.about = await self._call("", "open", given, START_SECONDS)
+            self.child.about = await self._begin("", "open", given, START_SECONDS)
         finally:
             if self.about is None:
                 self.child.kill()
 
     async def _connect(self) -> None:
-        reader, self.writer = await asyncio.open_connection(sock=self.child.line.dup(), limit=LONGEST_LINE)
-        self.reader = asyncio.create_task(self._read(reader))
+        self.line = await Line.connect(self.child.line.dup(), self._receive)
+        self.reader = asyncio.create_task(self._read(self.line))
 
     async def release(self) -> ChildProcess:
         """Hand the process over to another event loop; one that is busy is killed."""
@@ -199,74 +202,99 @@ class Host:
         self, method: Method, given: dict[str, Any], place: "EpisodePlace | None" = None, since: Since | None = None
     ) -> Any:
         """Call once a thread is free; a caller that is cancelled leaves the call its thread and its deadline."""
-
-        async def call_in_thread() -> Any:
-            try:
-                await self.start()
-                if place is not None:
-                    place.settle()
-                episode = place.episode if place else ""
-                return await self._call(episode, method.__name__, given, self.code.timeout_seconds, since)
-            finally:
-                self.free_threads.release()
-
         await self.free_threads.acquire()
-        called = asyncio.ensure_future(call_in_thread())
-        called.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller may be gone
-        return await asyncio.shield(called)
+        send = partial(self._call, method, given, place, since)
+        reply = send() if self._is_open() else self._keep(self._start_and(send))
+        return await asyncio.shield(reply)
 
-    async def _call(
+    def _call(
+        self, method: Method, given: dict[str, Any], place: "EpisodePlace | None", since: Since | None
+    ) -> "asyncio.Future[Any]":
+        """Send a call that has a thread; the thread is free again with the reply."""
+        reply = None
+        try:
+            if place is not None:
+                place.settle()
+            episode = place.episode if place else ""
+            reply = self._begin(episode, method.__name__, given, self.code.timeout_seconds, since)
+        finally:
+            if reply is None:
+                self.free_threads.release()
+        reply.add_done_callback(lambda ended: self.free_threads.release())
+        return reply
+
+    async def _start_and(self, send: "Callable[[], asyncio.Future[Any]]") -> Any:
+        is_started = False
+        try:
+            await self.start()
+            is_started = True
+        finally:
+            if not is_started:
+                self.free_threads.release()
+        return await send()
+
+    def _is_open(self) -> bool:
+        is_settled = self.reader is not None and self.about is not None and not self.opening.locked()
+        return is_settled and not self.is_stopped and self.child.is_running()
+
+    def _keep(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Start work that goes on even if nobody waits for it."""
+        task = asyncio.create_task(work)
+        self.kept.add(task)
+        task.add_done_callback(self.kept.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return task
+
+    def _begin(
         self, episode: str, method: str, given: dict[str, Any], seconds: float, since: Since | None = None
-    ) -> Any:
-        begun = time.monotonic()
+    ) -> "asyncio.Future[Any]":
+        """Send a call, and return the reply to come, which is watched from its deadline on."""
+        what = "its import" if method == "open" else f"`{method}`" if self.code.threads else "a call"
+        begun, loop = time.monotonic(), asyncio.get_running_loop()
 
         def silent() -> float | None:
             quiet = since() if since else begun
             return None if quiet is None else max(begun, quiet)
 
+        number, reply = self._send(episode, what, method, given)
         key = "" if method in OWN_METHODS else f" ({self.code.section}.timeout_seconds)"
-        what = "its import" if method == "open" else f"`{method}`" if self.code.threads else "a call"
-        with self._pending(episode, what) as (number, reply):
-            await self._send(number, method, given)
-            while not reply.done():
-                quiet = silent()
-                left = seconds if quiet is None else max(quiet + seconds - time.monotonic(), 0.0)
-                await asyncio.wait({reply}, timeout=left)
-                if not reply.done() and (silent() or math.inf) + seconds <= time.monotonic():
-                    await self._blame(number, f"took more than {seconds:g} s{key} and was killed")
-            return reply.result()
+        why = f"took more than {seconds:g} s{key} and was killed"
+        timer = loop.call_later(seconds, lambda: self._keep(self._watch(number, silent, seconds, why)))
 
-    @contextlib.contextmanager
-    def _pending(self, episode: str, what: str) -> Iterator[tuple[int, "asyncio.Future[Any]"]]:
-        number, reply = next(self.numbers), asyncio.get_running_loop().create_future()
-        self.pending[number] = PendingCall(episode, what, reply)
-        try:
-            yield number, reply
-        finally:
-            self.pending.pop(number, None)
+        def end(ended: "asyncio.Future[Any]") -> None:
+            timer.cancel()
+            del self.pending[number]
 
-    async def _send(self, number: int, method: str, given: dict[str, Any]) -> None:
+        reply.add_done_callback(end)
+        return reply
+
+    async def _watch(self, number: int, silent: Since, seconds: float, why: str) -> None:
+        """Wait for a reply whose deadline may be over, and blame the call that holds it up."""
+        while (call := self.pending.get(number)) and not call.reply.done():
+            quiet = silent()
+            left = seconds if quiet is None else max(quiet + seconds - time.monotonic(), 0.0)
+            await asyncio.wait({call.reply}, timeout=left)
+            if not call.reply.done() and (silent() or math.inf) + seconds <= time.monotonic():
+                await self._blame(number, why)
+
+    def _send(self, episode: str, what: str, method: str, given: dict[str, Any]) -> "tuple[int, asyncio.Future[Any]]":
         if self.child.process is None:
             raise ProcessLost(self.end)
+        number, reply = next(self.numbers), asyncio.get_running_loop().create_future()
         try:
-            line = json.dumps({"id": number, "method": method, "arguments": given}, default=str)
+            self.line.send(ENCODER.encode({"id": number, "method": method, "arguments": given}))
         except (TypeError, ValueError) as error:
             raise self.failure(f"its call cannot be sent as JSON: {error}") from None
-        with contextlib.suppress(ConnectionError):  # the reader will see the end
-            self.writer.write(line.encode() + b"\n")
-            await self.writer.drain()
+        self.pending[number] = PendingCall(episode, what, reply)
+        return number, reply
 
-    async def _read(self, lines: asyncio.StreamReader) -> None:
-        process, writer = self.child.process, self.writer
-        why, kind = "", UserCodeFailure
+    async def _read(self, line: Line) -> None:
+        process = self.child.process
         try:
-            with contextlib.suppress(ConnectionError):
-                while line := await lines.readline():
-                    self._receive(json.loads(line))
-        except ValueError as error:  # no JSON, or a line above the limit
-            why = f"its reply cannot be read: {error}"
+            found = await line.ended
         finally:
-            writer.close()
+            line.transport.close()
+        why, kind = f"its reply cannot be read: {found}" if found else "", UserCodeFailure
         if self.child.process is process and not why:
             why, kind = f"its process {await self.child.wait_for_end()}", ProgramEnded
         if self.child.process is process:
@@ -290,10 +318,10 @@ class Host:
         """Kill the process for a call that is overdue, or for all at work if the process does not reply to anything."""
         life, suspects = self.life, self._at_work() or [number]
         if suspects != [number]:
-            with self._pending("", "a sign of life") as (ping, reply):
-                with contextlib.suppress(TimeoutError, UserCodeFailure):
-                    await self._send(ping, "ping", {})
-                    await asyncio.wait_for(asyncio.shield(reply), PING_SECONDS)
+            with contextlib.suppress(ProcessLost):
+                ping, reply = self._send("", "a sign of life", "ping", {})
+                await asyncio.wait({reply}, timeout=PING_SECONDS)
+                del self.pending[ping]
                 suspects = [number] if reply.done() else self._at_work() or [number]
         if self.life == life and number in self.pending and not self.pending[number].reply.done():
             self._kill(suspects, f"{self.pending[suspects[0]].what} {why}", CallTimeout)

@@ -1,6 +1,7 @@
 """Environments, tools and agents in processes of their own: what they do wrong is named, and harms nobody else."""
 
 import asyncio
+import gc
 import os
 import re
 import time
@@ -20,7 +21,13 @@ from trueline.config.environment import EnvironmentConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.environments.hosted import AgentCommand, load_code
-from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, user_code_of
+from trueline.environments.opening import (
+    OBJECTS_BETWEEN_COLLECTIONS,
+    OpenEnvironment,
+    check_environment,
+    describe_environment,
+    user_code_of,
+)
 from trueline.environments.tools.toolbox import Toolbox
 from trueline.rewards.combined import CombinedReward
 from trueline.rl.transcripts import transcript
@@ -698,6 +705,14 @@ def test_a_call_that_waits_while_its_process_dies_is_lost_with_its_state(stage: 
         await hosts.stop()
 
     asyncio.run(play())
+
+
+def test_the_collector_does_not_hold_up_many_episodes(stage: Stage) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700)
+    stage.play(stage.config("tools", ["calculator"]), "2")
+    assert gc.get_threshold()[0] == OBJECTS_BETWEEN_COLLECTIONS
+    gc.set_threshold(*before)
 
 
 def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage) -> None:

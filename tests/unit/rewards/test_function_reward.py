@@ -20,7 +20,7 @@ from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
 from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
 from trueline.rewards.function_reward import FunctionReward, check_function
-from trueline.usercode import host
+from trueline.usercode import line
 from trueline.usercode.host import MARK
 
 FUNCTIONS = """
@@ -326,7 +326,7 @@ def test_an_answer_too_long_to_be_read_fails_its_call(functions: Path, monkeypat
     with pytest.raises(PolicyError) as raised:
         score(functions, "at_fault", {"reply": "x" * 10**6})
     assert str(raised.value) == "x" * 20_000
-    monkeypatch.setattr(host, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(line, "LONGEST_LINE", 1000)
     with pytest.raises(RewardFailure, match="its reply cannot be read"):
         score(functions, "at_fault", {"reply": "x" * 10**4})
 

@@ -122,7 +122,7 @@ class Parser:
         parsed = self._find_calls(answer, tools)
         spoken = f"{thought}{closed}" if self.form.thought == THINK else ""
         in_channels = self.form.thought == CHANNELS and not parsed.error
-        remove_special = partial(self.special.sub, "")
+        remove_special = partial(self.special.sub, "") if self.special.search(text) else str
         text = remove_special(parsed.content if in_channels else f"{spoken}{answer}")
         content = remove_special(f"{spoken}{parsed.content}") if parsed.calls or parsed.error else text
         unspoken = "" if spoken else remove_special(thought.strip().removeprefix(begin)).strip()
