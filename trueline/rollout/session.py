@@ -13,7 +13,7 @@ from trueline.data.messages import Message, Talk, Tool, content_of
 from trueline.data.types import Completion, Dialogue, Trajectory
 from trueline.environments.base import OutOfBudget, Policy, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
-from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.pool import EnginePool, RolloutKey, SequencePlace
 
 TURNS, TURN_TOKENS = "environment.max_turns", "environment.max_turn_tokens"  # keys of limits
 TOKENS, CONTEXT = "rollout.max_new_tokens", "rollout.max_prompt_tokens"
@@ -43,6 +43,7 @@ class TokenSequence:
     said: list[Message] = field(default_factory=list)  # messages as the environment has them
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as sampled, up to their stop
     sampled: int = 0  # tokens
+    number: int = 0  # in the episode
     busy: bool = False
 
     def is_prefix_of(self, messages: list[Message], tools: Sequence[Tool], chat: ChatFormat) -> bool:
@@ -90,6 +91,7 @@ class Session(Policy):
     last: TokenSequence | None = None  # of the last reply
     closing: list[Message] = field(default_factory=list)  # messages after that reply
     turns: int = 0
+    begun: int = 0  # sequences, with those that were never sampled
     engine_failures: list[BaseException] = field(default_factory=list)
 
     async def replies(
@@ -149,8 +151,9 @@ class Session(Policy):
         """Sample from the tokens of the sequence, which engines may have cached, and those of the new messages."""
         sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
         known, new = turn.sequence.record.tokens, turn.prompt.tokens
+        place = SequencePlace(turn.sequence.number, len(known)) if self.limits.turns > 1 else None
         with NotedFailure(self.engine_failures):
-            return await self.pool.generate([*known.tolist(), *new], sampling, self.key, number)
+            return await self.pool.generate([*known.tolist(), *new], sampling, self.key, number, place)
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message, spelled: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
@@ -242,7 +245,9 @@ class Session(Policy):
         openings = [one.opening for one in self.sequences if one.matches(messages, one.opening)]
         opening = max((count for count in openings if count < len(messages)), default=len(messages))
         record = Trajectory(self.trajectory.prompt, self.key.group)
-        return Turn(TokenSequence(record, chat, tools, len(messages), opening, prompt), messages, prompt)
+        self.begun += 1
+        sequence = TokenSequence(record, chat, tools, len(messages), opening, prompt, number=self.begun)
+        return Turn(sequence, messages, prompt)
 
     def _context_words(self) -> str:
         return f"a sequence may have {self.limits.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"

@@ -55,7 +55,7 @@ def test_events_have_a_row_for_every_step_whose_phases_are_its_times(run: Path) 
     compare(events, rows_of(run))
     for event in events[1:]:
         called = {(who, what) for who, what, *_ in event["spans"]}
-        assert {("engine", "generate"), ("policy", "update"), ("rewards", "reward")} <= called
+        assert {("engine", "generate_group"), ("policy", "update"), ("rewards", "reward")} <= called
     assert events[1]["start"] == pytest.approx(events[0]["start"] + events[0]["seconds"], abs=0.002)  # no time is lost
     assert events[0]["memory"]["run"] > 0.1
     assert WORK.recorder is None

@@ -201,15 +201,16 @@ def test_a_dropped_connection_ends_the_run_with_a_checkpoint(tmp_path: Path) -> 
 def test_a_signal_ends_sampling_at_once_and_its_prompts_are_trained_on_once(
     staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An answer of the third step never comes; the run does not wait for it, and another one samples it anew."""
+    """Answers of the third step never come; the run does not wait for them, and another one samples them anew."""
     words = ["grpo", "steps=4", f"rollout.max_staleness={staleness}", "timeout_seconds=60"]
     generate, calls = HFEngine.generate, []
 
     @wraps(generate)
     async def hanging(self: HFEngine, *args: Any) -> Any:
         calls.append(1)
-        if len(calls) == 2 * 64 + 10 + staleness * 64:
+        if len(calls) == 2 * 64 + 10 + staleness * 64:  # while the third step waits
             os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) >= 2 * 64 + 10:
             await asyncio.Event().wait()
         return await generate(self, *args)
 
