@@ -34,6 +34,7 @@ def test_they_are_those_of_save_pretrained_and_go_back(kind: str, tmp_path: Path
     names = WeightNames(model)
     assert same(dict(names.file_tensors(named(model))), disk)
     assert bool(names.groups) == (kind in FUSED)
+    assert not names.resized  # numbers are only moved
     with torch.no_grad():
         for tensor in (*model.parameters(), *names.buffers.values()):
             tensor.normal_()
@@ -49,6 +50,20 @@ def test_a_described_model_has_the_same_names(kind: str, tmp_path: Path) -> None
     model, described = AutoModelForCausalLM.from_pretrained(folder), described_model(folder)
     assert next(described.parameters()).is_meta
     assert same(dict(WeightNames(described).on_disk(named(model))), dict(WeightNames(model).on_disk(named(model))))
+
+
+class Padding(WeightNames):
+    """Adds a row of zeros to every expert on disk."""
+
+    def _to_disk(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = super()._to_disk(tensors)
+        return {name: torch.cat([one, one[:1] * 0]) if ".w1." in name else one for name, one in found.items()}
+
+
+def test_conversions_that_add_numbers_are_known_by_the_names_of_what_they_convert(tmp_path: Path) -> None:
+    names = Padding(AutoModelForCausalLM.from_pretrained(make_model(tmp_path, "mixtral")))
+    assert names.resized == {name for name in names.shapes if name.endswith("experts.gate_up_proj")}
+    assert names.resized
 
 
 def test_only_one_group_is_in_flight_at_a_time(tmp_path: Path) -> None:

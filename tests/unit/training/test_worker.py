@@ -456,6 +456,17 @@ def test_an_engine_is_sent_plain_weights(model_folder: Path) -> None:
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
 
 
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_sums_of_gathered_weights_are_those_of_held_ones(model_folder: Path, sync: str) -> None:
+    """Where a conversion adds numbers, ranks cannot add up what they hold."""
+    for lora in (FULL, LORA.with_keys({"sync": sync})):
+        worker = make_worker(model_folder, lora)
+        train(worker, range(1))
+        held = worker.weight_bits("bfloat16")
+        worker.names.resized.update(worker.names.shapes)
+        assert worker.weight_bits("bfloat16") == held and held.plain
+
+
 def test_an_engine_is_sent_adapters_alone(model_folder: Path) -> None:
     """Frozen weights and the product of what is sent, which needs no scaling, make the model that was trained."""
     plain, worker = make_worker(model_folder), make_worker(model_folder, LORA)
