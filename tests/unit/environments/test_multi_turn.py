@@ -23,9 +23,9 @@ from trueline.environments.hosted import AgentCommand, load_code
 from trueline.environments.opening import OpenEnvironment, check_environment, describe_environment, user_code_of
 from trueline.environments.tools.toolbox import Toolbox
 from trueline.rewards.combined import CombinedReward
-from trueline.rl.transcripts import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import RolloutKey
+from trueline.rollout.summary import transcript
 from trueline.runs.processes import failed_call
 from trueline.usercode import host as host_module
 from trueline.usercode.failures import ProcessLost, UserCodeFailure
