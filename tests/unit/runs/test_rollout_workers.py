@@ -12,7 +12,7 @@ from tests.unit.rollout.test_pool import in_loop, until
 from trueline.config.reward import RewardConfig
 from trueline.rollout.failures import EngineLost, RolloutFailure
 from trueline.rollout.groups import SamplerSpec
-from trueline.rollout.pool import EnginePool, Loss
+from trueline.rollout.pool import EngineLoss, EnginePool
 from trueline.runs.processes import share_of_rewards
 from trueline.runs.rollout_workers import EngineView, GroupWorker, RolloutWorkers, WorkerSampler
 from trueline.runtime.actors import ActorDeath, ActorFailure, Done, LocalActor, NodeLost, Placement, RayActor, Target
@@ -28,7 +28,7 @@ class Life:
         self.end: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.groups: dict[int, int | None] = {}  # the engine of each
         self.views: list[EngineView] = []
-        self.losses: asyncio.Queue[Loss] = asyncio.Queue()
+        self.losses: asyncio.Queue[EngineLoss] = asyncio.Queue()
 
 
 class MortalWorker(RayActor[GroupWorker]):
@@ -205,7 +205,7 @@ async def test_a_restarted_worker_gets_the_engines_of_now() -> None:
 @in_loop
 async def test_engines_that_a_worker_finds_lost_are_lost_for_all() -> None:
     workers, (worker, other), _ = await start(2)
-    worker.lives[0].losses.put_nowait(Loss(1, 0, "engine-1: its process died", "died"))
+    worker.lives[0].losses.put_nowait(EngineLoss(1, 0, "engine-1: its process died", "died"))
     await until(lambda: workers.pool.lost)
     assert workers.pool.lost == {1: "engine-1: its process died"} and workers.pool.engine_lost.is_set()
     workers.pool.restarted.add(1)
@@ -275,11 +275,11 @@ async def test_a_worker_that_does_not_respond_is_killed_and_restarted() -> None:
     await until(lambda: worker.lives[0].groups)
     worker.responds.clear()
     watching = asyncio.create_task(workers.watch(0.02))
-    await until(lambda: worker.kills)
+    await until(lambda: len(worker.lives) == 2)
     worker.responds.set()
     worker.open.set()
     assert await group == ["an episode"]
-    assert len(worker.lives) == 2 and "rollouts-0 sent no heartbeat" in notes[0]
+    assert worker.kills == 1 and len(worker.lives) == 2 and "rollouts-0 sent no heartbeat" in notes[0]
     watching.cancel()
 
 
