@@ -18,7 +18,7 @@ import pytest
 from tests.support.recording_engine import RECORD
 from trueline.cli import main
 from trueline.data.types import Sample, Trajectory, to_samples
-from trueline.rl import trainer
+from trueline.rollout import summary
 from trueline.rollout.engines import ROLLOUT_ENGINES
 
 pytestmark = pytest.mark.slow
@@ -61,10 +61,10 @@ class Watched:
         monkeypatch.setitem(ROLLOUT_ENGINES, "recording", row)
         monkeypatch.setenv(RECORD, str(self.record))
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(trainer, "to_samples", self.remember)
+        monkeypatch.setattr(summary, "to_samples", self.remember)
 
-    def remember(self, trajectory: Trajectory, episode: int) -> list[Sample]:
-        samples = to_samples(trajectory, episode)
+    def remember(self, trajectory: Trajectory) -> list[Sample]:
+        samples = to_samples(trajectory)
         self.trained.append((trajectory, samples))
         return samples
 

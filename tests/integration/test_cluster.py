@@ -18,7 +18,15 @@ from tests.support.tiny import make_tiny_model
 pytestmark = pytest.mark.skipif(bool(forbidden()), reason=forbidden())
 
 LETTERS = """
+from pathlib import Path
+
+import psutil
+
+HERE = [one.address for found in psutil.net_if_addrs().values() for one in found if one.address.startswith("10.77.")]
+
+
 def letters(reply: str) -> float:
+    Path(__file__).with_name(f"scored-{'-'.join(HERE) or 'alone'}").touch()
     return sum("a" <= character <= "z" for character in reply) / 8
 """
 SMALL = ["rollout.max_new_tokens=16", "prompts_per_step=2", "algorithm.group_size=4", "steps=3"]
@@ -77,11 +85,16 @@ def compare(home: Path, one: str, other: str, *names: str) -> None:
 
 @pytest.mark.slow
 def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster: Nodes) -> None:
-    """The driver is on a node without slots; the policy's ranks are on both others, the engine is on the second."""
+    """The driver is on a node without slots; the policy's ranks are on both others, the engine is on the second.
+
+    Both have a rollout worker, and score completions.
+    """
     words = ["--reward", "reward.py:letters", *SMALL, *SPREAD]
     said = ended(begin(home, "grpo", "grpo-spread", words, cluster))
-    assert "node       10.77.0.2: policy 0; reference 0\n" in said
-    assert "node       10.77.0.3: policy 1; reference 1; engine 0\n" in said
+    assert "workers    2 for rollouts" in said
+    assert "node       10.77.0.2: policy 0; reference 0; rollouts 0\n" in said
+    assert "node       10.77.0.3: policy 1; reference 1; engine 0; rollouts 1\n" in said
+    assert {"scored-10.77.0.2", "scored-10.77.0.3"} <= {file.name for file in home.glob("scored-*")}
     assert "Weight sync verified" in said
     ended(begin(home, "grpo", "grpo-alone", words, None))
     compare(home, "grpo-spread", "grpo-alone", "reward/mean", "response_length/mean", "policy/kl")

@@ -90,12 +90,13 @@ def machine_line(machine: Machine) -> str:
     return f"{name} {devices}, {machine.memory_bytes / GIB:.1f} GiB of memory free"
 
 
-def node_lines(layout: Layout, machine: Machine) -> list[str]:
+def node_lines(layout: Layout, machine: Machine, workers: int = 0) -> list[str]:
     """Return a line for each node of a cluster: the processes that run there."""
     if not machine.nodes:
         return []
     places = place_processes(layout, machine)
     kinds = {"policy": places.policy, **places.roles, "engine": places.engines}
+    kinds["rollouts"] = places.rollout_workers(workers)
     lines = []
     for at in places.nodes():
         here = {kind: [number for number, node in enumerate(nodes) if node == at] for kind, nodes in kinds.items()}
@@ -126,6 +127,13 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
 def engines_line(rollout: ResolvedRollout) -> str:
     seeds = "" if rollout.seeded else ", completions without seeds of their own (rollout.seeded=false)"
     return f"engines    {rollout.engines} x {rollout.engine}, tensor parallel {rollout.tensor_parallel}{seeds}"
+
+
+def workers_lines(rollout: ResolvedRollout) -> list[str]:
+    """Say where episodes run, unless they run in the run's own process."""
+    return [f"workers    {rollout.workers} for rollouts: episodes, environments and rewards run in them"] * bool(
+        rollout.workers
+    )
 
 
 def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out: int | None = None) -> str:
@@ -187,7 +195,7 @@ def rl_lines(plan: RLPlan) -> list[str]:
         *adapter_lines(config, plan.facts, plan.machine.gpus),
         *routing_lines(plan),
         *(rate_line(*one) for one in plan.rates()),
-        *node_lines(layout, plan.machine),
+        *node_lines(layout, plan.machine, plan.rollout.workers),
         *memory_lines(plan.forecast),
         *recipe_lines(config),
         *batch_lines(plan),
@@ -205,7 +213,8 @@ def process_lines(plan: RLPlan) -> list[str]:
         + ("" if role.model.path == plan.config.model.path else f": {role.model.path}")
         for role in plan.roles
     ]
-    return [policy + each["policy"], *roles, engines_line(plan.rollout) + each["engine"]]
+    engines = engines_line(plan.rollout) + each["engine"]
+    return [policy + each["policy"], *roles, engines, *workers_lines(plan.rollout)]
 
 
 def adapter_lines(config: RLConfig, facts: ModelFacts, gpus: int) -> list[str]:
@@ -336,6 +345,7 @@ def sampling_lines(plan: SamplingPlan[Kind]) -> list[str]:
         machine_line(plan.machine),
         model_line(config.model.path, plan.facts, plan.rollout.dtype),
         engines_line(plan.rollout),
+        *workers_lines(plan.rollout),
         f"reward     {rewards or ('from the environment' if config.has_reward() else 'none')}",
         *plan.rewards.lines,
         *describe_environment(config.environment, plan.chat, plan.rollout.longest(), plan.rollout.engine),

@@ -355,7 +355,8 @@ def worker_count(config: RLConfig | SamplingConfig, judges: list[RoleModel], mac
             f"rollout.workers={asked}: {wide[0].section}.ranks={wide[0].world} take the calls of one process: set "
             f"rollout.workers=1 or {wide[0].section}.ranks=1"
         )
-    return asked if asked is not None else min(len(machine.nodes), 1) if wide else len(machine.nodes)
+    usable = sum((node.gpus if machine.gpus else node.cpus) > 0 for node in machine.nodes)
+    return asked if asked is not None else min(usable, 1) if wide else usable
 
 
 def own_gpus(roles: list[RoleModel]) -> int:

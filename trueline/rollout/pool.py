@@ -1,7 +1,6 @@
 """All engines of a run as one."""
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -280,7 +279,7 @@ class EnginePool:
     def _record_loss(self, place: int, death: ActorDeath) -> None:
         self.lost = self.lost | {place: str(death)}
         self.restarted.discard(place)
-        self.causes.add(re.sub(r"[0-9]+", "#", death.cause))
+        self.causes.add(death.cause)
 
     async def watch(self, seconds: float) -> None:
         """Ping engines regularly; kill an engine that does not respond for so long, and mark it as lost."""
@@ -373,6 +372,8 @@ class EnginePool:
         self.engine_lost.clear()
         if len(self.lost) < len(self.actors):
             self.available.set()
+        else:
+            self.available.clear()
 
     async def sleep(self) -> None:
         """Let engines release their memory; a lost engine is restarted before the next update."""

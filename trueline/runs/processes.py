@@ -2,13 +2,15 @@
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from trueline.config.base import Tree
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig, RewardPartConfig
@@ -114,6 +116,7 @@ class RolloutWorkerSpec:
     judges: list[tuple[RoleModel, list[RayHandle[Worker]]]]  # reward models and their ranks
     logs: Path
     number: int
+    folder: Path  # that the run was started in: user code is found from there
 
 
 class RolloutWorker(GroupWorker):
@@ -122,12 +125,16 @@ class RolloutWorker(GroupWorker):
     def __init__(self, spec: RolloutWorkerSpec) -> None:
         config, rollout, logs = spec.config, spec.rollout, spec.logs / f"rollouts-{spec.number}"
         logs.mkdir(parents=True, exist_ok=True)
+        if spec.folder.is_dir():
+            os.chdir(spec.folder)
         chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
         pool = EnginePool(spec.engines.engines, rollout.max_sequences, takes_groups=True)
         pool.use(spec.engines.engines, spec.engines.incarnations, spec.engines.lost)
         groups = {role.name: judge_group(role, ranks, config.timeout_seconds) for role, ranks in spec.judges}
-        reward, played = share_of(config.reward, rollout.workers), share_of(config.environment, rollout.workers)
-        rewards = open_rewards(reward, [role for role, _ in spec.judges], groups, logs)
+        played = config.environment.with_keys(share_of(config.environment.processes, rollout.workers))
+        rewards = open_rewards(
+            share_of_rewards(config.reward, rollout.workers), [role for role, _ in spec.judges], groups, logs
+        )
         environment = environment_of(played, rewards, chat, logs, rollout.engine)
         super().__init__(Episodes(pool, chat, episode_budget(config.environment, rollout)), environment)
 
@@ -138,12 +145,21 @@ class RolloutWorker(GroupWorker):
             return str(lost), {}, {}, {}, []
 
 
-Section = TypeVar("Section", RewardConfig, EnvironmentConfig)
+def share_of(processes: int, workers: int) -> Tree:
+    """Return the key of one worker: all of them together have the configured processes of user code."""
+    return {"processes": math.ceil(processes / workers)}
 
 
-def share_of(section: Section, workers: int) -> Section:
-    """Return the section of one worker: all of them together have the configured processes of user code."""
-    return section.with_keys({"processes": math.ceil(section.processes / workers)})
+def share_of_rewards(config: RewardConfig, workers: int) -> RewardConfig:
+    """Do the same for rewards, and divide the concurrent requests to their servers."""
+
+    def requests(part: RewardPartConfig) -> Tree:
+        return {"remote": {"concurrency": math.ceil(part.remote.concurrency / workers)}}
+
+    keys = requests(config)
+    if config.parts:
+        keys = {"parts": {name: requests(part) for name, part in config.parts.items()}}
+    return config.with_keys(keys | share_of(config.processes, workers))
 
 
 def judge_group(role: RoleModel, ranks: Sequence[Actor[Worker]], seconds: float) -> ModelGroup:
@@ -197,7 +213,8 @@ def start_workers(
 
     def spec(number: int) -> RolloutWorkerSpec:
         ranks = [(role, handles(group.actors)) for role, group in roles]
-        return RolloutWorkerSpec(plan.config, plan.rollout, EngineView.of(pool), ranks, processes.logs, number)
+        places = processes.logs, number, Path.cwd()
+        return RolloutWorkerSpec(plan.config, plan.rollout, EngineView.of(pool), ranks, *places)
 
     target: Target[GroupWorker] = Target(f"{RolloutWorker.__module__}:{RolloutWorker.__name__}", True, BULK)
     actors = processes.rollout_workers(target, [spec(number) for number in range(plan.rollout.workers)])

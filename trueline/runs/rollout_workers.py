@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,8 @@ class RolloutWorkers:
         self.ready = [asyncio.Event() for _ in actors]
         self.some_ready = asyncio.Event()
         self.deaths = Counter[str]()  # by cause, since the last step
-        self.failure: Exception | None = None  # why no worker is started again
+        self.failed_starts = Counter[int]()  # in a row, by worker
+        self.failure: BaseException | None = None  # why no worker is started again
         self.tasks: set[asyncio.Task[None]] = set()  # references, or they might be collected while they run
 
     @property
@@ -123,21 +124,25 @@ class RolloutWorkers:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
 
     async def _follow_losses(self, number: int, incarnation: int) -> None:
-        """Record the engines that a worker finds lost; end with the worker."""
-        with suppress(ActorDeath):
+        """Record the engines that a worker finds lost, and its own death, also where it has no groups."""
+        try:
             while incarnation == self.incarnations[number]:
                 loss = await self.actors[number].call(GroupWorker.next_loss)
                 self.pool.mark_lost(loss.place, ActorDeath(loss.message, loss.cause), loss.incarnation)
+        except ActorDeath as death:
+            self._lose(number, incarnation, death)
 
     async def _send_engines(self) -> None:
         view = EngineView.of(self.pool)
-        calls = [self.actors[number].call(GroupWorker.use_engines, view) for number in self._usable()]
-        for found in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(found, BaseException) and not isinstance(found, ActorDeath):
-                raise found
+        await self._all_alive([self.actors[number].call(GroupWorker.use_engines, view) for number in self._usable()])
 
     def _usable(self) -> list[int]:
         return [number for number, ready in enumerate(self.ready) if ready.is_set()]
@@ -181,25 +186,32 @@ class RolloutWorkers:
 
     def _lose(self, number: int, incarnation: int, death: ActorDeath) -> None:
         """Start a dead worker again, unless that has begun or its node is gone; refuse if they keep dying."""
-        if incarnation != self.incarnations[number]:
+        if self.failure is not None or incarnation != self.incarnations[number]:
             return
         self.incarnations[number] += 1
         self.ready[number].clear()
         if not self._usable():
             self.some_ready.clear()
+        if isinstance(death, NodeLost):
+            self._lose_node(number, death)
+            return
         self.deaths[death.cause] += 1
-        times = self.deaths[death.cause]
-        if times >= max(MOST_DEATHS, len(self.actors)):
-            self._give_up(RolloutFailure(f"rollout workers died {times} times in one step. The last error: {death}"))
-        elif isinstance(death, NodeLost):
-            self.gone.add(number)
-            if len(self.gone) == len(self.actors):
-                self._give_up(death)
+        times, most = self.deaths[death.cause], max(MOST_DEATHS, len(self.actors))
+        if times >= most or self.failed_starts[number] >= MOST_DEATHS:
+            times = max(times, self.failed_starts[number])
+            self._give_up(RolloutFailure(f"rollout workers keep dying ({times} times). The last error: {death}"))
         else:
             self.note(f"warning: {death}; the worker is restarted, and its episodes begin anew")
             self._spawn(self._restart(number))
 
-    def _give_up(self, failure: Exception) -> None:
+    def _lose_node(self, number: int, death: NodeLost) -> None:
+        self.gone.add(number)
+        if len(self.gone) == len(self.actors):
+            self._give_up(death)
+        else:
+            self.note(f"warning: {death}; its episodes begin anew on other nodes")
+
+    def _give_up(self, failure: BaseException) -> None:
         """Let all groups fail that wait for a worker."""
         self.failure = failure
         self.some_ready.set()
@@ -213,25 +225,30 @@ class RolloutWorkers:
         try:
             await actor.call(GroupWorker.start)
         except ActorFailure as failure:
+            self.failed_starts[number] += 1
             death = failure if isinstance(failure, ActorDeath) else ActorDeath(str(failure))
             self._lose(number, self.incarnations[number], death)
         else:
+            self.failed_starts[number] = 0
             self._admit(number)
+            await self._send_engines()  # of which some may have been restarted meanwhile
 
     async def watch(self, seconds: float) -> None:
-        """Ping workers regularly, and kill one that does not respond for so long."""
+        """Ping workers regularly, and restart one that does not respond for so long."""
         while self.remote:
             await asyncio.sleep(seconds / 4)
             await asyncio.gather(*(self._ping(number, seconds) for number in self._usable()))
 
     async def _ping(self, number: int, seconds: float) -> None:
-        actor = self.actors[number]
+        actor, incarnation = self.actors[number], self.incarnations[number]
         assert isinstance(actor, RayActor)
-        with suppress(ActorDeath):
-            try:
-                await asyncio.wait_for(actor.ping().async_result(), seconds)
-            except TimeoutError:
-                await asyncio.to_thread(actor.kill)  # its calls fail, and it is restarted
+        try:
+            await asyncio.wait_for(actor.ping().async_result(), seconds)
+        except ActorDeath as death:
+            self._lose(number, incarnation, death)
+        except TimeoutError:
+            silence = ActorDeath(f"{actor.name} sent no heartbeat for {seconds:.0f} s", "no heartbeat")
+            self._lose(number, incarnation, silence)
 
     async def run(self, task: Callable[..., Result], *args: Any) -> Result:
         """Run a function in a rollout worker, or in another one if that dies."""
@@ -264,7 +281,7 @@ class RolloutWorkers:
         return load_metrics(await self._all_alive(calls))
 
     async def _all_alive(self, calls: list[Any]) -> list[Any]:
-        """Return the results of workers that are not dead; their groups report the deaths."""
+        """Return the results of workers that are not dead; `_follow_losses` reports deaths."""
         found = await asyncio.gather(*calls, return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, ActorDeath):

@@ -5,6 +5,7 @@ method's name is sent.
 """
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,7 +17,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, NodeDiedError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trueline.monitoring.heartbeat import BEAT, WORK, Activity
@@ -24,7 +33,8 @@ from trueline.runtime.host import ActorHost, AsyncActorHost, Location
 
 CONCURRENT_CALLS = 4096  # of the target's bulk methods
 CONTROL, CONTROL_CALLS = "control", 64  # Ray's concurrency group of all other methods: they must not queue behind it
-DEATHS = (RayActorError, ObjectLostError, NodeDiedError)  # a result is lost with its node, too
+# A result is lost with its node, too; and a process cannot start on a node that is gone.
+DEATHS = (RayActorError, ObjectLostError, NodeDiedError, ActorUnschedulableError)
 LOCATION_SECONDS = 10  # that a process has to report its location before it is killed
 
 Given = ParamSpec("Given")
@@ -46,7 +56,7 @@ class ActorDeath(ActorFailure):
 
     def __init__(self, message: str, cause: str = "") -> None:
         super().__init__(message)
-        self.cause = cause or message
+        self.cause = re.sub(r"[0-9]+", "#", cause or message)  # numbers differ each time
 
 
 class NodeLost(ActorDeath):

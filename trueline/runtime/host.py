@@ -1,6 +1,7 @@
 """Inside a process of a run: it makes one object and forwards calls to it."""
 
 import asyncio
+import logging
 import os
 import pkgutil
 import sys
@@ -64,6 +65,8 @@ class AsyncActorHost(ActorHost):
 
     def __init__(self, log: str) -> None:
         super().__init__(log)
+        # Ray warns of a blocking `get` wherever it is; those of this process are in threads of their own.
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
         self.loop = asyncio.get_running_loop()  # the object's
         self.located, self.made = asyncio.Event(), asyncio.Event()
 

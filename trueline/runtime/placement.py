@@ -98,6 +98,11 @@ class Places:
     def nodes(self) -> list[int]:
         return sorted({*self.policy, *self.engines, *(node for ranks in self.roles.values() for node in ranks)})
 
+    def rollout_workers(self, count: int) -> list[int]:
+        """Return nodes of rollout workers: all nodes of the run in turn, that of the policy's rank 0 first."""
+        nodes = list(dict.fromkeys([*self.policy[:1], *self.nodes()]))
+        return [nodes[number % len(nodes)] for number in range(count)]
+
 
 def place_processes(layout: Layout, machine: Machine) -> Places:
     """Give every process a node: copies of models and engines stay on one node where they fit."""
@@ -202,13 +207,11 @@ class Processes:
         return self._start("engine", target, specs, self.places.engines, layout.colocated, layout.tensor_parallel)
 
     def rollout_workers(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
-        """Start rollout workers, which claim no devices, on all nodes of the run in turn; the first beside rank 0."""
-        nodes, first = self.places.nodes(), self.places.policy[:1]
-        nodes = [*first, *(at for at in nodes if at not in first)]
+        """Start rollout workers, which claim no devices."""
         hidden = process_environment(target, self.machine, self.machine.cpus) | {"CUDA_VISIBLE_DEVICES": ""}
         actors: list[Actor[Object]] = []
-        for number, spec in enumerate(specs):
-            there = self.machine.split()[nodes[number % len(nodes)]]
+        for number, (spec, at) in enumerate(zip(specs, self.places.rollout_workers(len(specs)), strict=True)):
+            there = self.machine.split()[at]
             spot = Placement(node=there.id or None, environment=hidden, address=there.address)
             actors.append(RayActor(f"rollouts-{number}", target, [spec], spot, self.logs / f"rollouts-{number}.log"))
         return actors

@@ -18,7 +18,18 @@ from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReade
 from trueline.data.types import Sample, pack_samples
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.heartbeat import WORK
-from trueline.runtime.actors import Actor, ActorFailure, Given, Method, Pending, Result, Stored, share, wait_all
+from trueline.runtime.actors import (
+    Actor,
+    ActorFailure,
+    Given,
+    LocalActor,
+    Method,
+    Pending,
+    Result,
+    Stored,
+    share,
+    wait_all,
+)
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
 from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, lengths_of
@@ -151,7 +162,8 @@ class ModelGroup:
         """Return what ranks are sent: references, or all samples packed."""
         if isinstance(samples, StoredSamples):
             return samples if self.reads_experts else samples.without_experts()
-        return share(pack_samples(list(samples), experts=self.reads_experts))
+        packed = pack_samples(list(samples), experts=self.reads_experts)
+        return packed if isinstance(self.actors[0], LocalActor) else share(packed)
 
     def _on_ranks(
         self, plan: Plan, submit: Callable[[Actor[Worker], list[MicroBatch]], Pending[Result]]

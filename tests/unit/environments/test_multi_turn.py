@@ -30,9 +30,9 @@ from trueline.environments.opening import (
 )
 from trueline.environments.tools.toolbox import Toolbox
 from trueline.rewards.combined import CombinedReward
-from trueline.rl.transcripts import transcript
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import RolloutKey
+from trueline.rollout.summary import transcript
 from trueline.runs.processes import failed_call
 from trueline.usercode import host as host_module
 from trueline.usercode.failures import ProcessLost, UserCodeFailure
