@@ -6,8 +6,8 @@
 The loop, the rollout workers and the samples by reference are those of runs. A rank reads its samples as it would for a
 pass, and computes nothing. Prints for each step, in the run's own process: the processor time of its threads (the loop,
 the event loop "rollouts", and threads that the loop starts for calls; not those of Ray), the growth of its memory
-without what it shares with other processes, and the bytes in the object store at the end. The last line has the largest
-of the steps from the second on. Further arguments are keys of the run.
+without what it shares with other processes. The last lines have the largest of the steps from the second on, and what
+the object store holds at the end of the first step and of the run. Further arguments are keys of the run.
 """
 
 import json
@@ -31,12 +31,14 @@ from trueline.rl import build
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import EngineSpec, RequestBook, RolloutEngine, SamplingParams
 from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.rollout.summary import SampledGroup
 from trueline.runs import processes
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.state import RLState
 from trueline.runtime.actors import Target
 from trueline.runtime.transport import Address, Bucket, TensorSpec
 from trueline.training.report import LossSettings, Report
+from trueline.training.samples import StoredSamples
 from trueline.training.worker import Worker
 
 ENGINE = "hf"  # the row whose class is exchanged: other processes know it too
@@ -109,7 +111,6 @@ class Cost:
     others: float  # of all other threads: Ray's, heartbeats
     grown_mib: float  # largest memory in the step, less that before it; without shared memory
     seconds: float
-    stored_mib: float  # object store, after the step
 
     @property
     def busy(self) -> float:
@@ -157,8 +158,7 @@ class MemoryPeak:
 
 
 COSTS: list[Cost] = []
-LEFT: list[float] = []  # MiB in the object store at the end
-BETWEEN = [0.0]  # processor time of the event loop at the end of the last step
+STORED: list[float] = []  # MiB in the object store at the end of the first step, and of the run
 
 
 class MeasuredTrainer(RLTrainer):
@@ -167,7 +167,7 @@ class MeasuredTrainer(RLTrainer):
         state, until = super().fit(), time.monotonic() + DELETING_SECONDS
         while (left := stored_mib()) > MOST_LEFT and time.monotonic() < until:
             time.sleep(0.2)
-        LEFT.append(left)
+        STORED.append(left)
         return state
 
     def clocks(self) -> np.ndarray:
@@ -185,8 +185,12 @@ class MeasuredTrainer(RLTrainer):
         seconds, whole, main, loop = (ended - clocks).tolist()
         others = sum(spent for thread, spent in lasting.items() if thread not in own)
         calls = max(whole - main - loop - others, 0.0)
-        loop, BETWEEN[0] = ended[3] - (BETWEEN[0] or clocks[3]), ended[3]  # it samples on, while this is measured
-        COSTS.append(Cost(main, loop, calls, others, memory.largest - memory.before, seconds, stored_mib()))
+        COSTS.append(Cost(main, loop, calls, others, memory.largest - memory.before, seconds))
+
+    def report(self, metrics: dict[str, float], groups: list[SampledGroup], samples: StoredSamples) -> None:
+        if not COSTS:  # the first step is measured, but does not count
+            STORED.append(stored_mib())
+        super().report(metrics, groups, samples)
 
 
 def exchange_classes() -> None:
@@ -228,17 +232,17 @@ def main() -> None:
     run(folder, given, overrides)
     for number, (cost, row) in enumerate(zip(COSTS, read_steps(folder / "run"), strict=True), 1):
         parts = f"loop {cost.loop:.3f}, rollouts {cost.rollouts:.3f}, calls {cost.calls:.3f}; others {cost.others:.3f}"
-        memory = f"memory +{cost.grown_mib:.0f} MiB, object store {cost.stored_mib:.0f} MiB"
+        memory = f"memory +{cost.grown_mib:.1f} MiB"
         names = ("rollout", "score", "train", "sync")
         phases = ", ".join(f"{name} {row[f'time/{name}']:.2f}" for name in names if f"time/{name}" in row)
         print(f"step {number}: busy {cost.busy:.3f} s ({parts}), {memory}, step {cost.seconds:.2f} s ({phases})")
     rest = COSTS[1:] or COSTS
     worst = {"busy": max(one.busy for one in rest), "grown_mib": max(one.grown_mib for one in rest)}
-    largest = f"busy {worst['busy']:.3f} s, memory +{worst['grown_mib']:.0f} MiB"
-    print(f"largest: {largest}; left in the object store: {LEFT[0]:.1f} MiB")
-    if LEFT[0] > MOST_LEFT:
+    print(f"largest: busy {worst['busy']:.3f} s, memory +{worst['grown_mib']:.1f} MiB")
+    print(f"object store: {STORED[0]:.1f} MiB with the samples of a step, {STORED[-1]:.1f} MiB at the end")
+    if STORED[-1] > MOST_LEFT:
         raise SystemExit("something still holds samples of a step that is over")
-    write_result(given.out, worst | {"left_mib": LEFT[0], "steps": [asdict(one) for one in COSTS]})
+    write_result(given.out, worst | {"stored_mib": STORED, "steps": [asdict(one) for one in COSTS]})
 
 
 if __name__ == "__main__":
